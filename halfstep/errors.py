@@ -1,0 +1,29 @@
+"""The exceptions that a caller may want to catch; every message says what came, what is allowed and what to do."""
+
+
+class HalfstepError(Exception):
+    """Base of all errors that halfstep raises on purpose."""
+
+
+class FormatError(HalfstepError, ValueError):
+    """A number format that halfstep does not know, or that does not fit where it was given."""
+
+
+class PlanError(HalfstepError, ValueError):
+    """A plan, rule, op change or plan file that is unknown, contradicts itself or fits no module."""
+
+
+class SetupError(HalfstepError, ValueError):
+    """A model or optimizer that cannot be trained under the plan; raised before anything was changed."""
+
+
+class SessionError(HalfstepError, RuntimeError):
+    """A session used in the wrong order or after it was closed."""
+
+
+class StateError(HalfstepError, ValueError):
+    """A state or checkpoint that does not fit this session; raised before anything was changed."""
+
+
+class DataError(HalfstepError, FileNotFoundError):
+    """Data that is not there or not in a known layout; the message says how to get it."""
