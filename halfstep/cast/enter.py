@@ -1,0 +1,194 @@
+"""Entering a plan around a module's own forward, by giving the module a subclass of its class.
+
+Hooks and instance attributes each break one of Ctrl-C, torch.compile, deepcopy, pickle and DataParallel; a class does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+GATE = "_halfstep_gate"
+
+
+@dataclass
+class Gate:
+    """What is done around one module's forward; shared by deep copies of the module, never pickled.
+
+    `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
+    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output and the (args, kwargs) as the caller gave them.
+    `around` is a context for eager calls only (emulation). `before` is called before each eager training forward.
+    `full` gives the fp32 value of a parameter whose stored form is low. `owner` is the session, for whoever finds the gate.
+    """
+
+    owner: object
+    region: Callable[[], AbstractContextManager[Any]]
+    enter: Callable[[], Any]
+    leave: Callable[[Any], None]
+    cast_in: Values | None
+    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
+    full: Callable[[nn.Parameter], Tensor]
+    around: Callable[[], AbstractContextManager[Any]] | None = None
+    before: Callable[[], None] | None = None
+    active: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+
+class CheckpointHook:
+    """A hook on a module's state_dict; deep copies share it, and a pickled module drops it."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> None:
+        self.run(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointHook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (CheckpointHook, (_nothing,))
+
+
+def _nothing(*args: Any) -> None:
+    """What is left of a checkpoint hook in a submodule that was pickled by itself."""
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """Returns the gate that a module's forward goes through, or None."""
+    gate = module.__dict__.get(GATE)
+    return gate if isinstance(gate, Gate) and gate.active else None
+
+
+def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if gate.before is not None and module.training and torch.is_grad_enabled():
+        gate.before()
+    given = args, kwargs
+    if gate.cast_in is not None:
+        args, kwargs = gate.cast_in(args, kwargs)
+    with ExitStack() as stack:
+        if gate.around is not None:
+            stack.enter_context(gate.around())
+        token = gate.enter()
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            gate.leave(token)
+        return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def _run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    given = args, kwargs
+    if gate.cast_in is not None:
+        args, kwargs = gate.cast_in(args, kwargs)
+    with gate.region():
+        out = forward(module, *args, **kwargs)
+    return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copies the module with fp32 parameters: an average of low weights would lose every update below half their ulp."""
+    gate = self.__dict__.get(GATE)
+    for parameter in self.parameters() if gate is not None else ():
+        full = gate.full(parameter)
+        if full is not parameter and id(parameter) not in memo:
+            memo[id(parameter)] = nn.Parameter(full.detach().clone(), parameter.requires_grad)
+    twin = self.__class__.__new__(self.__class__)
+    memo[id(self)] = twin
+    twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return twin
+
+
+def _copy(self: nn.Module) -> nn.Module:
+    twin = self.__class__.__new__(self.__class__)
+    twin.__dict__.update(self.__dict__)
+    return twin
+
+
+def _plain_class(cls: type) -> type:
+    return cls.__dict__["_halfstep_base"] if "_halfstep_base" in cls.__dict__ else cls
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed."""
+    twin = copy.deepcopy(self)
+    for module in list(twin.modules()):
+        module.__dict__.pop(GATE, None)
+        module.__class__ = _plain_class(type(module))
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
+                del hooks[key]
+    return twin.__reduce_ex__(protocol)
+
+
+def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Yields the module's own Parameters; to torch's AveragedModel, which averages what this yields, their fp32 values."""
+    own = nn.Module.parameters(self, recurse)
+    gate = self.__dict__.get(GATE)
+    if gate is None or torch.compiler.is_compiling():
+        return own
+    if sys._getframe(1).f_code is not AveragedModel.update_parameters.__code__:
+        return own
+    return (gate.full(parameter) for parameter in own)  # type: ignore[misc]  # tensors, as update_parameters accepts
+
+
+def make_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass of `base` with its name, whose forward goes through the instance's gate."""
+    base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
+
+    @functools.wraps(base_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate = self._halfstep_gate
+        if gate is None or not gate.active:
+            return base_forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _run_traced(gate, base_forward, self, args, kwargs)
+        return _run_eager(gate, base_forward, self, args, kwargs)
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__deepcopy__": _deepcopy,
+        "__copy__": _copy,
+        "__reduce_ex__": _reduce_ex,
+        "_halfstep_base": base,
+        GATE: None,
+        "forward": forward,
+        "parameters": _parameters,
+    }
+    return type(base)(base.__name__, (base,), namespace)
+
+
+class Entrances:
+    """The modules of one session whose forward is entered through a gate; one subclass a class."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+    def install(self, module: nn.Module, gate: Gate) -> Callable[[], None]:
+        """Sends the module's forward through the gate and returns the undo."""
+        base = type(module)
+        swapped = self._classes.setdefault(base, make_class(base))
+        module.__dict__[GATE] = gate
+        module.__class__ = swapped
+
+        def undo() -> None:
+            gate.active = False
+            if module.__class__ is swapped:  # else somebody (FSDP2) put a class on top: ours stays, as a pass-through
+                module.__class__ = base
+                del module.__dict__[GATE]
+
+        return undo

@@ -1,0 +1,96 @@
+"""What a plan does to the modules of a model: values cast at their boundaries, checkpoints kept in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.cast.enter import CheckpointHook, Values
+from halfstep.cast.tree import cast_floats, first_float_dtype
+from halfstep.errors import StateError
+from halfstep.formats import Format
+
+Undo = Callable[[], None]
+
+
+def inputs_to(dtype: torch.dtype) -> Values:
+    """Returns a function of (args, kwargs) that casts their floating tensors to `dtype`; float64 and complex stay."""
+
+    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
+
+    return cast
+
+
+def outputs_to(output: Format | Literal["input"]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns a function of (output, args, kwargs) that casts the output to a format, or to that of the first input."""
+    if isinstance(output, Format):
+        dtype = output.dtype
+        return lambda out, args, kwargs: cast_floats(out, dtype)
+
+    def as_input(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = first_float_dtype(args, kwargs)
+        return out if found is None else cast_floats(out, found)
+
+    return as_input
+
+
+def keep_checkpoints_full(
+    module: nn.Module,
+    tracked: Callable[[nn.Parameter], bool],
+    full: Callable[[nn.Parameter], Tensor],
+    load: Callable[[nn.Parameter, Tensor], Tensor],
+) -> Undo:
+    """Makes `state_dict` of one module (not its children) give fp32 values, and `load_state_dict` take them.
+
+    `full` gives the fp32 value of a tracked parameter. `load` takes a parameter and an entry of its shape, adopts the
+    entry as the parameter's true value and returns the low tensor that belongs into the parameter.
+    """
+
+    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and tracked(parameter) and prefix + name in state:
+                state[prefix + name] = full(parameter).detach()
+
+    def take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        for name, parameter in module._parameters.items():
+            entry = state.get(prefix + name)
+            if parameter is None or entry is None or not tracked(parameter):
+                continue
+            if metadata.get("assign_to_params_buffers", False):
+                raise StateError(
+                    "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; "
+                    "load without assign, or before halfstep.initialize"
+                )
+            if entry.shape == parameter.shape:  # else torch reports the mismatch and copies nothing
+                state[prefix + name] = load(parameter, entry)
+
+    handles = [
+        module.register_state_dict_post_hook(CheckpointHook(give)),
+        module._register_load_state_dict_pre_hook(CheckpointHook(take), True),
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:
+    """Casts a module's own floating buffers to `dtype` and returns the undo, which gives back their first dtypes."""
+    before = {name: b.dtype for name, b in module._buffers.items() if b is not None and b.dtype is not dtype}
+    changed = {name: old for name, old in before.items() if old in (torch.float32, torch.bfloat16, torch.float16)}
+    for name in changed:
+        module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
+
+    def undo() -> None:
+        for name, old in changed.items():
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = buffer.to(old)
+
+    return undo
