@@ -23,3 +23,29 @@ class StepRecord:
     scale: Tensor
     grad_norm: Tensor | None
     synced: bool = False
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a session is doing, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
+
+    `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies or
+    remainders), gradients and optimizer state.
+    """
+
+    level: str
+    low: str
+    steps: int
+    skipped: int
+    scales: dict[int, float]
+    nonfinite_parameters: tuple[str, ...]
+    memory: dict[str, int]
+
+    def __str__(self) -> str:
+        scales = ", ".join(f"{value:g}" if len(self.scales) == 1 else f"loss {k}: {value:g}" for k, value in self.scales.items())
+        bad = ", ".join(self.nonfinite_parameters) or "none"
+        memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory.items())
+        return (
+            f"{self.level} in {self.low}: {self.steps} steps, {self.skipped} skipped, scale {scales or 'unused'}\n"
+            f"non-finite parameters: {bad}\nmemory: {memory}"
+        )

@@ -1,0 +1,131 @@
+"""Whether a plan fits a model and its optimizers; reads both, changes neither, and names what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.errors import SetupError
+from halfstep.plan.plan import Plan
+
+SUPPORTED_DEVICES = ("cpu", "cuda")
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+_SHOWN = 5
+
+
+def as_list(value: Any, kind: type, what: str) -> list[Any]:
+    """Returns one object or a list or tuple of them as a list.
+
+    Raises:
+        SetupError: something in it is not a `kind`, it is empty, or one object stands in it twice.
+    """
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if not isinstance(item, kind):
+            raise SetupError(f"{what} must be a {kind.__name__} or a list of them, not {type(item).__name__}: {item!r:.80}")
+    if not items or len({id(item) for item in items}) != len(items):
+        raise SetupError(f"{what} is an empty list or names one object twice; give each {kind.__name__} once")
+    return items
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Returns the user's own module inside torch.compile's, DataParallel's or DistributedDataParallel's wrapper."""
+    while True:
+        inner = model._modules.get("_orig_mod") if hasattr(model, "_orig_mod") else None
+        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def named(names: Iterable[str]) -> str:
+    """Returns the first few names in words, with how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
+    """Returns the device whose kind all parameters share.
+
+    Raises:
+        SetupError: no parameters, several kinds of device, or a kind that halfstep has not been made to work on.
+    """
+    kinds = {p.device.type: p.device for model in models for p in model.parameters()}
+    if not kinds:
+        raise SetupError("the model has no parameters; there is nothing to train or to cast")
+    if len(kinds) > 1:
+        raise SetupError(f"the parameters lie on several kinds of device ({', '.join(sorted(kinds))}); move the model to one")
+    (kind, device) = next(iter(kinds.items()))
+    if kind not in SUPPORTED_DEVICES and plan.name != "O0":
+        raise SetupError(f"device {kind!r} is not supported; supported are {', '.join(SUPPORTED_DEVICES)} (and any at O0)")
+    return device
+
+
+def check_models(models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses models that cannot run under the plan.
+
+    Raises:
+        SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped for
+            distributed training before its weights were made low, or one without floating parameters.
+    """
+    for model in models:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise SetupError(
+                f"{type(model).__name__} is a torch.jit.ScriptModule, whose forward halfstep cannot enter; "
+                "initialize the Python module and use torch.compile instead of torch.jit"
+            )
+        if plan.name == "O0":
+            continue
+        low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_DTYPES]
+        if low:
+            raise SetupError(
+                f"trainable parameters are already low: {named(low)}; halfstep makes the low weights itself and needs "
+                "the fp32 ones: call model.float() first (frozen low parameters may stay)"
+            )
+        if not any(p.is_floating_point() or p.is_complex() for p in model.parameters()):
+            raise SetupError(f"{type(model).__name__} has no floating parameters; there is nothing to train in low precision")
+        if plan.param == "low":
+            _refuse_wrapped(model, plan)
+
+
+def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
+    for name, module in model.named_modules():
+        wrapped = isinstance(module, nn.parallel.DistributedDataParallel) or any(
+            cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__
+        )
+        if wrapped:
+            raise SetupError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}; at {plan.name} the weights change their "
+                "format, which would silently end its gradient reduction: call halfstep.initialize first and wrap after"
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    """Refuses optimizers that update what is not in the models.
+
+    Raises:
+        SetupError: names how many parameters of which group are not the models', or an object stands in two optimizers.
+    """
+    known = {id(p) for model in models for p in model.parameters()}
+    seen: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            foreign = [p for p in group["params"] if id(p) not in known]
+            if foreign:
+                shapes = named(str(tuple(p.shape)) for p in foreign)
+                raise SetupError(
+                    f"{len(foreign)} of {len(group['params'])} parameters in group {index} of {type(optimizer).__name__} "
+                    f"are not the model's (shapes {shapes}); build the optimizer from this model's parameters(), after "
+                    "any .to(device) that replaced them, and give initialize every model that it updates"
+                )
+            for p in group["params"]:
+                if seen.setdefault(id(p), number) != number:
+                    raise SetupError(
+                        f"a parameter of shape {tuple(p.shape)} is in two optimizers; give each parameter to one of them"
+                    )
