@@ -1,0 +1,75 @@
+"""What the parts of a plan check alike: membership with a near miss in the message, numbers, text."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+from halfstep.errors import PlanError
+
+
+def near_miss(value: object, allowed: Iterable[str]) -> str:
+    """Returns "; did you mean 'x'?" for the allowed word nearest to `value`, or "" where none is near.
+
+    >>> near_miss("dynamc", ("none", "static", "dynamic"))
+    "; did you mean 'dynamic'?"
+    """
+    if not isinstance(value, str):
+        return ""
+    by_lower = {word.lower(): word for word in allowed}
+    found = difflib.get_close_matches(value.lower(), list(by_lower), n=1)
+    return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises a PlanError unless `value` is one of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        listed = ", ".join(repr(word) for word in allowed)
+        raise PlanError(f"{what} is {value!r}; allowed are {listed}{near_miss(value, allowed)}")
+
+
+def text(what: str, value: object, *, empty: bool = False) -> str:
+    """Returns `value` where it is printable text; raises a PlanError otherwise.
+
+    Printable, because it must survive a plan file; `empty` allows "".
+    """
+    if not isinstance(value, str):
+        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; give a string")
+    if not value.isprintable() or (not empty and not value.strip()):
+        raise PlanError(f"{what} is {value!r}; give {'' if empty else 'non-empty '}printable text")
+    return value
+
+
+def real(what: str, value: object, *, low: float, high: float) -> float:
+    """Returns `value` as a float where it lies in [low, high]; raises a PlanError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; give a number from {low:g} to {high:g}")
+    number = float(value)
+    if not math.isfinite(number) or not low <= number <= high:
+        raise PlanError(f"{what} is {number:g}; give a number from {low:g} to {high:g}")
+    return number
+
+
+def count(what: str, value: object) -> int:
+    """Returns `value` as an int where it fits a positive 32-bit counter; raises a PlanError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
+        raise PlanError(f"{what} is {value!r}; give a whole number from 1 to {2**31 - 1}")
+    return int(value)
+
+
+def instance(what: str, value: object, kind: type, example: str) -> None:
+    """Raises a PlanError unless `value` is a `kind`; `example` shows one."""
+    if not isinstance(value, kind):
+        raise PlanError(
+            f"{what} is {value!r} of type {type(value).__name__}; give a {kind.__name__}, such as {example}"
+        )
+
+
+def as_tuple(what: str, value: object, *, of: str) -> tuple[Any, ...]:
+    """Returns the items of any iterable but a string; raises a PlanError for everything else."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; give a tuple of {of}")
+    return tuple(value)

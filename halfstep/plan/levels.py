@@ -1,0 +1,215 @@
+"""The levels O0 to O3 as a table of plans, and the keywords that adjust a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from halfstep.errors import PlanError
+from halfstep.formats import BF16, FP16, Format, as_format
+from halfstep.plan.checks import as_tuple, near_miss
+from halfstep.plan.plan import LOW_FORMATS, OP_LISTS, Master, OpChange, OpChanges, Ops, Plan, PlanOutput
+from halfstep.plan.policy import Width
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+
+_OFF = Scaling("none")
+_DYNAMIC = Scaling("dynamic")
+_ONE = Scaling("static", init=1.0)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A row of the table: the plan of a level, with master and scale by low format, and what the level is for."""
+
+    name: str
+    param: Width
+    ops: Ops
+    norms: Width
+    master: Mapping[Format, Master]
+    scale: Mapping[Format, Scaling]
+    output: PlanOutput
+    purpose: str
+
+    def plan(self, low: Format) -> Plan:
+        """Returns this level's plan in `low`."""
+        return Plan(
+            name=self.name,
+            low=low,
+            param=self.param,
+            ops=self.ops,
+            norms=self.norms,
+            master=self.master[low],
+            scale=self.scale[low],
+            output=self.output,
+        )
+
+
+LEVELS: Mapping[str, Level] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Level(
+                "O0",
+                "full",
+                "none",
+                "full",
+                {BF16: "none", FP16: "none"},
+                {BF16: _OFF, FP16: _OFF},
+                "keep",
+                "the baseline",
+            ),
+            Level(
+                "O1",
+                "full",
+                "table",
+                "full",
+                {BF16: "none", FP16: "none"},
+                {BF16: _OFF, FP16: _DYNAMIC},
+                "full",
+                "safe default",
+            ),
+            Level(
+                "O2",
+                "low",
+                "table",
+                "full",
+                {BF16: "split", FP16: "copy"},
+                {BF16: _OFF, FP16: _DYNAMIC},
+                "full",
+                "fastest that keeps accuracy",
+            ),
+            Level(
+                "O3",
+                "low",
+                "table",
+                "low",
+                {BF16: "none", FP16: "none"},
+                {BF16: _OFF, FP16: _ONE},
+                "full",
+                "speed of light",
+            ),
+        )
+    }
+)
+
+
+def level(name: str, low: Format | torch.dtype | str) -> Plan:
+    """Returns the plan of a level in a low format.
+
+    Raises:
+        PlanError: no level has this name, or the format is not one to train in.
+        FormatError: an unknown format.
+
+    >>> level("O2", "bf16").master
+    'split'
+    """
+    row = LEVELS.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise PlanError(f"unknown level {name!r}; known are {', '.join(LEVELS)}{_level_hint(name)}")
+    fmt = as_format(low)
+    if fmt not in LOW_FORMATS:
+        known = " and ".join(each.name for each in LOW_FORMATS)
+        raise PlanError(f"level {name} in {fmt.name}: {known} can be trained in; give one of these")
+    return row.plan(fmt)
+
+
+def _level_hint(name: object) -> str:
+    if not isinstance(name, str):
+        return " (strings)"
+    letters = name.strip().upper().replace("0", "O", 1) if name.strip()[:1] == "0" else name.strip().upper()
+    if letters in LEVELS:
+        why = "the letter O, not the digit 0" if name.strip()[:1] == "0" else "the capital letter O and a digit"
+        return f"; did you mean {letters!r} ({why})?"
+    return near_miss(name, LEVELS)
+
+
+def customize(
+    plan: Plan,
+    *,
+    low: Format | torch.dtype | str | None = None,
+    loss_scale: str | float | Scaling | None = None,
+    norms: Width | None = None,
+    master: Master | None = None,
+    rules: Iterable[Rule] = (),
+    ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
+) -> Plan:
+    """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
+
+    Another `low` brings that format's master and scale where the plan has its level's own. `loss_scale` is "dynamic",
+    "none", a number (also as text) or a Scaling. `rules` and `ops` are added as edits: the later one wins.
+
+    Raises:
+        PlanError: a value that is none, or one that contradicts the plan.
+        FormatError: an unknown format.
+
+    >>> customize(level("O2", "bf16"), low="fp16", loss_scale=128).scale.init
+    128.0
+    """
+    changes: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low))
+    if loss_scale is not None:
+        changes["scale"] = as_scaling(loss_scale)
+    if norms is not None:
+        if plan.param == "full":
+            raise PlanError(
+                f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
+                "norms compute; leave norms out, or change an op such as ops={'allow': ['layer_norm']}"
+            )
+        changes["norms"] = norms
+    if master is not None:
+        changes["master"] = master
+    return replace(plan, **changes).edit(*as_tuple("rules", rules, of="Rules"), *_op_edits(ops))
+
+
+def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
+    """Returns the fields that a change to `low` brings along: those in which the plan still equals its level."""
+    row = LEVELS.get(plan.name)
+    if row is None or low not in LOW_FORMATS:
+        return {"low": low}
+    changes: dict[str, Any] = {"low": low}
+    if plan.master == row.master[plan.low]:
+        changes["master"] = row.master[low]
+    if plan.scale == row.scale[plan.low]:
+        changes["scale"] = row.scale[low]
+    return changes
+
+
+def as_scaling(value: str | float | Scaling) -> Scaling:
+    """Returns the Scaling that "dynamic", "none", a number, a number as text, or a Scaling stands for.
+
+    Raises:
+        PlanError: the value stands for none.
+
+    >>> as_scaling("128").init
+    128.0
+    """
+    if isinstance(value, Scaling):
+        return value
+    if value in ("dynamic", "none"):
+        return Scaling("dynamic" if value == "dynamic" else "none")
+    if isinstance(value, str):
+        try:
+            return Scaling("static", init=float(value))
+        except ValueError:
+            hint = near_miss(value, ("dynamic", "none"))
+            raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling{hint}") from None
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling")
+    return Scaling("static", init=value)
+
+
+def _op_edits(ops: OpChanges | Mapping[str, Iterable[str]] | None) -> list[OpChange]:
+    if ops is None:
+        return []
+    if not isinstance(ops, OpChanges):
+        if not isinstance(ops, Mapping):
+            raise PlanError(f"ops is {ops!r}; give OpChanges or a dict of lists, such as {{'deny': ['softmax']}}")
+        for key in ops:
+            if key not in OP_LISTS:
+                raise PlanError(f"ops has key {key!r}; allowed are {', '.join(OP_LISTS)}{near_miss(key, OP_LISTS)}")
+        ops = OpChanges(**{key: as_tuple(f"ops[{key!r}]", value, of="op names") for key, value in ops.items()})
+    return [OpChange(name, op) for name in OP_LISTS for op in getattr(ops, name)]

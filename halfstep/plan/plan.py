@@ -1,0 +1,215 @@
+"""The Plan: everything that decides how a model trains, as one frozen value, and the edits that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+from halfstep.errors import PlanError
+from halfstep.formats import BF16, FP16, Format, as_format
+from halfstep.plan.checks import as_tuple, instance, one_of, text
+from halfstep.plan.policy import Width
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+
+Ops = Literal["none", "table"]
+Master = Literal["none", "copy", "split"]
+PlanOutput = Literal["full", "low", "keep"]
+OpList = Literal["allow", "deny", "infer", "promote"]
+
+LOW_FORMATS = (BF16, FP16)
+OP_LISTS: tuple[OpList, ...] = get_args(OpList)
+
+
+def _op_name(where: str, op: object) -> None:
+    """Raises a PlanError unless `op` is a public torch name, or "module:function"."""
+    name = text(f"an op in {where}", op)
+    module, colon, function = name.partition(":")
+    parts = [module, function] if colon else [module]
+    if not all(part and all(word.isidentifier() for word in part.split(".")) for part in parts):
+        raise PlanError(
+            f"op {name!r} in {where} is no function name; give a public torch name such as 'softmax', "
+            "or 'module:function' such as 'my_ops:swish'"
+        )
+
+
+@dataclass(frozen=True)
+class OpChange:
+    """One op and the list that it moves to: allow (runs low), deny (full), infer (as its inputs), promote (widest).
+
+    `op` is a public torch name such as "softmax", or "module:function" for a function that is no torch op.
+
+    Raises:
+        PlanError: an unknown list, or no op name.
+    """
+
+    list: OpList
+    op: str
+
+    def __post_init__(self) -> None:
+        one_of("op change: list", self.list, OP_LISTS)
+        _op_name(self.list, self.op)
+
+
+@dataclass(frozen=True)
+class OpChanges:
+    """What a plan changes in the op table, by list; lists given in place of tuples are taken as tuples.
+
+    Raises:
+        PlanError: a list that is none, an op name that is none, or an op that stands twice.
+    """
+
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    infer: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        listed: dict[str, str] = {}
+        for field in fields(self):
+            ops = as_tuple(f"op changes: {field.name}", getattr(self, field.name), of="op names")
+            object.__setattr__(self, field.name, ops)
+            for op in ops:
+                _op_name(field.name, op)
+                if op in listed:
+                    where = (
+                        f"twice in {field.name}" if listed[op] == field.name else f"in {listed[op]} and {field.name}"
+                    )
+                    raise PlanError(f"op {op!r} stands {where}; an op belongs to one list: remove the other")
+                listed[op] = field.name
+
+    def moved(self, change: OpChange) -> OpChanges:
+        """Returns these changes with one op moved to the list that `change` names.
+
+        >>> OpChanges(allow=("softmax",)).moved(OpChange("deny", "softmax"))
+        OpChanges(allow=(), deny=('softmax',), infer=(), promote=())
+        """
+        lists = {field.name: tuple(op for op in getattr(self, field.name) if op != change.op) for field in fields(self)}
+        lists[change.list] += (change.op,)
+        return OpChanges(**lists)
+
+
+Edit = Rule | OpChange | Scaling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model trains: which format, what is stored in it, which ops run in it, and how the update is kept precise.
+
+    `low` is bf16 or fp16 (a torch.dtype or name is taken too); `param` is the width of stored weights; `ops` says
+    whether the op table acts; `norms` is the width of normalisation parameters where weights are low; `master` keeps
+    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes); `scale` is the loss scale.
+
+    Raises:
+        PlanError: a field that is none, or fields that contradict each other; the message says why.
+        FormatError: an unknown format.
+    """
+
+    name: str
+    low: Format
+    param: Width
+    ops: Ops
+    norms: Width
+    master: Master
+    scale: Scaling
+    output: PlanOutput = "full"
+    op_changes: OpChanges = OpChanges()
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        text("plan name", self.name)
+        object.__setattr__(self, "low", as_format(self.low))
+        if self.low not in LOW_FORMATS:
+            known = " and ".join(fmt.name for fmt in LOW_FORMATS)
+            raise PlanError(f"plan low is {self.low.name}; {known} can be trained in: give one of these")
+        one_of("plan param", self.param, get_args(Width))
+        one_of("plan ops", self.ops, get_args(Ops))
+        one_of("plan norms", self.norms, get_args(Width))
+        one_of("plan master", self.master, get_args(Master))
+        one_of("plan output", self.output, get_args(PlanOutput))
+        instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")
+        instance("plan op_changes", self.op_changes, OpChanges, "OpChanges(deny=('softmax',))")
+        object.__setattr__(self, "rules", as_tuple("plan rules", self.rules, of="Rules"))
+        for rule in self.rules:
+            instance("a rule of the plan", rule, Rule, "Rule('head', FULL)")
+        for contradicts, why in CONTRADICTIONS:
+            if contradicts(self):
+                raise PlanError(f"plan {self.name!r}: {why}")
+        _check_rules(self)
+
+    def edit(self, *edits: Edit) -> Plan:
+        """Returns the plan with these edits made in order, the later ones winning.
+
+        A Rule takes the place of the one with its pattern, an OpChange moves its op between the lists, a Scaling takes
+        the place of the scale.
+
+        Raises:
+            PlanError: something that is no edit, or an edit that contradicts the plan.
+        """
+        plan = self
+        for edit in edits:
+            if isinstance(edit, Rule):
+                kept = tuple(rule for rule in plan.rules if rule.pattern != edit.pattern)
+                plan = replace(plan, rules=(*kept, edit))
+            elif isinstance(edit, OpChange):
+                plan = replace(plan, op_changes=plan.op_changes.moved(edit))
+            elif isinstance(edit, Scaling):
+                plan = replace(plan, scale=edit)
+            else:
+                raise PlanError(f"edit {edit!r} is no edit; give a Rule, an OpChange or a Scaling")
+        return plan
+
+
+def _untouched(plan: Plan) -> bool:
+    return plan.param == "full" and plan.ops == "none"
+
+
+CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
+    (
+        lambda plan: plan.param == "full" and plan.master != "none",
+        "a master keeps the fp32 value of low weights, but here (param 'full') the weights are fp32 themselves; "
+        "give master 'none', or a level with low weights, O2",
+    ),
+    (
+        lambda plan: plan.master == "split" and plan.low != BF16,
+        "master 'split' needs bf16 weights, whose bits are the upper half of fp32's; give master 'copy' for fp16",
+    ),
+    (
+        lambda plan: plan.param == "full" and plan.norms != "full",
+        "norms 'low' stores normalisation weights low, but here (param 'full') all weights are fp32 and the op table "
+        "decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
+    ),
+    (
+        lambda plan: _untouched(plan) and plan.scale.kind != "none",
+        "a loss scale keeps low gradients from underflow, but here (param 'full', ops 'none') nothing is low; "
+        "give scale kind 'none', or level O1",
+    ),
+    (
+        lambda plan: _untouched(plan) and bool(plan.rules),
+        "rules say which modules compute low or full, but here (param 'full', ops 'none') everything stays as it is; "
+        "remove the rules, or take level O1",
+    ),
+    (
+        lambda plan: _untouched(plan) and plan.output != "keep",
+        "the model's output is not touched where nothing is cast (param 'full', ops 'none'); give output 'keep'",
+    ),
+    (
+        lambda plan: plan.ops == "none" and plan.op_changes != OpChanges(),
+        "op_changes change the op table, but ops is 'none', so that no table acts; remove them, or give ops 'table'",
+    ),
+)
+
+
+def _check_rules(plan: Plan) -> None:
+    seen: dict[str, Rule] = {}
+    for rule in plan.rules:
+        if rule.pattern in seen:
+            how = "twice" if seen[rule.pattern] == rule else "twice, and the two disagree"
+            raise PlanError(f"plan {plan.name!r} has rule {rule.pattern!r} {how}; remove one of them")
+        seen[rule.pattern] = rule
+        if plan.param == "full" and rule.policy.param == "low":
+            raise PlanError(
+                f"plan {plan.name!r}: rule {rule.pattern!r} stores parameters low, but in this plan (param 'full') all "
+                "weights stay fp32; give the rule Policy('full', ...), or take level O2"
+            )

@@ -1,0 +1,59 @@
+"""A rule: a pattern on module names or types and the policy that it gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from halfstep.errors import PlanError
+from halfstep.plan.checks import one_of, text
+from halfstep.plan.policy import Policy
+
+BufferWidth = Literal["keep", "low", "full"]
+TYPE_PREFIX = "type:"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern and the policy of the modules it matches, with everything below them.
+
+    `pattern` is a glob over dotted module names ("head", "blocks.*.attn"; `*` runs over dots too; "" is the root), or
+    "type:LayerNorm", a glob over the short name of the module's class or any of its bases. `buffers` says what happens
+    to the floating-point buffers there: kept as they are, or stored low or full.
+
+    Raises:
+        PlanError: a pattern that is no text or can match nothing, a policy that is no Policy, an unknown buffer width.
+
+    >>> Rule("blocks.*.attn", Policy("full", "full", "input")).matches(("blocks.3.attn",), ())
+    True
+    """
+
+    pattern: str
+    policy: Policy
+    buffers: BufferWidth = "keep"
+
+    def __post_init__(self) -> None:
+        text("rule pattern", self.pattern, empty=True)
+        if self.pattern.removeprefix(TYPE_PREFIX) != self.pattern.removeprefix(TYPE_PREFIX).strip():
+            raise PlanError(f"rule pattern {self.pattern!r} has blanks around it; module names have none: remove them")
+        if self.pattern == TYPE_PREFIX:
+            raise PlanError("rule pattern 'type:' names no class; give one, such as 'type:LayerNorm'")
+        prefix = re.match(r"(?i)type *[:=] *", self.pattern)
+        if prefix and not self.pattern.startswith(TYPE_PREFIX):
+            meant = TYPE_PREFIX + self.pattern[prefix.end() :]
+            raise PlanError(f"rule pattern {self.pattern!r} matches no module name; did you mean {meant!r}?")
+        if not isinstance(self.policy, Policy):
+            raise PlanError(
+                f"rule {self.pattern!r} has policy {self.policy!r}; give a Policy, such as halfstep.plan.FULL or LOW"
+            )
+        one_of(f"rule {self.pattern!r}: buffers", self.buffers, get_args(BufferWidth))
+
+    def matches(self, names: Iterable[str], type_names: Iterable[str]) -> bool:
+        """Returns whether one of a module's dotted names, or of its class names, fits the pattern."""
+        if self.pattern.startswith(TYPE_PREFIX):
+            pattern = self.pattern.removeprefix(TYPE_PREFIX)
+            return any(fnmatchcase(name, pattern) for name in type_names)
+        return any(fnmatchcase(name, self.pattern) for name in names)
