@@ -27,3 +27,7 @@ class StateError(HalfstepError, ValueError):
 
 class DataError(HalfstepError, FileNotFoundError):
     """Data that is not there or not in a known layout; the message says how to get it."""
+
+
+class WorkloadError(HalfstepError, ValueError):
+    """A workload that is unknown, gets a setting it does not have, or is not what a workload must be."""

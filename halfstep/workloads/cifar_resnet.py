@@ -1,0 +1,265 @@
+"""ResNet-18, -50 and -101 for 32x32 images (He et al., 2015, arXiv:1512.03385, with a 3x3 stem) on CIFAR-10."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import cos, pi
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import DataError, WorkloadError
+from halfstep.workloads.workload import Batch, Workload, chunks, seeded, shuffled
+
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
+HOW_TO_GET = (
+    "give a folder that holds torchvision's cifar-10-batches-py"
+    " (python -c \"import torchvision; torchvision.datasets.CIFAR10('data', download=True)\", then --data data),"
+    " or an .npz file with x_train, y_train, x_test, y_test (pixels uint8, N x 32 x 32 x 3)"
+)
+
+
+class Basic(nn.Module):
+    """Two 3x3 convolutions around a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*_conv(inside, width, 3, stride), nn.ReLU(), *_conv(width, width, 3, 1))
+        self.shortcut = _shortcut(inside, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (batch, inside, h, w) to (batch, width, h / stride, w / stride)."""
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """A 1x1, a 3x3 and a widening 1x1 convolution around a shortcut."""
+
+    expansion = 4
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_conv(inside, width, 1, 1),
+            nn.ReLU(),
+            *_conv(width, width, 3, stride),
+            nn.ReLU(),
+            *_conv(width, 4 * width, 1, 1),
+        )
+        self.shortcut = _shortcut(inside, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (batch, inside, h, w) to (batch, 4 * width, h / stride, w / stride)."""
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem, four stages that halve the image and double the width, mean pooling and a linear layer."""
+
+    def __init__(self, block: type[Basic | Bottleneck], counts: tuple[int, ...], *, width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*_conv(3, width, 3, 1), nn.ReLU())
+        stages: list[nn.Module] = []
+        inside = width
+        for stage, count in enumerate(counts):
+            for i in range(count):
+                stages.append(block(inside, width << stage, 2 if stage and i == 0 else 1))
+                inside = (width << stage) * block.expansion
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inside, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images (batch, 3, 32, 32) to logits (batch, classes)."""
+        logits: Tensor = self.head(self.stages(self.stem(x)).mean((2, 3)))
+        return logits
+
+
+def _conv(inside: int, outside: int, size: int, stride: int) -> tuple[nn.Module, ...]:
+    conv = nn.Conv2d(inside, outside, size, stride, padding=size // 2, bias=False)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return conv, nn.BatchNorm2d(outside)
+
+
+def _shortcut(inside: int, outside: int, stride: int) -> nn.Module:
+    if inside == outside and stride == 1:
+        return nn.Identity()
+    return nn.Sequential(*_conv(inside, outside, 1, stride))
+
+
+DEPTHS: dict[int, tuple[type[Basic | Bottleneck], tuple[int, ...]]] = {
+    18: (Basic, (2, 2, 2, 2)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+}
+
+
+class Images(NamedTuple):
+    """CIFAR-10 as uint8 pixels (N, 3, 32, 32) and int64 labels."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CifarResNet(Workload):
+    """Image classification with random crops and flips under SGD with momentum.
+
+    `depth` is 18, 50 or 101; `width` the channels of the first stage (64 in the paper, 16 here, which a CPU trains in
+    minutes); `eval_images` the number of test images that `evaluate` takes.
+    """
+
+    name: ClassVar[str] = "cifar_resnet"
+    batch: int = 128
+    lr: float = 0.1
+    depth: int = 18
+    width: int = 16
+    eval_images: int = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth not in DEPTHS:
+            raise WorkloadError(
+                f"cifar_resnet: depth={self.depth} is unknown; choose one of {', '.join(map(str, DEPTHS))}"
+            )
+
+    def build(self, seed: int) -> nn.Module:
+        """Returns the ResNet."""
+        block, counts = DEPTHS[self.depth]
+        return seeded(seed, lambda: ResNet(block, counts, width=self.width, classes=10))
+
+    def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+        """Returns SGD with Nesterov momentum 0.9 and weight decay 5e-4."""
+        return torch.optim.SGD(
+            model.parameters(), lr=self.lr, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused
+        )
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Returns a linear warm-up over the first 10%, then a cosine down to zero."""
+        warm = max(1, steps // 10)
+        return (step + 1) / warm if step < warm else 0.5 * (1 + cos(pi * (step - warm) / max(1, steps - warm)))
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yields shuffled training images, cropped out of a margin of 4 pixels and flipped at random."""
+        images = self._images
+        generator = torch.Generator().manual_seed(seed)
+        for chosen in shuffled(len(images.x_train), self.batch, seed):
+            yield augment(images.x_train[chosen], generator), images.y_train[chosen]
+
+    def validation(self) -> Iterable[Batch]:
+        """Yields the first `eval_images` test images."""
+        images, count = self._images, self.eval_images
+        pairs = zip(chunks(images.x_test[:count], 250), chunks(images.y_test[:count], 250), strict=True)
+        return ((normalize(x), y) for x, y in pairs)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the cross entropy in nats an image."""
+        return F.cross_entropy(outputs, targets)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the fraction of images whose largest logit is the label."""
+        return (outputs.argmax(1) == targets).float().mean()
+
+    @cached_property
+    def _images(self) -> Images:
+        return read_images(self.data)
+
+
+def normalize(pixels: Tensor) -> Tensor:
+    """Returns uint8 pixels (N, 3, H, W) as fp32 with CIFAR-10's mean 0 and standard deviation 1 a channel."""
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return (pixels.float() / 255 - mean) / std
+
+
+def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns normalized images, each moved by up to 4 pixels (zeros move in) and flipped with probability one half."""
+    count = len(pixels)
+    padded = F.pad(normalize(pixels), (4, 4, 4, 4))
+    top, left = torch.randint(9, (2, count), generator=generator)
+    rows = top[:, None] + torch.arange(32)
+    columns = left[:, None] + torch.arange(32)
+    flip = torch.rand(count, generator=generator) < 0.5
+    columns = torch.where(flip[:, None], columns.flip(1), columns)
+    return (
+        padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        .permute(0, 3, 1, 2)
+        .contiguous()
+    )
+
+
+def read_images(path: Path | None) -> Images:
+    """Returns CIFAR-10 from torchvision's folder or from an .npz file; `path` is either, or a folder that holds one.
+
+    Raises:
+        DataError: nothing of the kind is there, or a file is not in its layout.
+    """
+    if path is None or not path.exists():
+        raise DataError(f"cifar_resnet: {'no data given' if path is None else f'{path} does not exist'}; {HOW_TO_GET}")
+    for folder in (path, path / "cifar10"):
+        batches = folder if folder.name == "cifar-10-batches-py" else folder / "cifar-10-batches-py"
+        if batches.is_dir():
+            return _read_batches(batches)
+        packed = [folder] if folder.suffix == ".npz" else sorted(folder.glob("*.npz"))
+        if packed:
+            return _read_npz(packed[0])
+    raise DataError(f"cifar_resnet: {path} holds neither cifar-10-batches-py nor an .npz file; {HOW_TO_GET}")
+
+
+def _read_npz(path: Path) -> Images:
+    with np.load(path, allow_pickle=False) as packed:
+        missing = [key for key in Images._fields if key not in packed]
+        if missing:
+            raise DataError(f"cifar_resnet: {path} lacks {', '.join(missing)}; {HOW_TO_GET}")
+        x_train, y_train, x_test, y_test = (packed[key] for key in Images._fields)
+    return _images(x_train.transpose(0, 3, 1, 2), y_train, x_test.transpose(0, 3, 1, 2), y_test)
+
+
+def _read_batches(folder: Path) -> Images:
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"cifar_resnet: {folder} lacks {', '.join(missing)}; {HOW_TO_GET}")
+    *train, test = (_read_pickle(folder / name) for name in names)
+    x_train = np.concatenate([x for x, _ in train])
+    y_train = np.concatenate([y for _, y in train])
+    return _images(x_train, y_train, *test)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Loads what CIFAR's pickles hold, dicts and numpy arrays, and runs nothing else that a file may ask for."""
+
+    allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode"})
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.allowed or module.split(".")[0] not in ("numpy", "_codecs"):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 batch")
+        return super().find_class(module, name)
+
+
+def _read_pickle(path: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    try:
+        with path.open("rb") as handle:
+            content = _ArraysOnly(handle, encoding="bytes").load()
+        return content[b"data"].reshape(-1, 3, 32, 32), np.asarray(content[b"labels"])
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"cifar_resnet: {path} is no CIFAR-10 batch ({error}); {HOW_TO_GET}") from error
+
+
+def _images(x_train: Any, y_train: Any, x_test: Any, y_test: Any) -> Images:
+    return Images(
+        torch.from_numpy(np.ascontiguousarray(x_train)),
+        torch.from_numpy(np.asarray(y_train).astype(np.int64)),
+        torch.from_numpy(np.ascontiguousarray(x_test)),
+        torch.from_numpy(np.asarray(y_test).astype(np.int64)),
+    )

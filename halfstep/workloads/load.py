@@ -1,0 +1,128 @@
+"""Finds a workload by name, or a user's own as `path.py:function`, and gives it its settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from halfstep.errors import WorkloadError
+from halfstep.workloads.char_lm import CharLM
+from halfstep.workloads.cifar_resnet import CifarResNet
+from halfstep.workloads.imdb_lstm import ImdbLSTM
+from halfstep.workloads.regression import Regression
+from halfstep.workloads.workload import Workload
+
+WORKLOADS: dict[str, type[Workload]] = {kind.name: kind for kind in (CharLM, CifarResNet, ImdbLSTM, Regression)}
+TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
+    """Returns the workload `name` with settings given as text, as on a command line.
+
+    `name` is one of `WORKLOADS` or `path.py:function`; the function gets the settings as text keyword arguments (and
+    `data`, where it takes one and one is given) and returns a `Workload`.
+
+    Raises:
+        WorkloadError: no such workload, file, function or setting, or a value of another type than the setting's.
+
+    >>> load_workload("char_lm", {"d": "64", "layers": "2"}).layers
+    2
+    """
+    settings = dict(settings or {})
+    if ":" in name:
+        return _load_file(name, settings, data)
+    if name not in WORKLOADS:
+        near = get_close_matches(name, WORKLOADS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise WorkloadError(f"unknown workload {name!r}; {hint}known are {', '.join(WORKLOADS)} and path.py:function")
+    kind = WORKLOADS[name]
+    hints = get_type_hints(kind)
+    types = {f.name: hints[f.name] for f in fields(kind) if f.name != "data"}
+    _refuse_unknown(name, settings, list(types))
+    values: dict[str, Any] = {key: _parse(name, key, text, types[key]) for key, text in settings.items()}
+    return kind(data=data, **values)
+
+
+def parse_settings(pairs: list[str]) -> dict[str, str]:
+    """Returns `key=value` texts as a dict.
+
+    Raises:
+        WorkloadError: a text has no `=`, or a key comes twice.
+
+    >>> parse_settings(["d=64", "lr=1e-3"])
+    {'d': '64', 'lr': '1e-3'}
+    """
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise WorkloadError(f"setting {pair!r} is not key=value; write for example --set batch=32")
+        if key in settings:
+            raise WorkloadError(f"setting {key!r} is given twice, as {settings[key]!r} and {value!r}; give it once")
+        settings[key] = value
+    return settings
+
+
+def _parse(workload: str, key: str, text: str, kind: Any) -> object:
+    kinds = get_args(kind) or (kind,)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    base = next(k for k in kinds if k is not type(None))
+    parse: Callable[[str], object] = (lambda t: TRUTH[t.lower()]) if base is bool else base
+    try:
+        return parse(text)
+    except (ValueError, KeyError):
+        allowed = " or none" if type(None) in kinds else ""
+        raise WorkloadError(
+            f"{workload}: {key}={text!r} is no {base.__name__}; give a {base.__name__}{allowed}"
+        ) from None
+
+
+def _refuse_unknown(workload: str, settings: Mapping[str, str], allowed: list[str]) -> None:
+    unknown = [key for key in settings if key not in allowed]
+    if unknown:
+        raise WorkloadError(f"{workload} has no setting {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}")
+
+
+def _load_file(name: str, settings: dict[str, str], data: Path | None) -> Workload:
+    path_text, _, function = name.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file() or path.suffix != ".py":
+        raise WorkloadError(f"{name!r}: no Python file {path_text!r}; give path.py:function")
+    make = getattr(_import(path), function, None)
+    if not callable(make):
+        raise WorkloadError(
+            f"{path} has no function {function!r}; define one that returns a halfstep.workloads.Workload"
+        )
+    parameters = inspect.signature(make).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        _refuse_unknown(name, settings, [key for key in parameters if key != "data"])
+        if data is not None and "data" not in parameters:
+            raise WorkloadError(f"{name} takes no data; give the function a parameter `data`, or leave --data out")
+    made = make(**settings, **({} if data is None else {"data": data}))
+    if not isinstance(made, Workload):
+        raise WorkloadError(
+            f"{name} returned {type(made).__name__}; return an object of a halfstep.workloads.Workload subclass"
+        )
+    return made
+
+
+def _import(path: Path) -> Any:
+    module_name = f"halfstep_workload_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"{path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up while the class is made
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise WorkloadError(f"{path} raised {type(error).__name__} on import: {error}") from error
+    return module

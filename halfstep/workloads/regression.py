@@ -1,0 +1,59 @@
+"""The linear regression that NVIDIA's talk on automatic mixed precision adds two lines to, with synthetic data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.workloads.workload import Batch, Workload, seeded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Workload):
+    """One linear layer under SGD on fixed random data; `layers=2` puts a hidden layer with ReLU before it."""
+
+    name: ClassVar[str] = "regression"
+    batch: int = 64
+    lr: float = 1e-3
+    d_in: int = 1024
+    d_out: int = 512
+    layers: int = 1
+
+    def build(self, seed: int) -> nn.Module:
+        """Returns the linear layer, or the two-layer network."""
+        if self.layers == 1:
+            return seeded(seed, lambda: nn.Linear(self.d_in, self.d_out))
+        return seeded(
+            seed,
+            lambda: nn.Sequential(nn.Linear(self.d_in, self.d_in), nn.ReLU(), nn.Linear(self.d_in, self.d_out)),
+        )
+
+    def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+        """Returns plain SGD, as in the talk."""
+        return torch.optim.SGD(model.parameters(), lr=self.lr, fused=fused)
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yields the one batch of the talk, x and y both standard normal, again and again."""
+        batch = self._draw(seed)
+        while True:
+            yield batch
+
+    def validation(self) -> Iterable[Batch]:
+        """Yields the batch of seed 0: the job fits noise, so there is nothing to generalise to."""
+        return [self._draw(0)]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean squared error."""
+        return F.mse_loss(outputs, targets)
+
+    def _draw(self, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        return (
+            torch.randn(self.batch, self.d_in, generator=generator),
+            torch.randn(self.batch, self.d_out, generator=generator),
+        )

@@ -1,0 +1,134 @@
+"""What a workload is: a small real training job with nothing about precision in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import WorkloadError
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(ABC):
+    """A training job whose settings are its fields, so that equal fields and seeds give equal weights and batches.
+
+    `data` is the folder or file that the job reads (None: where the workload looks by itself); `batch` is the number of
+    examples a step, `lr` the peak learning rate and `max_norm` the largest gradient norm (None: not clipped).
+    """
+
+    name: ClassVar[str]
+    data: Path | None = None
+    batch: int = 16
+    lr: float = 1e-3
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
+                raise WorkloadError(f"{self.name}: {field.name}={value} should be above 0")
+
+    @abstractmethod
+    def build(self, seed: int) -> nn.Module:
+        """Returns the fp32 model on the CPU; the same seed gives the same weights."""
+
+    @abstractmethod
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yields (inputs, targets) on the CPU without end; the same seed gives the same batches."""
+
+    @abstractmethod
+    def validation(self) -> Iterable[Batch]:
+        """Yields the (inputs, targets) that `evaluate` measures on, the same at every call."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean loss of a batch; called outside the model, on fp32 outputs."""
+
+    def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+        """Returns the optimizer of the job; `fused` asks for torch's fused kernels."""
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, fused=fused)
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Returns what `lr` is multiplied with at `step` (from 0) of `steps`."""
+        return 1.0
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns the fraction of a batch that is right, as a 0-dim tensor; None where the job knows no accuracy."""
+        return None
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Returns the mean validation loss of `model` and, where the job knows one, its accuracy between 0 and 1."""
+        losses: list[Tensor] = []
+        rights: list[Tensor] = []
+        weights: list[int] = []
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for inputs, targets in self.validation():
+                    inputs, targets = to_device_of(model, inputs, targets)
+                    outputs = model(inputs)
+                    losses.append(self.loss(outputs, targets))
+                    right = self.correct(outputs, targets)
+                    rights += [] if right is None else [right]
+                    weights.append(len(inputs))
+        finally:
+            model.train(was_training)
+        figures = {"loss": weighted_mean(losses, weights)}
+        return {**figures, "accuracy": weighted_mean(rights, weights)} if rights else figures
+
+
+def to_device_of(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors on the device of the model's first parameter."""
+    device = next(model.parameters()).device
+    return tuple(t.to(device) for t in tensors)
+
+
+def weighted_mean(values: list[Tensor], weights: list[int]) -> float:
+    """Returns the mean of 0-dim tensors, weighted and summed in float64.
+
+    >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+    2.0
+    """
+    return float(sum(float(v) * w for v, w in zip(values, weights, strict=True)) / sum(weights))
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """Returns `make()` with torch's CPU generator at `seed` and the caller's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def chunks(values: Tensor, size: int) -> list[Tensor]:
+    """Returns `values` cut along the first dimension into pieces of `size`, the last one shorter.
+
+    >>> [len(piece) for piece in chunks(torch.zeros(5), 2)]
+    [2, 2, 1]
+    """
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+def shuffled(count: int, batch: int, seed: int) -> Iterator[Tensor]:
+    """Yields indices of full batches, a new permutation of `count` each epoch, without end.
+
+    Raises:
+        WorkloadError: there are fewer examples than one batch takes.
+
+    >>> [len(i) for i, _ in zip(shuffled(10, 4, 0), range(3))]
+    [4, 4, 4]
+    """
+    if count < batch:
+        raise WorkloadError(f"batch={batch} is more than the {count} training examples; choose a smaller batch")
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(count, generator=generator)
+        yield from (order[i : i + batch] for i in range(0, count - batch + 1, batch))
