@@ -1,0 +1,233 @@
+"""Every argument is used or refused, and after an error the model is as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import FULL, LOW, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
+from tests.contracts.cases import Net, batch, make, start
+from tests.contracts.test_close import fingerprint
+
+BAD = {
+    "unknown level": ({"plan": "O4"}, PlanError, r"O4.*O0, O1, O2, O3"),
+    "digit for letter": ({"plan": "02"}, PlanError, r"letter O"),
+    "plan of a wrong type": ({"plan": 2}, PlanError, r"level .*Plan or the path"),
+    "missing plan file": ({"plan": "nowhere.toml"}, PlanError, r"nowhere.toml"),
+    "unknown format": ({"low": "fp12"}, halfstep.FormatError, r"fp12.*bf16"),
+    "format nobody trains in": ({"low": "e4m3"}, PlanError, r"e4m3"),
+    "fp32 as low": ({"low": torch.float32}, PlanError, r"fp32"),
+    "master at O1": ({"plan": "O1", "master": "copy"}, PlanError, r"master"),
+    "split for fp16": ({"plan": "O2", "low": "fp16", "master": "split"}, PlanError, r"split.*bf16"),
+    "unknown master": ({"plan": "O2", "master": "both"}, PlanError, r"both.*none, copy"),
+    "norms at O1": ({"plan": "O1", "norms": "full"}, PlanError, r"norms"),
+    "unknown norms": ({"plan": "O2", "norms": "fp32"}, PlanError, r"norms"),
+    "scale at O0": ({"plan": "O0", "loss_scale": 128.0}, PlanError, r"O0"),
+    "master at O0": ({"plan": "O0", "master": "copy"}, PlanError, r"O0|master"),
+    "rules at O0": ({"plan": "O0", "rules": (Rule("head", FULL),)}, PlanError, r"O0"),
+    "emulation at O0": ({"plan": "O0", "emulate": True}, SetupError, r"O0"),
+    "unknown scale": ({"loss_scale": "adaptive"}, PlanError, r"adaptive.*dynamic"),
+    "negative scale": ({"loss_scale": -1.0}, PlanError, r"-1"),
+    "infinite scale": ({"loss_scale": float("inf")}, PlanError, r"inf"),
+    "rule that matches nothing": ({"rules": (Rule("heads.*", FULL),)}, PlanError, r"heads.*nothing|matches no"),
+    "rules that disagree": ({"rules": (Rule("head", FULL), Rule("he*", LOW))}, PlanError, r"head.*he\*|disagree"),
+    "low weights at O1": ({"plan": "O1", "rules": (Rule("head", LOW),)}, PlanError, r"O1"),
+    "tied weights in two formats": ({"plan": "O2", "rules": (Rule("tied", FULL),)}, PlanError, r"second|tied"),
+    "unknown op": ({"ops": OpChanges(deny=("softmaxx",))}, PlanError, r"softmaxx.*softmax"),
+    "op in two lists": ({"ops": {"allow": ["softmax"], "deny": ["softmax"]}}, PlanError, r"softmax"),
+    "sink that cannot be called": ({"sinks": (3,)}, SetupError, r"sink"),
+    "rule of a wrong type": ({"rules": ("head",)}, PlanError, r"Rule"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_keywords_name_what_came_and_what_is_allowed(case):
+    keywords, error, message = BAD[case]
+    model, opt = make()
+    was = fingerprint(model, opt)
+    with pytest.raises(error, match=r"(?s)" + message):
+        halfstep.initialize(model, opt, **{"plan": "O2", "low": "bf16", **keywords})
+    assert fingerprint(model, opt) == was
+
+
+def refuse(error, message, model, opt, *args, **kwargs):
+    was = fingerprint(model, opt) if isinstance(opt, torch.optim.Optimizer) and isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=r"(?s)" + message):
+        halfstep.initialize(model, opt, *args, **kwargs)
+    if was is not None:
+        assert fingerprint(model, opt) == was
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_trainable_low_parameters_are_named(name):
+    model, opt = make()
+    model.head.bfloat16()
+    refuse(SetupError, r"head\.weight.*model\.float\(\)", model, opt, name, low="bf16")
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, _ = make()
+    other, opt = make()
+    refuse(SetupError, r"not the model's", model, opt, "O2", low="bf16")
+
+
+def test_a_wrong_model_or_optimizer_type_is_refused():
+    model, opt = make()
+    refuse(SetupError, r"Module.*not", model.state_dict(), opt)
+    refuse(SetupError, r"Optimizer.*not", model, model)
+    refuse(SetupError, r"empty", [], opt)
+    refuse(SetupError, r"twice", [model, model], opt)
+    refuse(SetupError, r"no parameters", nn.ReLU(), None)
+
+
+def test_a_scripted_model_is_refused():
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    refuse(SetupError, r"ScriptModule", scripted, None, "O1", low="bf16")
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+def test_a_wrapped_model_is_refused_where_weights_change_format(name, tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
+    try:
+        model, _ = make()
+        model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        opt = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad])
+        refuse(SetupError, r"DistributedDataParallel.*wrap after", wrapped, opt, name, low="bf16")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+def test_lbfgs_is_refused_with_the_reason(name, low):
+    model = nn.Linear(4, 4)
+    refuse(SetupError, r"LBFGS.*closure", model, torch.optim.LBFGS(model.parameters()), name, low=low)
+
+
+def test_lbfgs_works_where_no_scale_is_active():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    x, y = batch(0)[0], batch(0)[0].sum(1, keepdim=True)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+
+    def closure():
+        opt.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        session.backward(loss)
+        return loss
+
+    first = float(opt.step(closure))
+    assert float(opt.step(closure)) < first / 10
+    with pytest.raises(SessionError, match="closure"):
+        session.step()
+    session.close()
+
+
+def test_step_before_backward_is_an_error():
+    model, opt, session = start("O1", "bf16")
+    with pytest.raises(SessionError, match=r"session\.backward"):
+        session.step()
+    session.backward(model(batch(0)[0]).sum())
+    session.step()
+    with pytest.raises(SessionError, match=r"session\.backward"):
+        session.step()
+    session.close()
+
+
+def test_a_habitual_optimizer_step_is_an_error_that_names_session_step():
+    model, opt, session = start("O2", "bf16")
+    session.backward(model(batch(0)[0]).sum())
+    with pytest.raises(SessionError, match=r"session\.step\(\)"):
+        opt.step()
+    session.close()
+
+
+def test_bad_losses_are_refused():
+    model, opt, session = start("O1", "bf16")
+    out = model(batch(0)[0])
+    with pytest.raises(SessionError, match=r"shape \(16, 4\).*mean"):
+        session.backward(out)
+    with pytest.raises(SessionError, match="needs no gradient"):
+        session.backward(out.sum().detach())
+    with pytest.raises(SessionError, match="float"):
+        session.backward(1.0)
+    with pytest.raises(SessionError, match="loss_id"):
+        session.backward(out.sum(), loss_id=-1)
+    with pytest.raises(SessionError, match="loss_id"):
+        session.backward(out.sum(), loss_id="generator")
+    session.close()
+
+
+def test_bad_steps_are_refused():
+    model, opt, session = start("O1", "bf16")
+    session.backward(model(batch(0)[0]).sum())
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(SessionError, match="not one of this session's"):
+        session.step(other)
+    with pytest.raises(SessionError, match="closure"):
+        session.step(lambda: None)
+    for norm in (0.0, -1.0, float("nan")):
+        with pytest.raises(SessionError, match="max_norm"):
+            session.step(max_norm=norm)
+    session.step()
+    session.close()
+
+
+def test_inference_sessions_do_not_train():
+    model = Net()
+    session = halfstep.initialize(model, None, "O2", low="bf16")
+    out = model(batch(0)[0])
+    with pytest.raises(SessionError, match="no optimizer"):
+        session.backward(out.sum())
+    with pytest.raises(SessionError, match="no optimizer"):
+        session.step()
+    session.close()
+
+
+def test_an_fp16_loss_keeps_the_scale_below_the_largest_fp16():
+    """The backward pass of an fp16 loss starts with the scale itself as an fp16 number: 65536 is inf there."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O1", low="fp16")
+    session.backward(model(torch.randn(4, 4)).mean().half())
+    record = session.step()
+    assert not bool(record.skipped)
+    assert float(record.scale) == 32768.0
+    session.close()
+    session = halfstep.initialize(model, opt, "O1", low="fp16", loss_scale=2.0**17)
+    with pytest.raises(SessionError, match=r"fp16.*float\(\)"):
+        session.backward(model(torch.randn(4, 4)).mean().half())
+    session.close()
+
+
+def test_keywords_are_used():
+    model, opt = make()
+    seen = []
+    session = halfstep.initialize(
+        model,
+        opt,
+        "O2",
+        low=torch.bfloat16,
+        loss_scale=Scaling("static", init=8.0),
+        norms="low",
+        master="copy",
+        rules=[Rule("head", FULL)],
+        ops={"deny": ["softmax"]},
+        emulate=False,
+        sinks=[seen.append],
+    )
+    plan = session.plan
+    assert (plan.low.name, plan.scale.init, plan.norms, plan.master) == ("bf16", 8.0, "low", "copy")
+    assert plan.op_changes.deny == ("softmax",)
+    assert model.norm.weight.dtype is torch.bfloat16
+    assert model.head.weight.dtype is torch.float32
+    session.backward(model(batch(0)[0]).sum())
+    record = session.step(opt)
+    assert seen == [record]
+    assert float(record.scale) == 8.0
+    session.close()

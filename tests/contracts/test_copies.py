@@ -1,0 +1,123 @@
+"""deepcopy, AveragedModel, torch.save of a whole model and re-running initialize work."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import halfstep
+from tests.contracts.cases import batch, every_plan, make, mixed_plans, start, train
+
+
+@mixed_plans
+def test_a_deepcopy_has_the_fp32_weights_and_computes_with_them_under_the_plan(name, low):
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(2))
+    twin = copy.deepcopy(model)
+    assert all(p.dtype is torch.float32 for p in twin.parameters())
+    for (key, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    model.eval()
+    twin.eval()
+    inputs = batch(7)[0]
+    torch.testing.assert_close(twin(inputs), model(inputs), rtol=2e-2, atol=2e-2)
+    with torch.no_grad():
+        twin.head.weight.zero_()
+        twin.head.bias.zero_()
+    assert not twin(inputs).any(), "the copy computes with its own weights"
+    assert model(inputs).any()
+    session.close()
+    assert twin(inputs).dtype is torch.float32
+
+
+@mixed_plans
+@pytest.mark.parametrize("decay", [None, 0.999], ids=["average", "ema"])
+def test_an_averaged_model_averages_the_fp32_values(name, low, decay):
+    model, opt, session = start(name, low)
+    ema = AveragedModel(model) if decay is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    seen = []
+    for step in range(3):
+        train(session, model, opt, [step])
+        ema.update_parameters(model)
+        seen.append(model.state_dict()["first.weight"].clone())
+    if decay is None:
+        expected = torch.stack(seen).double().mean(0)
+    else:
+        expected = seen[0].double()
+        for value in seen[1:]:
+            expected = expected + (1 - decay) * (value.double() - expected)
+    torch.testing.assert_close(ema.module.first.weight.double(), expected, rtol=1e-6, atol=1e-8)
+    assert ema(batch(0)[0]).dtype is torch.float32
+    session.close()
+
+
+@every_plan
+def test_a_saved_model_is_an_ordinary_fp32_one(name, low, tmp_path):
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(2))
+    torch.save(model, tmp_path / "model.pt")
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    session.close()
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(loaded) is type(model)
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+def test_a_saved_model_loads_where_halfstep_is_not_installed(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    torch.save(model, tmp_path / "model.pt")
+    session.close()
+    code = (
+        "import sys; sys.modules['halfstep'] = None; import torch; "
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(m(torch.ones(2, 4)).dtype)"
+    )
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert out.stdout.strip() == "torch.float32"
+
+
+def test_a_part_of_a_model_can_be_saved_by_itself():
+    model, _, session = start("O2", "bf16")
+    buffer = io.BytesIO()
+    torch.save(model.first, buffer)
+    buffer.seek(0)
+    assert isinstance(torch.load(buffer, weights_only=False), nn.Linear)
+    session.close()
+
+
+@every_plan
+def test_initialize_again_ends_the_session_before_with_a_notice(name, low, caplog):
+    model, opt = make()
+    classes = [type(m) for m in model.modules()]
+    first = halfstep.initialize(model, opt, "O2", low="bf16")
+    train(first, model, opt, range(2))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        second = halfstep.initialize(model, opt, name, low=low)
+    assert "still in a session" in caplog.text
+    assert first.closed
+    if name != "O3":
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, state[key]), key
+    train(second, model, opt, range(2, 4))
+    second.close()
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_an_initialize_that_fails_leaves_the_session_before_as_it_was():
+    model, opt, first = start("O2", "bf16")
+    with pytest.raises(halfstep.PlanError):
+        halfstep.initialize(model, opt, "O2", low="bf16", rules=(halfstep.Rule("no_such_module", halfstep.FULL),))
+    assert not first.closed
+    train(first, model, opt, range(2))
+    first.close()

@@ -1,0 +1,140 @@
+"""Gradients equal fp32's on growth steps, after an overflow, across accumulation and across different scales.
+
+The whole model computes in fp32 here (a rule), so scaling by powers of two must change no bit at all.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import FULL, Rule, Scaling
+
+EVERYTHING_FULL = (Rule("", FULL),)
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def losses(model, step, count):
+    generator = torch.Generator().manual_seed(step)
+    return [model(torch.randn(4, 6, generator=generator)).square().mean() for _ in range(count)]
+
+
+def fp32_gradients(steps, count):
+    model, optimizer = build()
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for loss in losses(model, step, count):
+            loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.parametrize("count", [1, 3], ids=["one backward", "accumulated"])
+def test_true_gradients_equal_fp32_while_the_scale_grows(name, count):
+    model, optimizer = build()
+    scaling = Scaling("dynamic", init=2.0**10, growth_interval=2, max=2.0**13)
+    session = halfstep.initialize(model, optimizer, name, low="fp16", loss_scale=scaling, rules=EVERYTHING_FULL)
+    for step, expected in enumerate(fp32_gradients(9, count)):
+        optimizer.zero_grad()
+        for loss in losses(model, step, count):
+            session.backward(loss)
+        session.unscale_()
+        for p, want in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(p.grad, want), f"step {step}"
+        session.step()
+    assert session.status().scales == {0: 2.0**13}
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_weights_equal_fp32_when_steps_with_overflow_lie_between(name):
+    model, optimizer = build()
+    session = halfstep.initialize(model, optimizer, name, low="fp16", rules=EVERYTHING_FULL)
+    reference, plain = build()
+    for step in range(6):
+        optimizer.zero_grad()
+        session.backward(losses(model, step, 1)[0] * torch.inf)
+        assert bool(session.step().skipped)
+        optimizer.zero_grad()
+        session.backward(losses(model, step, 1)[0])
+        session.step()
+        plain.zero_grad()
+        losses(reference, step, 1)[0].backward()
+        plain.step()
+    for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(got, want)
+    assert session.status().scales == {0: 2.0**10}
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.parametrize("middle", [False, True], ids=["", "unscale_ between"])
+def test_losses_with_scales_of_their_own_add_up_to_fp32(name, middle):
+    model, optimizer = build()
+    session = halfstep.initialize(model, optimizer, name, low="fp16", rules=EVERYTHING_FULL)
+    session.backward(losses(model, 0, 1)[0] * torch.inf, loss_id=1)  # halves the scale of loss 1 only
+    session.step()
+    for step in range(3):
+        optimizer.zero_grad()
+        for loss_id, loss in enumerate(losses(model, step, 3)):
+            session.backward(loss, loss_id=loss_id)
+            if middle:
+                session.unscale_()
+        session.unscale_()
+        got = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        for loss in losses(model, step, 3):
+            session.backward(loss)
+        session.unscale_()
+        for a, p in zip(got, model.parameters(), strict=True):
+            torch.testing.assert_close(a, p.grad, rtol=1e-6, atol=1e-7)
+        optimizer.zero_grad()
+        session.backward(losses(model, step, 1)[0])
+        session.step()
+    scales = session.status().scales
+    assert scales[1] == scales[0] / 2 == 2.0**15
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_gradients_read_after_unscale_and_changed_are_what_steps(name):
+    model, optimizer = build()
+    session = halfstep.initialize(model, optimizer, name, low="fp16", rules=EVERYTHING_FULL)
+    before = [p.detach().clone() for p in model.parameters()]
+    session.backward(losses(model, 0, 1)[0])
+    session.unscale_()
+    for p in model.parameters():
+        p.grad.fill_(1.0)
+    session.step()
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.detach(), was - 0.1)
+    session.close()
+
+
+def test_gradient_penalty_equals_fp32():
+    """The penalty of WGAN-GP: the norm of d(output)/d(input), itself differentiated."""
+    reference, plain = build()
+    inputs = torch.randn(4, 6)
+    x = inputs.clone().requires_grad_()
+    (g,) = torch.autograd.grad(reference(x).sum(), x, create_graph=True)
+    (reference(x).square().mean() + (g.norm(dim=1) - 1).square().mean()).backward()
+
+    model, optimizer = build()
+    session = halfstep.initialize(model, optimizer, "O1", low="fp16", rules=EVERYTHING_FULL)
+    x = inputs.clone().requires_grad_()
+    (g,) = session.grad(model(x).sum(), x, create_graph=True)
+    session.backward(model(x).square().mean() + (g.norm(dim=1) - 1).square().mean())
+    session.unscale_()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-8)
+    session.close()

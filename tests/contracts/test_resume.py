@@ -1,0 +1,169 @@
+"""Stop, save, load in a new process, go on: bit-identical to never having stopped."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfstep
+from tests.contracts.cases import differing, every_plan, make, mixed_plans, snapshot, start, train
+
+ROOT = Path(__file__).parents[2]
+ORDERS = list(itertools.permutations(["model", "optimizer", "session"]))
+
+
+def saved(model, optimizer, session):
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def resumed(file, name, low, order, optimizer=torch.optim.AdamW):
+    model, opt = make(seed=99, optimizer=optimizer)
+    session = halfstep.initialize(model, opt, name, low=low)
+    states = torch.load(file, weights_only=True)
+    targets = {"model": model, "optimizer": opt, "session": session}
+    for part in order:
+        targets[part].load_state_dict(states[part])
+    return model, opt, session
+
+
+@mixed_plans
+@pytest.mark.parametrize("order", ORDERS, ids=["-".join(order) for order in ORDERS])
+@pytest.mark.parametrize("poison", [(), (2,)], ids=["", "right after a skip"])
+def test_every_load_order_goes_on_bit_identically(name, low, order, poison):
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(3), poison=poison)
+    file = saved(model, opt, session)
+    other = resumed(file, name, low, order)
+    if name != "O3":  # without a master the checkpoint's fp32 value is the stored weight itself, so O3 is exact too
+        assert differing(snapshot(model, opt, session), snapshot(*other[:2], other[2])) == []
+    train(session, model, opt, range(3, 6))
+    train(other[2], *other[:2], range(3, 6))
+    assert differing(snapshot(model, opt, session), snapshot(*other[:2], other[2])) == []
+    other[2].close()
+    session.close()
+
+
+@every_plan
+def test_states_loaded_before_initialize_go_on_bit_identically(name, low):
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(3))
+    states = torch.load(saved(model, opt, session), weights_only=True)
+    fresh, fresh_opt = make(seed=99)
+    fresh.load_state_dict(states["model"])
+    fresh_opt.load_state_dict(states["optimizer"])
+    again = halfstep.initialize(fresh, fresh_opt, name, low=low)
+    again.load_state_dict(states["session"])
+    train(session, model, opt, range(3, 6))
+    train(again, fresh, fresh_opt, range(3, 6))
+    assert differing(snapshot(model, opt, session), snapshot(fresh, fresh_opt, again)) == []
+    again.close()
+    session.close()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
+def test_foreign_optimizers_resume_exactly(optimizer):
+    model, opt, session = start("O2", "bf16", optimizer, master="copy")
+    train(session, model, opt, range(3))
+    fresh, fresh_opt = make(seed=99, optimizer=optimizer)
+    again = halfstep.initialize(fresh, fresh_opt, "O2", low="bf16", master="copy")
+    states = torch.load(saved(model, opt, session), weights_only=True)
+    fresh_opt.load_state_dict(states["optimizer"])
+    fresh.load_state_dict(states["model"])
+    again.load_state_dict(states["session"])
+    train(session, model, opt, range(3, 6))
+    train(again, fresh, fresh_opt, range(3, 6))
+    assert differing(snapshot(model, opt, session), snapshot(fresh, fresh_opt, again)) == []
+    again.close()
+    session.close()
+
+
+RESUME = """
+import sys, torch
+from tests.contracts.cases import snapshot, train
+from tests.contracts.test_resume import resumed
+name, low, source, target = sys.argv[1:]
+model, opt, session = resumed(source, name, low, ["session", "model", "optimizer"])
+train(session, model, opt, range(3, 6))
+torch.save(snapshot(model, opt, session), target)
+"""
+
+
+@pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+def test_a_new_process_goes_on_bit_identically(name, low, tmp_path):
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(3), poison=[2])
+    source, target = tmp_path / "checkpoint.pt", tmp_path / "end.pt"
+    source.write_bytes(saved(model, opt, session).read())
+    subprocess.run([sys.executable, "-c", RESUME, name, low, source, target], check=True, cwd=ROOT)
+    train(session, model, opt, range(3, 6))
+    assert differing(snapshot(model, opt, session), torch.load(target)) == []
+    session.close()
+
+
+@mixed_plans
+def test_checkpoints_are_fp32_and_load_without_halfstep(name, low):
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(3))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    floating = {k: v.dtype for k, v in state.items() if v.is_floating_point()}
+    assert set(floating.values()) == {torch.float32}
+    plain, _ = make(seed=5)
+    assert plain.load_state_dict(state) == torch.nn.modules.module._IncompatibleKeys([], [])
+    session.close()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+def test_a_checkpoint_of_another_plan_is_refused_and_changes_nothing():
+    _, _, session = start("O1", "fp16", loss_scale=64.0)
+    state = session.state_dict()
+    session.close()
+    model, opt, other = start("O2", "bf16")
+    train(other, model, opt, range(2))
+    was = other.state_dict()
+    with pytest.raises(halfstep.StateError, match=r"another plan .*low"):
+        other.load_state_dict(state)
+    assert other.state_dict() == was
+    other.close()
+
+
+@pytest.mark.parametrize("missing", ["scales", "steps", "plan", "skipped", "schema"])
+def test_a_truncated_state_is_refused_and_changes_nothing(missing):
+    model, opt, session = start("O1", "fp16")
+    train(session, model, opt, range(2))
+    was = session.state_dict()
+    state = {k: v for k, v in was.items() if k != missing}
+    with pytest.raises(halfstep.StateError, match=missing):
+        session.load_state_dict(state)
+    state = {**was, "scales": {"0": {}}}
+    with pytest.raises(halfstep.StateError):
+        session.load_state_dict(state)
+    assert session.state_dict() == was
+    session.close()
+
+
+def test_loading_leaves_its_input_as_it_was():
+    model, opt, session = start("O2", "bf16")
+    train(session, model, opt, range(2))
+    states = [part.state_dict() for part in (model, opt, session)]
+    before = [repr(state) for state in states]
+    for part, state in zip((model, opt, session), states, strict=True):
+        part.load_state_dict(state)
+    assert [repr(state) for state in states] == before
+    session.close()
+
+
+def test_assign_is_refused_since_it_would_part_model_and_optimizer():
+    model, _, session = start("O2", "bf16")
+    with pytest.raises(halfstep.StateError, match="assign=True"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    session.close()
