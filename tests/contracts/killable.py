@@ -1,0 +1,45 @@
+"""A training run that checkpoints as it goes and resumes from its last checkpoint; test_kill.py kills it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.contracts.cases import batch, snapshot, start
+
+STEPS, EVERY = 400, 3
+
+
+def run(name: str, low: str, folder: Path) -> None:
+    """Trains to the end, printing each step number; the loss curve and the end state are left in the folder."""
+    model, opt, session = start(name, low)
+    path, curve, first = folder / "last.pt", [], 0
+    if path.exists():
+        states = torch.load(path, weights_only=True)
+        model.load_state_dict(states["model"])
+        opt.load_state_dict(states["optimizer"])
+        session.load_state_dict(states["session"])
+        curve, first = states["curve"], states["step"]
+    for step in range(first, STEPS):
+        inputs, targets = batch(step)
+        if step % 17 == 5:
+            inputs[0, 0] = torch.inf  # a skipped step now and then
+        opt.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        session.backward(loss)
+        session.step(max_norm=1.0)
+        curve.append(loss.item())
+        if step % EVERY == EVERY - 1:
+            states = {"model": model.state_dict(), "optimizer": opt.state_dict(), "session": session.state_dict()}
+            torch.save({**states, "curve": curve, "step": step + 1}, folder / "next.pt")
+            os.replace(folder / "next.pt", path)
+        print(step, flush=True)
+    torch.save({"end": snapshot(model, opt, session), "curve": torch.tensor(curve)}, folder / "end.pt")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

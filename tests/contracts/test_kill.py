@@ -1,0 +1,60 @@
+"""Killed with SIGKILL at random steps and restarted from the last checkpoint: bit-identical to an uninterrupted run."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contracts.cases import bits, differing
+from tests.contracts.killable import STEPS, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_process(name, low, folder):
+    command = [sys.executable, "-m", "tests.contracts.killable", name, low, str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def kill_and_resume(name, low, folder, kills):
+    """Kills the run `kills` times, each at a random step, then lets it end; returns the steps at which it was killed."""
+    chance, killed = random.Random(f"{name}{low}{kills}"), []
+    while len(killed) < kills:
+        steps = chance.randint(1, 8)
+        with start_process(name, low, folder) as process:
+            lines = [line for _, line in zip(range(steps), process.stdout, strict=False)]
+            process.kill()
+        assert process.returncode == -9, "the run ended before it could be killed"
+        killed.append(int(lines[-1]))
+    with start_process(name, low, folder) as process:
+        process.communicate()
+    assert process.returncode == 0
+    return killed
+
+
+def compare(name, low, tmp_path, kills):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    run(name, low, tmp_path / "whole")
+    killed = kill_and_resume(name, low, tmp_path / "killed", kills)
+    whole, resumed = (torch.load(tmp_path / which / "end.pt") for which in ("whole", "killed"))
+    assert all(step < STEPS for step in killed)
+    assert torch.equal(bits(whole["curve"]), bits(resumed["curve"]))
+    assert len(whole["curve"]) == STEPS
+    assert differing(whole["end"], resumed["end"]) == []
+
+
+@pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16")])
+def test_killed_once_the_run_ends_as_if_it_had_not_been(name, low, tmp_path):
+    compare(name, low, tmp_path, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
+def test_killed_twenty_times_the_run_ends_as_if_it_had_not_been(name, low, tmp_path):
+    compare(name, low, tmp_path, kills=20)
