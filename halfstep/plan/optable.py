@@ -1,0 +1,362 @@
+"""The op table: which torch op runs low, full or with its widest input; the same on every device.
+
+Its rows are torch's autocast lists (ATen/autocast_mode.h and autocast_mode.cpp): the list for CUDA literally, and from
+the list for CPU what has no low kernel. What torch's lists lack for whole models to run is a row of halfstep's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+from halfstep.errors import PlanError
+from halfstep.plan.plan import OpChanges, Plan
+
+Category = Literal["allow", "deny", "infer", "promote"]
+Action = Literal["low", "full", "promote", "norm", "refuse", "pass"]
+Source = Literal["torch", "halfstep"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of the table: its aten overloads, its category, why it is there, and whose list it comes from."""
+
+    op: str
+    overloads: tuple[str, ...]
+    category: Category
+    why: str
+    source: Source
+
+
+# source, category, why, overloads
+_TABLE: tuple[tuple[Source, Category, str, str], ...] = (
+    (
+        "torch",
+        "allow",
+        "convolution",
+        "conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input convolution _convolution _convolution.deprecated "
+        "cudnn_convolution cudnn_convolution_transpose",
+    ),
+    (
+        "torch",
+        "allow",
+        "matrix product",
+        "linear matmul mm bmm mv addmm addmv addr addbmm baddbmm einsum chain_matmul linalg_multi_dot linalg_vecdot "
+        "_addmm_activation",
+    ),
+    (
+        "torch",
+        "allow",
+        "attention",
+        "scaled_dot_product_attention _scaled_dot_product_flash_attention _native_multi_head_attention",
+    ),
+    (
+        "torch",
+        "allow",
+        "recurrent",
+        "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer",
+    ),
+    ("halfstep", "allow", "recurrent", "lstm.input lstm.data gru.input gru.data"),
+    ("halfstep", "allow", "recurrent", "rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"),
+    ("torch", "allow", "activation", "prelu"),
+    ("torch", "deny", "exponential", "exp expm1 cosh sinh pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar"),
+    ("torch", "deny", "exponential", "softmax.int log_softmax.int logsumexp softplus"),
+    ("torch", "deny", "logarithm", "log log10 log1p log2"),
+    ("torch", "deny", "steep", "acos asin tan erfinv reciprocal rsqrt"),
+    ("torch", "deny", "reduction", "sum sum.dim_IntList prod prod.dim_int cumsum cumprod"),
+    (
+        "torch",
+        "deny",
+        "reduction",
+        "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord "
+        "frobenius_norm.dim nuclear_norm nuclear_norm.dim renorm",
+    ),
+    ("torch", "deny", "normalisation", "layer_norm native_layer_norm group_norm rms_norm"),
+    ("torch", "deny", "distance", "dist cdist pdist cosine_similarity"),
+    (
+        "torch",
+        "deny",
+        "loss",
+        "nll_loss nll_loss2d cross_entropy_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss "
+        "binary_cross_entropy_with_logits soft_margin_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss "
+        "multilabel_margin_loss multilabel_margin_loss_forward cosine_embedding_loss triplet_margin_loss",
+    ),
+    (
+        "torch",
+        "deny",
+        "resampling",
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
+        "upsample_bicubic2d _upsample_bicubic2d_aa",
+    ),
+    (
+        "torch",
+        "deny",
+        "no low kernel",
+        "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 "
+        "fft_irfftn fft_hfft fft_ihfft stft stft.center polar view_as_complex",
+    ),
+    (
+        "torch",
+        "deny",
+        "no low kernel",
+        "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals "
+        "linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank "
+        "linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor "
+        "linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve",
+    ),
+    (
+        "torch",
+        "deny",
+        "no low kernel",
+        "cholesky cholesky_inverse cholesky_solve geqrf inverse lu_solve orgqr ormqr pinverse qr svd triangular_solve "
+        "_lu_with_info",
+    ),
+    (
+        "torch",
+        "deny",
+        "no low kernel",
+        "quantile quantile.scalar nanquantile nanquantile.scalar ctc_loss.IntList ctc_loss.Tensor avg_pool3d",
+    ),
+    ("halfstep", "deny", "no low kernel", "fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn complex"),
+    (
+        "halfstep",
+        "deny",
+        "no low kernel",
+        "linalg_det linalg_slogdet det slogdet logdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve "
+        "linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_matrix_power matrix_power linalg_solve_ex "
+        "linalg_solve_triangular linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor "
+        "linalg_pinv.rcond_tensor",
+    ),
+    (
+        "torch",
+        "promote",
+        "formats must agree",
+        "addcdiv addcmul atan2 bilinear cross dot vdot tensordot grid_sampler index_put scatter_add index_copy",
+    ),
+    (
+        "halfstep",
+        "promote",
+        "formats must agree",
+        "linalg_cross inner lerp.Scalar lerp.Tensor heaviside meshgrid meshgrid.indexing embedding_bag "
+        "embedding_bag.padding_idx searchsorted.Tensor bucketize.Tensor index_add index_reduce scatter.src "
+        "scatter.reduce scatter_reduce.two masked_scatter put",
+    ),
+    (
+        "halfstep",
+        "promote",
+        "takes the format written into",
+        "index_put_ index_add_ index_copy_ index_reduce_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two "
+        "masked_scatter_ put_",
+    ),
+    ("halfstep", "infer", "takes wider parameters", "batch_norm instance_norm"),
+)
+
+
+def _build_rows() -> tuple[Row, ...]:
+    rows: dict[str, Row] = {}
+    for source, category, why, words in _TABLE:
+        for overload in words.split():
+            op = overload.partition(".")[0]
+            earlier = rows[op].overloads if op in rows else ()
+            rows[op] = Row(op, (*earlier, overload), category, why, source)
+    return tuple(rows.values())
+
+
+ROWS: tuple[Row, ...] = _build_rows()
+"""The op table, one row an op; what no row names runs as written."""
+
+NORMS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm")
+"""Overloads that compute in fp32 and return the format of their input where low weights meet another format."""
+
+REFUSED: Mapping[str, str] = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
+"""Ops refused on low inputs, and the one to use: a low sigmoid rounds to 0 or 1, whose logarithm is infinite."""
+
+_CPU_ONLY = (
+    "cat stack trace adaptive_avg_pool3d adaptive_max_pool3d max_pool3d max_unpool2d max_unpool3d "
+    "fractional_max_pool2d fractional_max_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
+    "replication_pad3d fake_quantize_per_tensor_affine grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback"
+)
+AS_WRITTEN = tuple(_CPU_ONLY.split())
+"""Overloads that torch's list for CPU runs full or promotes, and the table, as on CUDA, leaves as written."""
+
+_STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
+    ("cpu", "grid_sampler"): "full",
+    ("cpu", "binary_cross_entropy"): "full",
+}
+_BY_CATEGORY: Mapping[Category, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
+_NO_KERNEL = "no low kernel"
+
+# public names whose kernels have other names
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("cross_entropy_loss",),
+    "grid_sample": ("grid_sampler",),
+    "norm": ("norm", "linalg_vector_norm"),
+    "linalg_norm": ("linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"),
+}
+_NAMESPACES = (
+    ("torch.nn.functional.", ""),
+    ("nn.functional.", ""),
+    ("F.", ""),
+    ("torch.Tensor.", ""),
+    ("Tensor.", ""),
+    ("torch.", ""),
+    ("aten.", ""),
+    ("linalg.", "linalg_"),
+    ("fft.", "fft_"),
+    ("special.", "special_"),
+)
+
+
+def stock_action(overload: str, device_type: str) -> Action | None:
+    """Returns what torch's own autocast does to an overload on a device; None where it leaves it as written.
+
+    Read from the dispatcher and the table; right for the devices that halfstep knows, CPU and CUDA.
+    """
+    if not _registered(overload, f"Autocast{device_type.upper()}"):
+        return None
+    if (device_type, overload) in _STOCK_DIFFERS:
+        return _STOCK_DIFFERS[device_type, overload]
+    if overload in REFUSED:
+        return "refuse"
+    if overload in AS_WRITTEN:
+        return "promote" if overload in ("cat", "stack") else "full"
+    return next((_BY_CATEGORY[row.category] for row in ROWS if overload in row.overloads), None)
+
+
+def device_note(row: Row, device_type: str) -> str:
+    """Returns who carries a row out on a device at O1: torch's own autocast, halfstep, or both a part.
+
+    >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
+    'torch'
+    """
+    own = [stock_action(overload, device_type) == _BY_CATEGORY[row.category] for overload in row.overloads]
+    return "torch" if all(own) else "torch, halfstep" if any(own) else "halfstep"
+
+
+def effective(plan: Plan) -> Mapping[str, Action]:
+    """Returns what the plan does to each aten overload (and "module:function") that does not run as written.
+
+    Where weights are fp32, rows act by category. Where they are low, deny rows run as stored, unless an op has no low
+    kernel, and norms take parameters wider or narrower than their input. The plan's own op changes act at every level.
+
+    Raises:
+        PlanError: an op change that names nothing that can be cast.
+    """
+    if plan.ops == "none":
+        return {}
+    actions: dict[str, Action] = {}
+    for row in ROWS:
+        action = _BY_CATEGORY[row.category]
+        if plan.param == "low" and action == "full" and row.why != _NO_KERNEL:
+            action = "pass"
+        for overload in row.overloads:
+            actions[overload] = "norm" if plan.param == "low" and overload in NORMS else action
+    actions.update((overload, "pass") for overload in AS_WRITTEN)
+    actions.update((overload, "refuse") for overload in REFUSED)
+    for category, op in _changes(plan.op_changes):
+        if op in REFUSED and category != "deny":
+            raise PlanError(
+                f"op {op!r} in {category}: its logarithm of a low sigmoid is infinite; "
+                f"use {REFUSED[op]}, or deny it, so that it computes in fp32"
+            )
+        overloads = (op,) if ":" in op else find(op)
+        actions.update((overload, _BY_CATEGORY[category]) for overload in overloads)
+    return actions
+
+
+def _changes(changes: OpChanges) -> Iterable[tuple[Category, str]]:
+    lists: tuple[Category, ...] = tuple(field.name for field in fields(changes))  # type: ignore[misc]
+    return [(category, op) for category in lists for op in getattr(changes, category)]
+
+
+def find(public_name: str) -> tuple[str, ...]:
+    """Returns the aten overloads behind a public torch function name, those that a cast can act on.
+
+    Raises:
+        PlanError: no such op (with near misses), or one that cannot be cast, with the reason.
+
+    >>> find("softmax")
+    ('softmax.int',)
+    >>> find("torch.linalg.inv")
+    ('linalg_inv',)
+    """
+    name = public_name
+    for prefix, instead in _NAMESPACES:
+        if name.startswith(prefix):
+            name = instead + name.removeprefix(prefix)
+    names = _ALIASES.get(name, (name,))
+    schemas = [schema for packet in names for schema in _schemas(packet)]
+    if not schemas:
+        raise PlanError(_unknown(public_name, name))
+    found = tuple(_overload_name(schema) for schema in schemas if not _obstacle(schema))
+    if not found:
+        raise PlanError(f"op {public_name!r} cannot be cast: {_obstacle(schemas[0])}")
+    return found
+
+
+def _registered(overload: str, key: str | None = None) -> bool:
+    name = f"aten::{overload}"
+    try:
+        if key is None:
+            return bool(torch._C._dispatch_has_kernel(name))
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    except RuntimeError:  # this torch has no such op, or no such device
+        return False
+
+
+def _schemas(packet: str) -> list[torch._C.FunctionSchema]:
+    """Returns the schemas of an op's overloads that have kernels, without the variants that write into `out`."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{packet}")
+    return [s for s in schemas if _registered(_overload_name(s)) and not any(a.is_out for a in s.arguments)]
+
+
+def _overload_name(schema: torch._C.FunctionSchema) -> str:
+    name: str = schema.name.removeprefix("aten::")
+    return f"{name}.{schema.overload_name}" if schema.overload_name else name
+
+
+def _obstacle(schema: torch._C.FunctionSchema) -> str:
+    """Returns why an overload cannot be cast, "" where it can."""
+    name = schema.name.removeprefix("aten::")
+    if "Dimname" in str(schema):
+        return "it takes named tensors"
+    if not any("Tensor" in str(argument.type) for argument in schema.arguments):
+        return "it takes no tensor"
+    if schema.is_mutable:
+        other = name.rstrip("_")
+        instead = f"; name {other!r}, and call it so" if hasattr(torch.Tensor, other) else ""
+        return f"it writes into its first argument, whose format stays{instead}"
+    if any(result.alias_info is not None for result in schema.returns):
+        return "it returns a view of its argument, and a cast would make it a copy"
+    if not any("Tensor" in str(result.type) for result in schema.returns):
+        return "it returns no tensor"
+    return ""
+
+
+def _unknown(public_name: str, name: str) -> str:
+    """Returns what to say of a name that is no aten op."""
+    for module, path in (
+        (torch.nn.functional, "torch.nn.functional"),
+        (torch, "torch"),
+        (torch.linalg, "torch.linalg"),
+    ):
+        short = name.removeprefix("linalg_") if module is torch.linalg else name
+        if callable(getattr(module, short, None)):
+            return (
+                f'op {public_name!r} is a Python function made of several ops; name it "{path}:{short}", '
+                "or the ops that it calls"
+            )
+    known = {op.partition(".")[0] for op in torch._C._dispatch_get_all_op_names() if op.startswith("aten::")}
+    public = sorted(op.removeprefix("aten::") for op in known if not op.startswith("aten::_"))
+    near = difflib.get_close_matches(name, public, n=3)
+    hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+    return (
+        f"op {public_name!r} is no torch op{hint}; give the name of a torch function, such as 'softmax', "
+        'or "module:function" for a Python function'
+    )
