@@ -1,0 +1,68 @@
+"""What every test stands on: fixed seeds, a fixed number of threads, and where data and a GPU are looked for."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import settings
+
+# The examples of a property are the same in every run, and a busy machine fails none of them.
+settings.register_profile("house", deadline=None, derandomize=True)
+settings.load_profile("house")
+
+DATA = Path(os.environ.get("HALFSTEP_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+
+HOW_TO_GET_DATA = (
+    "set HALFSTEP_DATA to a folder with cifar10/ (torchvision.datasets.CIFAR10(folder, download=True)), "
+    "fashion_mnist/ (torchvision.datasets.FashionMNIST) and imdb/ (datasets.load_dataset('imdb') of Hugging Face)"
+)
+
+
+def pytest_configure():
+    # Workers share the cores: one thread each; alone, two, so that parallel kernels are tested as well.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is false here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fails a test that leaves a global of torch changed, and puts it back for the next test."""
+    yield
+    left = []
+    if torch.get_default_dtype() != torch.float32:
+        left.append(f"default dtype {torch.get_default_dtype()}")
+        torch.set_default_dtype(torch.float32)
+    if not torch.is_grad_enabled():
+        left.append("gradients off")
+        torch.set_grad_enabled(True)
+    for device in ("cpu", "cuda", "ipu", "hpu", "xla", "maia", "mtia"):
+        if torch.is_autocast_enabled(device):
+            left.append(f"autocast on for {device}")
+            torch.set_autocast_enabled(device, False)
+    assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def data_dir():
+    """The folder of real data; a test that asks for it is skipped where there is none."""
+    if not DATA.is_dir():
+        pytest.skip(f"no data folder at {DATA}; {HOW_TO_GET_DATA}")
+    return DATA
