@@ -1,0 +1,156 @@
+"""What one call of the update works on: parameters stored alike, under one optimizer's options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from halfstep.optim.masters import Layout
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The options of `torch.optim.Adam` and, with `decoupled` weight decay, AdamW (Loshchilov & Hutter 2019)."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+    decoupled: bool
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """The options of `torch.optim.SGD`, whose first momentum is the gradient itself."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+
+Options = Adam | Sgd
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parameters of one device, layout and dtype, as aligned lists of tensors.
+
+    `weights` are the stored weights; `extras` the fp32 masters (layout `copy`) or int16 remainders (`split`), else
+    empty. `grads` are dense, low or full, and still carry the loss scale. `states` holds torch's state tensors by
+    torch's names, in the dtype of the full weight. `steps` are 0-dim fp32 counts of the updates made, this one
+    included, and `fresh` 0-dim fp32 flags, 1 for a parameter that no update has reached yet (SGD with momentum only,
+    else empty).
+    """
+
+    layout: Layout
+    weights: list[Tensor]
+    extras: list[Tensor]
+    grads: list[Tensor]
+    states: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    steps: list[Tensor] = field(default_factory=list)
+    fresh: list[Tensor] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all tensors of the batch are."""
+        return self.weights[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the update is computed."""
+        return self.weights[0].dtype if self.layout == "full" else torch.float32
+
+
+class Scratch:
+    """Flat working memory that is used again from step to step, so that a step allocates nothing large."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+
+    def flat(self, role: str, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns `numel` uninitialised elements of `dtype` on the device of `like`; a role has one user at a time."""
+        key = (role, like.device, dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=dtype, device=like.device)
+            self._buffers[key] = buffer
+        return buffer[:numel]
+
+
+def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
+    """Yields the batch in parts of about `limit` elements, large tensors cut, every tensor contiguous.
+
+    Only views: what is written to a part is written to the batch. A weight that is no dense block of memory stays as it
+    is.
+    """
+    names = list(batch.states)
+    part: list[tuple[int, int, int]] = []  # index of the parameter, first and last element; (0, 0) stands for all of it
+    size = 0
+    for i, weight in enumerate(batch.weights):
+        numel = weight.numel()
+        if size and size + min(numel, limit) > limit:
+            yield _part(batch, names, part)
+            part, size = [], 0
+        if numel <= limit or not is_dense(weight):
+            part.append((i, 0, 0))
+            size += numel
+            continue
+        for start in range(0, numel, limit):
+            end = min(start + limit, numel)
+            if end < numel:
+                yield _part(batch, names, [(i, start, end)])
+            else:
+                part, size = [(i, start, end)], end - start
+    if part:
+        yield _part(batch, names, part)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Returns whether `t` fills one block of memory without gaps or overlaps, in whatever order."""
+    return t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t)
+
+
+def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
+    """Returns `t` itself where its memory runs as that of a dense `weight` does, else a copy that does.
+
+    Kernels that walk over raw memory would pair the wrong elements of a `channels_last` weight and a contiguous
+    gradient.
+    """
+    if t.stride() == weight.stride() or (t.is_contiguous() and weight.is_contiguous()) or not is_dense(weight):
+        return t
+    return torch.empty_like(weight, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _part(batch: Batch, names: list[str], part: list[tuple[int, int, int]]) -> Batch:
+    def cut(tensors: list[Tensor]) -> list[Tensor]:
+        return [_piece(tensors[i], start, end) for i, start, end in part]
+
+    def pick(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensors[i] for i, _, _ in part] if tensors else tensors
+
+    return replace(
+        batch,
+        weights=cut(batch.weights),
+        extras=cut(batch.extras) if batch.extras else batch.extras,
+        grads=cut(batch.grads),
+        states={name: cut(batch.states[name]) for name in names},
+        steps=pick(batch.steps),
+        fresh=pick(batch.fresh),
+    )
+
+
+def _piece(t: Tensor, start: int, end: int) -> Tensor:
+    if end:
+        return torch.as_strided(t, (end - start,), (1,), t.storage_offset() + start)
+    if t.is_contiguous() or not is_dense(t):
+        return t
+    return torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())

@@ -1,0 +1,108 @@
+"""Any optimizer on fp32 masters: they stand in for the low parameters while its own `step` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from halfstep.optim.guard import original_step
+from halfstep.optim.masters import MasterStore
+
+
+class ForeignStepper:
+    """Runs an optimizer's own `step` with fp32 stand-ins and true fp32 gradients in its groups and state.
+
+    Its update cannot be predicated, so the step reads `found` on the host, once, and does not call the optimizer on a
+    skip.
+    """
+
+    predicated = False
+    syncs = True
+
+    def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
+        self._optimizer = optimizer
+        self._store = store
+        self._stand_ins: dict[Parameter, Parameter] = {}
+
+    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+        """Updates `params` from `grads` times `factor`, or does nothing where `found` is true; waits for the device."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a skip is no reason for LR schedulers to warn
+        if bool(found):
+            return
+        self._store.adopt_changed(params)
+        with self._stood_in(params), self._true_gradients(params, grads, factor):
+            original_step(self._optimizer)()
+
+    def close(self) -> None:
+        """Forgets the stand-ins."""
+        self._stand_ins.clear()
+
+    @contextmanager
+    def _stood_in(self, params: list[Parameter]) -> Iterator[None]:
+        """Puts the stand-ins of low parameters into groups and state, and then their values into the parameters."""
+        swapped = {p: self._stand_in(p) for p in params if self._store.layout(p) != "full"}
+        self._exchange(swapped)
+        try:
+            yield
+        finally:
+            self._exchange({stand_in: p for p, stand_in in swapped.items()})
+            for p, stand_in in swapped.items():
+                self._store.write(p, stand_in.detach())
+                stand_in.grad = None
+                stand_in.data = stand_in.new_empty(0)  # between steps the store alone holds masters
+
+    def _stand_in(self, p: Parameter) -> Parameter:
+        """Returns the fp32 Parameter that stands in for `p`: always the same object, as optimizers may remember it."""
+        stand_in = self._stand_ins.get(p)
+        if stand_in is None:
+            stand_in = self._stand_ins[p] = Parameter(torch.empty(0, device=p.device))
+            vars(stand_in).update(vars(p))  # marks that users put on parameters for their optimizers
+        stand_in.data = self._store.full(p)
+        state = self._optimizer.state.get(p, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
+                state[name] = value.float()
+        return stand_in
+
+    def _exchange(self, by: dict[Parameter, Parameter]) -> None:
+        """Replaces parameters as members of groups and keys of state, in the same list and dict objects."""
+        optimizer = self._optimizer
+        for group in optimizer.param_groups:
+            group["params"][:] = [by.get(p, p) for p in group["params"]]
+        items = list(optimizer.state.items())
+        optimizer.state.clear()
+        for key, value in items:
+            optimizer.state[by.get(key, key) if isinstance(key, Parameter) else key] = value
+
+    @contextmanager
+    def _true_gradients(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
+        """Gives the parameters that the optimizer sees unscaled full gradients, and takes them back afterwards."""
+        held: list[tuple[Parameter, Tensor | None, Tensor]] = []
+        try:
+            for p, grad in zip(params, grads, strict=True):
+                low = self._store.layout(p) != "full"
+                target = self._stand_ins[p] if low else p
+                true = unscaled(grad, target, factor)
+                held.append((target, target.grad, true))
+                target.grad = true
+            yield
+        finally:
+            for target, grad, true in held:
+                if target.grad is true:
+                    target.grad = grad  # type: ignore[assignment]
+
+
+def unscaled(grad: Tensor, target: Tensor, factor: Tensor | None) -> Tensor:
+    """Returns `grad`, dense or sparse, in the dtype of `target` and times `factor`; itself where nothing changes."""
+    local = None if factor is None else factor.to(grad.device, non_blocking=True)
+    if grad.is_sparse:
+        values = unscaled(grad._values(), target, local)
+        indices, coalesced = grad._indices(), grad.is_coalesced()
+        return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False)
+    full = grad.detach().to(target.dtype)
+    return full if local is None else full * local

@@ -1,0 +1,25 @@
+"""The step hooks of an optimizer, run by an update that does not call its `step`."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+
+def run_pre_hooks(optimizer: Optimizer) -> None:
+    """Runs the hooks of `register_optimizer_step_pre_hook` and of the instance, in torch's order, with no arguments."""
+    for hook in chain(_all("pre"), optimizer._optimizer_step_pre_hooks.values()):
+        hook(optimizer, (optimizer,), {})
+
+
+def run_post_hooks(optimizer: Optimizer) -> None:
+    """Runs the post hooks of the instance and of `register_optimizer_step_post_hook`, in torch's order."""
+    for hook in chain(optimizer._optimizer_step_post_hooks.values(), _all("post")):
+        hook(optimizer, (optimizer,), {})
+
+
+def _all(when: str) -> list[Any]:
+    return list(getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {}).values())

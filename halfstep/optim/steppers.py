@@ -1,0 +1,89 @@
+"""How an optimizer's update is made under a session: by halfstep, by the optimizer on masters, or as it always was."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from halfstep.optim.foreign import ForeignStepper
+from halfstep.optim.guard import original_step
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import OwnStepper
+
+_OWN = (Adam, AdamW, SGD)
+
+
+class Stepper(Protocol):
+    """Makes one optimizer's updates.
+
+    `predicated` says that `step` obeys `found` on the device; `syncs` that it waits for the device to read it.
+    """
+
+    predicated: bool
+    syncs: bool
+
+    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+        """Updates `params` from `grads`, which are multiplied by `factor` first; changes nothing where `found` is true.
+
+        `grads` may be low, full or sparse, and carry the loss scale; they and every `p.grad` are left as they are.
+        `factor` is a 0-dim fp32 tensor, the inverse scale times the clip coefficient, or None for exactly 1; `found` a
+        0-dim bool tensor.
+        """
+        ...
+
+    def close(self) -> None:
+        """Takes off what the stepper attached to the optimizer."""
+        ...
+
+
+class PlainStepper:
+    """The optimizer's own step on the parameters and gradients as they are, as at O0."""
+
+    predicated = False
+    syncs = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+        """Steps the optimizer; no argument is used, because nothing is scaled and nothing is skipped."""
+        original_step(self._optimizer)()
+
+    def close(self) -> None:
+        """Does nothing: nothing was attached."""
+
+
+def make_stepper(optimizer: Optimizer, store: MasterStore, *, plain: bool) -> Stepper:
+    """Returns the stepper for `optimizer`: its own step (`plain`), halfstep's update, or its own step on the masters.
+
+    halfstep has an update for exactly `torch.optim.Adam`, `AdamW` and `SGD`; a subclass may compute something else.
+    """
+    if plain:
+        return PlainStepper(optimizer)
+    if is_own(optimizer):
+        return OwnStepper(optimizer, store)
+    return ForeignStepper(optimizer, store)
+
+
+def is_own(optimizer: Optimizer) -> bool:
+    """Returns whether halfstep has an update of its own for `optimizer` with its options."""
+    return type(optimizer) in _OWN and not any(
+        group["differentiable"] or any(isinstance(value, Tensor) for value in _numbers(group))
+        for group in optimizer.param_groups
+    )
+
+
+def _numbers(group: dict[str, Any]) -> tuple[Any, ...]:
+    return (*group.get("betas", ()), group["weight_decay"], group.get("momentum", 0.0))
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Returns whether `optimizer.step` cannot be called without a closure, as that of LBFGS."""
+    step: Callable[..., Any] = type(optimizer).step
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

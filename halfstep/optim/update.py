@@ -1,0 +1,117 @@
+"""The update of Adam, AdamW and SGD behind one function, with a table of implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfstep.optim import eager, fused
+from halfstep.optim.batch import Batch, Options, Scratch, chunks
+
+Core = Callable[[Batch, Options, Tensor], None]
+Run = Callable[[Batch, Options, Tensor | None, Tensor, Scratch], None]
+
+# Elements that are opened at a time: parts that stay in a CPU's cache, and few launches elsewhere.
+_CHUNK = {"cpu": 2**19}
+_CHUNK_ELSEWHERE = 2**25
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to compute the update: which batches it can take, and the call.
+
+    `run(batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of them bit
+    for bit as they were where `found` (0-dim bool) is true. `factor` (0-dim fp32, or None for 1) multiplies every
+    gradient first, rounded once to fp32. The step counts are already advanced. Nothing is read on the host.
+    """
+
+    fits: Callable[[Batch, Options], bool]
+    run: Run
+
+
+def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes one update of `batch` with the first implementation of the table that takes it."""
+    with torch.no_grad():
+        if batch.steps:
+            torch._foreach_add_(batch.steps, (~found).to(torch.float32))
+        for implementation in IMPLEMENTATIONS.values():
+            if implementation.fits(batch, options):
+                implementation.run(batch, options, factor, found, scratch)
+                break
+        if batch.fresh:
+            torch._foreach_mul_(batch.fresh, found.to(torch.float32))
+
+
+def opened(core: Core) -> Run:
+    """Returns the implementation around a `core` that knows full weights and full, unscaled gradients only.
+
+    Part by part the low weights are brought to fp32 in scratch memory, updated there, and stored again.
+    """
+
+    def run(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+        for part in chunks(batch, _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)):
+            full = _open(part, scratch)
+            grads = _unscaled(part, factor, scratch)
+            core(replace(part, layout="full", weights=full, extras=[], grads=grads), options, found)
+            _store(part, full, scratch)
+
+    return run
+
+
+def _open(part: Batch, scratch: Scratch) -> list[Tensor]:
+    if part.layout == "full":
+        return part.weights
+    if part.layout == "copy":
+        return part.extras
+    flat, full = _views(part.weights, "full", torch.float32, scratch)
+    torch._foreach_copy_(full, part.weights)  # bf16 to fp32 is the shift by 16 bits
+    if part.layout == "split":
+        low_bits, views = _views(part.extras, "bits", torch.int32, scratch)
+        torch._foreach_copy_(views, part.extras)
+        flat.view(torch.int32).add_(low_bits)
+    return full
+
+
+def _unscaled(part: Batch, factor: Tensor | None, scratch: Scratch) -> list[Tensor]:
+    ready = all(grad.dtype is part.dtype for grad in part.grads)
+    if ready and factor is None:
+        return part.grads
+    flat, grads = _views(part.grads, "grads", part.dtype, scratch)
+    torch._foreach_copy_(grads, part.grads)
+    if factor is not None:
+        flat.mul_(factor)
+    return grads
+
+
+def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
+    if part.layout == "full":
+        return
+    dtype = part.weights[0].dtype
+    if dtype is not torch.bfloat16:
+        torch._foreach_copy_(part.weights, full)
+        return
+    flat, views = _views(full, "full", torch.float32, scratch)
+    if part.layout == "copy":
+        torch._foreach_copy_(views, full)
+    bits = flat.view(torch.int32)
+    if part.layout == "split":
+        low_bits, remainders = _views(part.extras, "remainders", torch.int16, scratch)
+        low_bits.copy_(bits)
+        torch._foreach_copy_(part.extras, remainders)
+    bits.add_(0x8000).bitwise_and_(-0x10000)  # round_half_away; the cast below is then exact
+    torch._foreach_copy_(part.weights, views)
+
+
+def _views(like: list[Tensor], role: str, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, list[Tensor]]:
+    """Returns flat scratch memory and views of it in the shapes of `like`."""
+    flat = scratch.flat(role, sum(t.numel() for t in like), like[0], dtype)
+    return flat, list(torch._C._nn.unflatten_dense_tensors(flat, like))
+
+
+IMPLEMENTATIONS = {
+    "fused": Implementation(fused.fits, opened(fused.update)),
+    "eager": Implementation(lambda batch, options: True, opened(eager.update)),
+}
