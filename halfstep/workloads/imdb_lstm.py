@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import cos, pi
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -36,6 +37,11 @@ class SentimentLSTM(nn.Module):
         self.embedding = nn.Embedding(vocabulary, embedding, padding_idx=PAD)
         self.rnn = nn.LSTM(embedding, hidden, batch_first=True)
         self.fc = nn.Linear(hidden, 1)
+        with torch.no_grad():  # an open forget gate and small embeddings: learns in one epoch what took five
+            self.embedding.weight.mul_(0.1)
+            for name, p in self.rnn.named_parameters():
+                if name.startswith("bias_ih"):
+                    p[hidden : 2 * hidden] += 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         """Maps words (batch, time), padded at the front, to the probability (batch,) of a positive review."""
@@ -55,7 +61,7 @@ class Reviews(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImdbLSTM(Workload):
-    """Binary classification of reviews cut to their first `length` words.
+    """Binary classification of reviews cut to their last `length` words, where the verdict stands.
 
     `words` is the largest size of the vocabulary, which is taken from the training reviews; `eval_reviews` the number
     of test reviews that `evaluate` takes.
@@ -65,10 +71,10 @@ class ImdbLSTM(Workload):
     batch: int = 64
     lr: float = 2e-3
     max_norm: float | None = 1.0
-    length: int = 128
+    length: int = 200
     words: int = 10000
     embedding: int = 100
-    hidden: int = 128
+    hidden: int = 64
     eval_reviews: int = 5000
 
     def build(self, seed: int) -> nn.Module:
@@ -79,6 +85,10 @@ class ImdbLSTM(Workload):
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
         """Returns Adam."""
         return torch.optim.Adam(model.parameters(), lr=self.lr, fused=fused)
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Returns a cosine from 1 down to a twentieth."""
+        return 0.05 + 0.475 * (1 + cos(pi * step / steps))
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yields shuffled training reviews."""
@@ -135,14 +145,14 @@ def vocabulary(tokens: Iterable[list[str]], limit: int) -> dict[str, int]:
 
 
 def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """Returns the ids (N, length) of the first `length` words, 1 for an unknown word, 0 in front of short reviews.
+    """Returns the ids (N, length) of the last `length` words, 1 for an unknown word, 0 in front of short reviews.
 
-    >>> encode([["a", "x"]], {"a": 2}, 3).tolist()
-    [[0, 2, 1]]
+    >>> encode([["a", "x"], ["x", "x", "a", "a"]], {"a": 2}, 3).tolist()
+    [[0, 2, 1], [1, 2, 2]]
     """
     rows = []
     for words in tokens:
-        row = [ids.get(word, UNKNOWN) for word in words[:length]]
+        row = [ids.get(word, UNKNOWN) for word in words[-length:]]
         rows.append([PAD] * (length - len(row)) + row)
     return torch.tensor(rows)
 
