@@ -1,0 +1,84 @@
+"""Buffers of a skipped step: put back as they were, because one infinite batch poisons running statistics for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+class BufferGuard:
+    """Remembers the buffers of `models` before a step's first training forward and puts them back if it is skipped.
+
+    Every dense buffer is copied, whatever its dtype: version counters would miss `running_mean` and `running_var`,
+    which `native_batch_norm` writes without counting, and all writes through `.data`. The copy costs one pass over the
+    buffers a step and as much memory again. Nothing syncs. Buffers that are registered or replaced later are found.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        modules = {id(module): module for model in models for module in model.modules()}
+        self._modules = list(modules.values())
+        self._groups: list[_Group] = []
+        self._current = False
+
+    def refresh(self) -> None:
+        """Takes the snapshot before the first training forward of a step; later calls before the step do nothing."""
+        if not self._current:
+            self.after_step()
+            self._current = True
+
+    def after_step(self) -> None:
+        """Takes a snapshot now, and at the next `refresh` again.
+
+        For models whose forward cannot call `refresh` (compiled ones): call it once at the start, after each step, and
+        after each load of a model state, so that a later skip does not undo the load.
+        """
+        groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        for module in self._modules:
+            for buffer in module._buffers.values():
+                if buffer is not None and _restorable(buffer):
+                    groups.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
+        self._groups = [_Group(list(buffers.values())) for buffers in groups.values()]
+        self._current = False
+
+    def restore(self, found: Tensor) -> None:
+        """Puts every buffer back to the snapshot where `found` (0-dim bool) is true, and leaves it where it is false.
+
+        Ends the step: the next `refresh` takes a new snapshot. Until then the old one stays, so that a second
+        optimizer that steps after the same forward can restore too.
+        """
+        for group in self._groups:
+            group.restore(found)
+        self._current = False
+
+
+class _Group:
+    """The buffers of one device and dtype and one flat copy of them."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self.buffers = buffers
+        self.snapshot = _flat(buffers)
+
+    def restore(self, found: Tensor) -> None:
+        found = found.to(self.snapshot.device, non_blocking=True)
+        chosen = torch.split(torch.where(found, self.snapshot, _flat(self.buffers)), [b.numel() for b in self.buffers])
+        # Through .data: BatchNorm saves its statistics for backward, and a counted write between one optimizer's step
+        # and another loss's backward would be an error there, which the op itself avoids in the same way.
+        targets = [buffer.data for buffer in self.buffers]
+        torch._foreach_copy_(targets, [c.view(b.shape) for c, b in zip(chosen, self.buffers, strict=True)])
+
+
+@torch.no_grad()
+def _flat(buffers: list[Tensor]) -> Tensor:
+    return torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+
+
+def _restorable(buffer: Tensor) -> bool:
+    """Returns whether a buffer can be copied and written in place: strided, materialised, no element stored twice."""
+    if is_lazy(buffer) or buffer.is_meta or buffer.is_inference():
+        return False
+    if buffer.layout is not torch.strided or buffer.is_quantized:
+        return False
+    return not any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -1,0 +1,268 @@
+"""The ledger of gradients: which scale the numbers in `p.grad` carry, so that backwards add up as they do in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from halfstep.scale.norm import global_norm
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The gradients of one step as they lie in `p.grad`: gradient times `inverse` is the true gradient.
+
+    `scale` is the one that the last backward used (fp32). `losses` are the ids of the losses that went in; `found` says
+    whether one of them is known to have overflowed although its gradients may no longer show it (0-dim bool); the step
+    must be skipped where `found` or the present gradients are non-finite.
+    """
+
+    params: list[Parameter]
+    grads: list[Tensor]
+    scale: Tensor
+    inverse: Tensor
+    found: Tensor
+    losses: tuple[int, ...]
+    flags: Mapping[int, Tensor] = field(repr=False)
+    folded: bool = field(repr=False)
+
+    def overflowed(self, found: Tensor) -> dict[int, Tensor]:
+        """Returns for each loss whether its scale must back off, given whether the present gradients are non-finite.
+
+        Where every loss went in under one scale, that is all of them together; where gradients were unscaled before
+        they were added, it is each one's own.
+        """
+        clean = torch.zeros_like(found)
+        flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
+        return flags if self.folded else {loss: flag | found for loss, flag in flags.items()}
+
+
+class GradientLedger:
+    """Keeps the gradients of one optimizer's parameters addable: under other scales, other losses, after `unscale_`.
+
+    The scaled gradients of a step's first backward stay in `p.grad` in the parameters' own dtype. A second backward
+    adds to them in fp32 where `full_accumulate` (low sums stop growing at 256 times their smallest term). A backward
+    under another loss's scale, or after `unscale_`, is held apart, unscaled and added to the true gradients. Gradients
+    that were left over from an earlier step take part as they would in fp32. Nothing syncs.
+
+    `params` is called each time, so that parameter groups added later take part. Around each backward call
+    `before_backward`, and then `after_backward`, or `undo_backward` where it raised.
+    """
+
+    def __init__(self, params: Callable[[], list[Parameter]], full_accumulate: bool) -> None:
+        self._params = params
+        self._full_accumulate = full_accumulate
+        self._stash: dict[Parameter, Tensor] = {}
+        self._widened: set[Parameter] = set()
+        self._flags: dict[int, Tensor] = {}
+        self._losses: tuple[int, ...] = ()
+        self._source: tuple[Tensor, int] | None = None
+        self._mark: tuple[int, int] | None = None
+        self._forget()
+
+    def before_backward(self, loss_id: int, scale: Tensor) -> None:
+        """Prepares `p.grad` for a backward of loss `loss_id`, which is multiplied by `scale` (0-dim fp32 tensor)."""
+        held = self._held()
+        if not held:
+            self._narrow()
+            self._forget()
+            self._carry(scale)
+        elif self._stale or self._is_carried(scale) or (self._losses == (loss_id,) and not self._true):
+            self._drop_cleared_flags(held)
+            self._join(held, scale)
+        else:
+            self._set_apart(held)
+        if loss_id not in self._losses:
+            self._losses += (loss_id,)
+
+    def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
+        """Adds what the backward left in `p.grad` to what was held.
+
+        `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, as for a loss that is not finite.
+        """
+        if found is not None:
+            self._flag(loss_id, found)
+        if self._stash:
+            self._add_apart(loss_id, scale)
+        self._mark = self._marked()
+
+    def undo_backward(self) -> None:
+        """Puts back what was held apart from a backward that raised; in place of it nothing of that backward stays."""
+        for param in self._params():
+            if self._stash:
+                param.grad = None
+        self._put_back()
+
+    def unscale_(self) -> None:
+        """Turns `p.grad` into the true gradients: unscaled, and in fp32 at low parameters."""
+        held = self._held()
+        if held and not self._true:
+            self._make_true(held)
+        self._mark = self._marked()
+
+    def collect(self) -> Collected:
+        """Returns the gradients for one step, and what is known of them."""
+        held = self._held()
+        grads = [param.grad for param in held if param.grad is not None]
+        device = grads[0].device if grads else self._scale.device
+        found = torch.zeros((), dtype=torch.bool, device=device)
+        for flag in self._flags.values():
+            found = found | flag.to(device, non_blocking=True)
+        inverse = torch.ones_like(self._scale) if self._true else _inverse(self._scale)
+        return Collected(held, grads, self._scale, inverse, found, self._losses, dict(self._flags), self._true)
+
+    def consumed(self) -> None:
+        """Ends the step. What stays in `p.grad` is stale: a later backward adds to it, its overflows are settled."""
+        self._flags, self._losses, self._stale = {}, (), True
+
+    def close(self) -> None:
+        """Leaves true gradients in `p.grad`; autograd will again make new ones in the dtype of the parameter."""
+        self.unscale_()
+        self._narrow()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Starts anew: nothing is held, and what a caller put into `p.grad` counts as a true gradient."""
+        self._flags, self._losses, self._stale = {}, (), True
+        self._scale, self._source, self._true = torch.ones(()), None, False
+        self._mark = None
+
+    def _held(self) -> list[Parameter]:
+        return [param for param in dict.fromkeys(self._params()) if param.grad is not None]
+
+    def _carry(self, scale: Tensor) -> None:
+        """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""
+        if not self._is_carried(scale):
+            self._scale, self._source = scale.detach().clone(), (scale, scale._version)
+        self._true = self._stale = False
+
+    def _is_carried(self, scale: Tensor) -> bool:
+        return self._source is not None and self._source[0] is scale and self._source[1] == scale._version
+
+    def _join(self, held: list[Parameter], scale: Tensor) -> None:
+        """Makes the held gradients carry `scale`, so that backward can add to them in place."""
+        carried = self._is_carried(scale)
+        if self._full_accumulate or not carried:
+            self._widen(held)
+        if not carried:
+            factor = scale.detach() if self._true else scale.detach() * _inverse(self._scale).to(scale.device)
+            _multiply_(held, factor)
+        self._carry(scale)
+
+    def _set_apart(self, held: list[Parameter]) -> None:
+        """Makes the held gradients true and takes them out of `p.grad` for the next backward."""
+        if self._true:
+            self._drop_cleared_flags(held)
+        else:
+            self._make_true(held)
+        for param in held:
+            if param.grad is not None:
+                self._stash[param] = param.grad
+                param.grad = None
+
+    def _add_apart(self, loss_id: int, scale: Tensor) -> None:
+        """Unscales the new gradients in fp32 and adds the stash to them."""
+        new = self._held()
+        self._flag(loss_id, self._widen_and_multiply(new, _inverse(scale.detach())))
+        with torch.no_grad():
+            for param in new:
+                old = self._stash.pop(param, None)
+                if old is not None and param.grad is not None:
+                    param.grad = _sum(old, param.grad)
+        self._put_back()
+        self._scale, self._source = scale.detach().clone(), None
+
+    def _put_back(self) -> None:
+        for param, grad in self._stash.items():
+            param.grad = grad
+        self._stash.clear()
+
+    def _make_true(self, held: list[Parameter]) -> None:
+        """Unscales the held gradients in fp32, and notes for their losses whether they overflowed."""
+        found = self._widen_and_multiply(held, _inverse(self._scale))
+        for loss in self._losses:
+            self._flag(loss, found)
+        self._true, self._source = True, None
+
+    def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
+        _, found = global_norm([param.grad for param in params if param.grad is not None], device=factor.device)
+        self._widen(params)
+        _multiply_(params, factor)
+        return found
+
+    def _widen(self, params: Iterable[Parameter]) -> None:
+        """Turns low gradients into fp32 ones, and has autograd add to them in fp32."""
+        for param in params:
+            grad = param.grad
+            if grad is not None and grad.dtype in _LOW:
+                param.grad = None
+                param.grad_dtype = torch.float32
+                param.grad = grad.float()
+                self._widened.add(param)
+
+    def _narrow(self) -> None:
+        """Has autograd make gradients in the parameters' own dtype again, where they hold none."""
+        for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
+            param.grad_dtype = param.dtype
+            self._widened.discard(param)
+
+    def _flag(self, loss_id: int, found: Tensor) -> None:
+        old = self._flags.get(loss_id)
+        self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
+
+    def _marked(self) -> tuple[int, int] | None:
+        """Returns the first gradient and its count of in-place writes, to see whether somebody writes to it."""
+        grad = next((param.grad for param in self._params() if param.grad is not None), None)
+        return None if grad is None else (id(grad), grad._version)
+
+    def _drop_cleared_flags(self, held: list[Parameter]) -> None:
+        """Forgets noted overflows where all gradients are zero now: `zero_grad(set_to_none=False)` dropped them.
+
+        Looks only where somebody wrote to the gradients after the last backward.
+        """
+        if not self._flags or self._mark == self._marked():
+            return
+        norm, _ = global_norm([param.grad for param in held if param.grad is not None])
+        for loss, flag in self._flags.items():
+            self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Returns the reciprocal, correctly rounded."""
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+@torch.no_grad()
+def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
+    """Multiplies the gradients by a 0-dim tensor, in place but for those that carry a graph of their own."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.requires_grad:
+            with torch.enable_grad():
+                param.grad = grad * factor.to(grad.device, non_blocking=True)
+        elif grad.layout is not torch.strided:
+            grad.mul_(factor.to(grad.device, non_blocking=True))
+        else:
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), grads in groups.items():
+        torch._foreach_mul_(grads, factor.to(device, non_blocking=True))
+
+
+def _sum(old: Tensor, new: Tensor) -> Tensor:
+    """Returns the sum of two gradients, each dense or sparse, in the memory of one of them where that is possible."""
+    if old.layout is not torch.strided and new.layout is torch.strided:
+        old, new = new, old
+    if old.requires_grad or new.requires_grad or old.layout is not torch.strided:
+        return old + new
+    return old.add_(new)

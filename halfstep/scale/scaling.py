@@ -1,0 +1,204 @@
+"""The loss scale: none, static or dynamic, behind one protocol; all state is tensors on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SessionError, StateError
+from halfstep.plan.scaling import Scaling
+
+
+class Scale(Protocol):
+    """What a loss is multiplied by before backward, and how that number follows the overflows."""
+
+    @property
+    def value(self) -> Tensor:
+        """The scale, a 0-dim fp32 tensor that is updated in place; 1.0 where scaling is off."""
+        ...
+
+    @property
+    def active(self) -> bool:
+        """Whether the scale can differ from 1."""
+        ...
+
+    def update(self, found: Tensor, *, count: bool = True) -> None:
+        """Adapts the scale to one step, on the device.
+
+        `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False` an overflow
+        backs off but a clean step does not count towards growth: for a second optimizer's step after one backward.
+        """
+        ...
+
+    def limit(self, maximum: float) -> None:
+        """Keeps the scale at or below `maximum` from now on, for a loss tensor whose format ends there.
+
+        Raises:
+            SessionError: the plan fixes the scale, or its floor, above `maximum`.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as plain numbers; reads the device."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned.
+
+        Raises:
+            StateError: the state is of another kind or misses a key or has an unknown one; nothing was changed.
+        """
+        ...
+
+
+class NoScale:
+    """The null object: a scale of 1 that never changes."""
+
+    active = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.value = torch.ones((), device=device)
+
+    def update(self, found: Tensor, *, count: bool = True) -> None:
+        """Does nothing."""
+
+    def limit(self, maximum: float) -> None:
+        """Does nothing: 1 is below the maximum of every format."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the kind alone."""
+        return {"kind": "none"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checks that the state is of a plan without a scale."""
+        _check_state(state, self.state_dict())
+
+
+class StaticScale:
+    """A scale of the user's that overflows do not change."""
+
+    active = True
+
+    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+        self._scale = float(scaling.init)
+        self.value = torch.full((), self._scale, device=device)
+
+    def update(self, found: Tensor, *, count: bool = True) -> None:
+        """Does nothing."""
+
+    def limit(self, maximum: float) -> None:
+        """Refuses a scale above `maximum`."""
+        if self._scale > maximum:
+            raise SessionError(
+                f"the static loss scale {self._scale:g} does not fit the loss tensor, whose format ends at {maximum:g}:"
+                " its gradients would be infinite; pass loss.float() to backward or choose a smaller scale"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns kind and scale."""
+        return {"kind": "static", "scale": self._scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checks that the state has the scale of the plan."""
+        _check_state(state, self.state_dict())
+        if state["scale"] != self._scale:
+            raise StateError(
+                f"the state has the static loss scale {state['scale']!r}, this plan has {self._scale!r};"
+                " give the plan the scale of the state, or do not load the scale"
+            )
+
+
+class DynamicScale:
+    """A scale that backs off when gradients overflow and grows after an interval without an overflow.
+
+    The rule is torch.amp's (grow after `growth_interval` clean steps in a row, count anew after growth and overflow),
+    with a floor and a ceiling, and DeepSpeed's hysteresis: the scale backs off at the `hysteresis`-th overflow and at
+    every one after it, until the next growth restores the credit.
+    """
+
+    active = True
+
+    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+        self._scaling = scaling
+        self._ceiling = float(scaling.max)
+        self.value = torch.full((), float(scaling.init), device=device)
+        self._clean = torch.zeros((), dtype=torch.int32, device=device)
+        self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
+
+    def update(self, found: Tensor, *, count: bool = True) -> None:
+        """Adapts the scale to one step, on the device."""
+        plan = self._scaling
+        found = found.to(self.value.device, non_blocking=True)
+        clean = torch.where(found, torch.zeros_like(self._clean), self._clean + int(count))
+        grown = clean >= plan.growth_interval
+        lower = (self.value * plan.backoff).clamp_(min=plan.min)
+        higher = (self.value * plan.growth).clamp_(max=self._ceiling)
+        kept = torch.where(grown, higher, self.value)
+        self.value.copy_(torch.where(found & (self._left <= 1), lower, kept))
+        left = torch.where(found, (self._left - 1).clamp_(min=1), self._left)
+        self._left.copy_(torch.where(grown, torch.full_like(left, plan.hysteresis), left))
+        self._clean.copy_(torch.where(grown, torch.zeros_like(clean), clean))
+
+    def limit(self, maximum: float) -> None:
+        """Lowers the ceiling to the largest power of two at or below `maximum`."""
+        maximum = 2.0 ** math.floor(math.log2(maximum))
+        if maximum >= self._ceiling:
+            return
+        if self._scaling.min > maximum:
+            raise SessionError(
+                f"the floor of the loss scale, {self._scaling.min:g}, does not fit the loss tensor, whose format allows"
+                f" {maximum:g}: its gradients would be infinite; pass loss.float() to backward or lower min"
+            )
+        self._ceiling = maximum
+        self.value.clamp_(max=maximum)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scale, the clean steps since the last change, and the overflows left before backing off."""
+        return {
+            "kind": "dynamic",
+            "scale": float(self.value),
+            "clean_steps": int(self._clean),
+            "overflows_left": int(self._left),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, into the same tensors."""
+        _check_state(state, self.state_dict())
+        for key in ("clean_steps", "overflows_left"):
+            if type(state[key]) is not int or state[key] < 0:
+                raise StateError(f"the state of the loss scale has {key}={state[key]!r}; a count is needed")
+        scale = state["scale"]
+        if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise StateError(f"the state of the loss scale has scale={scale!r}; a positive finite number is needed")
+        self.value.fill_(min(float(scale), self._ceiling))
+        self._clean.fill_(state["clean_steps"])
+        self._left.fill_(state["overflows_left"])
+
+
+def make_scale(scaling: Scaling, device: torch.device) -> Scale:
+    """Returns the scale that `scaling` describes, with its state on `device`.
+
+    >>> from halfstep.plan.scaling import Scaling
+    >>> scale = make_scale(Scaling("dynamic", init=8.0), torch.device("cpu"))
+    >>> scale.update(torch.tensor(True))
+    >>> scale.value
+    tensor(4.)
+    """
+    if scaling.kind == "none":
+        return NoScale(device)
+    return StaticScale(scaling, device) if scaling.kind == "static" else DynamicScale(scaling, device)
+
+
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises StateError where `state` is not of the kind and keys of `own`."""
+    if "kind" in state and state["kind"] != own["kind"]:
+        raise StateError(
+            f"the state is of a {state['kind']!r} loss scale, this plan has {own['kind']!r};"
+            " load it into a session of the plan that it came from"
+        )
+    if state.keys() != own.keys():
+        raise StateError(f"the state of the loss scale has the keys {sorted(state)}; needed are {sorted(own)}")
