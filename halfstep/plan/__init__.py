@@ -1,8 +1,11 @@
 """What a model trains in: policies, rules, op changes and plans, all frozen; nothing here touches a model."""
 
+from halfstep.plan.hardware import computes_fast, default_emulate, default_low
+from halfstep.plan.io import from_dict, load_plan, save_plan, to_dict
 from halfstep.plan.levels import LEVELS, Level, as_scaling, customize, level
 from halfstep.plan.plan import Edit, OpChange, OpChanges, Plan
 from halfstep.plan.policy import FULL, LOW, Policy
+from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 
@@ -10,8 +13,10 @@ __all__ = [
     "FULL",
     "LEVELS",
     "LOW",
+    "Assignment",
     "Edit",
     "Level",
+    "ModuleFormats",
     "OpChange",
     "OpChanges",
     "Plan",
@@ -19,6 +24,14 @@ __all__ = [
     "Rule",
     "Scaling",
     "as_scaling",
+    "computes_fast",
     "customize",
+    "default_emulate",
+    "default_low",
+    "from_dict",
     "level",
+    "load_plan",
+    "resolve",
+    "save_plan",
+    "to_dict",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ from halfstep.plan.scaling import Scaling
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")
 _ONE = Scaling("static", init=1.0)
+_NAMED_SCALES = MappingProxyType({"dynamic": _DYNAMIC, "none": _OFF})
 
 
 @dataclass(frozen=True)
@@ -189,17 +191,22 @@ def as_scaling(value: str | float | Scaling) -> Scaling:
     """
     if isinstance(value, Scaling):
         return value
-    if value in ("dynamic", "none"):
-        return Scaling("dynamic" if value == "dynamic" else "none")
     if isinstance(value, str):
-        try:
-            return Scaling("static", init=float(value))
-        except ValueError:
-            hint = near_miss(value, ("dynamic", "none"))
-            raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling{hint}") from None
-    if isinstance(value, bool) or not isinstance(value, float | int):
+        return _scaling_from_text(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling")
-    return Scaling("static", init=value)
+    return Scaling("static", init=float(value))
+
+
+def _scaling_from_text(value: str) -> Scaling:
+    if value in _NAMED_SCALES:
+        return _NAMED_SCALES[value]
+    try:
+        number = float(value)
+    except ValueError:
+        hint = near_miss(value, _NAMED_SCALES)
+        raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling{hint}") from None
+    return Scaling("static", init=number)
 
 
 def _op_edits(ops: OpChanges | Mapping[str, Iterable[str]] | None) -> list[OpChange]:

@@ -161,10 +161,6 @@ class Plan:
         return plan
 
 
-def _untouched(plan: Plan) -> bool:
-    return plan.param == "full" and plan.ops == "none"
-
-
 CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.param == "full" and plan.master != "none",
@@ -181,18 +177,23 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         "decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
     ),
     (
-        lambda plan: _untouched(plan) and plan.scale.kind != "none",
-        "a loss scale keeps low gradients from underflow, but here (param 'full', ops 'none') nothing is low; "
+        lambda plan: plan.param == "low" and plan.ops == "none",
+        "weights are low but ops is 'none': fp32 values (rotary tables, masks, torch.zeros states) would meet low "
+        "weights in matrix products and fail; give ops 'table', as O2 does",
+    ),
+    (
+        lambda plan: plan.ops == "none" and plan.scale.kind != "none",
+        "a loss scale keeps low gradients from underflow, but here (ops 'none') nothing is low; "
         "give scale kind 'none', or level O1",
     ),
     (
-        lambda plan: _untouched(plan) and bool(plan.rules),
-        "rules say which modules compute low or full, but here (param 'full', ops 'none') everything stays as it is; "
+        lambda plan: plan.ops == "none" and bool(plan.rules),
+        "rules say which modules compute low or full, but here (ops 'none') everything stays as it is; "
         "remove the rules, or take level O1",
     ),
     (
-        lambda plan: _untouched(plan) and plan.output != "keep",
-        "the model's output is not touched where nothing is cast (param 'full', ops 'none'); give output 'keep'",
+        lambda plan: plan.ops == "none" and plan.output != "keep",
+        "the model's output is not touched where nothing is cast (ops 'none'); give output 'keep'",
     ),
     (
         lambda plan: plan.ops == "none" and plan.op_changes != OpChanges(),

@@ -1,0 +1,106 @@
+"""The modules of a model by name, and which rule matches each; reads the model only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from halfstep.errors import PlanError
+from halfstep.plan.checks import near_miss
+from halfstep.plan.rules import TYPE_PREFIX, Rule
+
+_COMPILED = "_orig_mod"  # torch.compile puts the module under this name; rules need not spell it
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A module of the `model`-th model and the dotted names it has there; more than one where it is shared."""
+
+    model: int
+    module: nn.Module
+    paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name that `named_modules()` gives it."""
+        return self.paths[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that a pattern may match: the paths, also without what torch.compile adds."""
+        return (*self.paths, *(path for path in map(uncompiled, self.paths) if path not in self.paths))
+
+    @property
+    def type_names(self) -> tuple[str, ...]:
+        """The short names of its class and of all bases that are modules."""
+        return tuple(cls.__name__ for cls in type(self.module).__mro__ if issubclass(cls, nn.Module))
+
+
+def uncompiled(path: str) -> str:
+    """Returns a module's path without the names that torch.compile adds.
+
+    >>> uncompiled("blocks._orig_mod.attn")
+    'blocks.attn'
+    """
+    return ".".join(part for part in path.split(".") if part != _COMPILED)
+
+
+def find_sites(root: nn.Module, model: int) -> list[Site]:
+    """Returns the modules of one model in the order of `named_modules()`, each with all its paths, parents first."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return [Site(model, module, tuple(names)) for module, names in paths.items()]
+
+
+def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, Rule]:
+    """Returns the rule that matches each module directly.
+
+    Raises:
+        PlanError: a rule matches no module of any model, or two rules match one module and disagree.
+    """
+    matched: dict[Site, Rule] = {}
+    unused = dict.fromkeys(rules)
+    for site in sites:
+        hits = [rule for rule in rules if rule.matches(site.names, site.type_names)]
+        if len({(rule.policy, rule.buffers) for rule in hits}) > 1:
+            patterns = " and ".join(repr(rule.pattern) for rule in hits)
+            raise PlanError(
+                f"module {site.name!r} matches rules {patterns}, which disagree; narrow one of the patterns "
+                "(a rule covers everything below what it matches, so the name of the outer module is enough)"
+            )
+        for rule in hits:
+            matched.setdefault(site, rule)
+            unused.pop(rule, None)
+    for rule in unused:
+        raise PlanError(f"rule {rule.pattern!r} matches no module{_nearest(rule, sites)}")
+    return matched
+
+
+def _nearest(rule: Rule, sites: Iterable[Site]) -> str:
+    """Returns what to write instead of a pattern that matches nothing, or where to look."""
+    names = [name for site in sites for name in site.names if name]
+    types = list(dict.fromkeys(name for site in sites for name in site.type_names))
+    if rule.pattern.startswith(TYPE_PREFIX):
+        wanted = rule.pattern.removeprefix(TYPE_PREFIX)
+        return (
+            near_miss(wanted, types).replace("mean '", f"mean '{TYPE_PREFIX}")
+            or f"; the model has the classes {_some(types)}"
+        )
+    deeper = Rule(f"*.{rule.pattern}", rule.policy)
+    if any(deeper.matches(site.names, ()) for site in sites):
+        return f"; did you mean {deeper.pattern!r}?"
+    owner, _, leaf = rule.pattern.rpartition(".")
+    for site in sites:
+        if owner in site.names and leaf in (*site.module._parameters, *site.module._buffers):
+            return f"; it is a tensor of module {owner!r}: put the rule on the module"
+    if rule.pattern in types:
+        return f"; did you mean {TYPE_PREFIX + rule.pattern!r}?"
+    return near_miss(rule.pattern, names) or f"; the model has the modules {_some(names)}"
+
+
+def _some(names: Sequence[str], shown: int = 8) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return (", ".join(map(repr, names[:shown])) or "none") + more

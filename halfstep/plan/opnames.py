@@ -1,0 +1,27 @@
+"""Whether op changes name ops that exist, can be cast, and are not one op under two names."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from halfstep.errors import PlanError
+from halfstep.plan.optable import find
+from halfstep.plan.plan import OpChanges
+
+
+def check_op_changes(changes: OpChanges) -> None:
+    """Checks every op name against the dispatcher; functions ("module:function") are looked up when a session starts.
+
+    Raises:
+        PlanError: a name is no op or cannot be cast (with near misses), or two lists name the same op differently.
+    """
+    listed: dict[str, tuple[str, str]] = {}
+    for field in fields(changes):
+        for op in getattr(changes, field.name):
+            for overload in () if ":" in op else find(op):
+                name, where = listed.setdefault(overload, (op, field.name))
+                if where != field.name:
+                    raise PlanError(
+                        f"op {op!r} in {field.name} and {name!r} in {where} are both {overload!r}; "
+                        "an op belongs to one list: remove the other"
+                    )

@@ -1,0 +1,275 @@
+"""What a plan means for the modules of a model; reads the model, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from halfstep.errors import PlanError
+from halfstep.formats import FP32, Format
+from halfstep.plan.checks import near_miss
+from halfstep.plan.fit import unwrap
+from halfstep.plan.matching import Site, find_sites, match_rules
+from halfstep.plan.norms import has_running_stats, norm_kind
+from halfstep.plan.opnames import check_op_changes
+from halfstep.plan.plan import Plan
+from halfstep.plan.policy import FULL, OutputWidth, Policy, Width
+from halfstep.plan.rules import BufferWidth, Rule
+
+# Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
+BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
+
+
+@dataclass(frozen=True)
+class ModuleFormats:
+    """What one module is given.
+
+    `param` is the format of its own fp32 parameters (None where it has none). `compute` is the format that its ops run
+    in where the op table leaves a choice (None where nothing is cast). Where `boundary` is true its forward is entered
+    specially: floating inputs are cast to `input` (None: as they come) and outputs to `output` ("input": the format
+    of the first floating input; None: as they come). `buffers` is the format of its floating buffers (None: kept).
+    `reason` says what decided, `aliases` are further names of a shared module, `model` counts the models from 0.
+    """
+
+    name: str
+    type_name: str
+    param: Format | None
+    compute: Format | None
+    output: Format | Literal["input"] | None
+    boundary: bool
+    buffers: Format | None
+    reason: str
+    input: Format | None = None
+    aliases: tuple[str, ...] = ()
+    model: int = 0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A plan and what it gives each module, in the order of `named_modules()` of one model after the other."""
+
+    plan: Plan
+    modules: tuple[ModuleFormats, ...]
+
+    def of(self, name: str, *, model: int = 0) -> ModuleFormats:
+        """Returns what the module of this dotted name is given; "" is the model itself.
+
+        Raises:
+            PlanError: there is no such module.
+        """
+        here = {each: formats for formats in self.modules if formats.model == model for each in _all_names(formats)}
+        if name not in here:
+            raise PlanError(f"model {model} has no module {name!r}; it has {len(here)} modules{near_miss(name, here)}")
+        return here[name]
+
+    def __str__(self) -> str:
+        header = ("module", "type", "param", "compute", "output", "why")
+        several = any(formats.model > 0 for formats in self.modules)
+        rows = [header, *(_row(formats, several=several) for formats in self.modules)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join((f"plan {self.plan.name} in {self.plan.low}", *lines))
+
+
+def _all_names(formats: ModuleFormats) -> tuple[str, ...]:
+    return (formats.name, *formats.aliases)
+
+
+def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:
+    name = (f"{formats.model}:" if several else "") + (formats.name or "(model)")
+    shown = ("-" if word is None else str(word) for word in (formats.param, formats.compute, formats.output))
+    return (name, formats.type_name, *shown, formats.reason)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """The policy of a module and why; `stored_full` keeps its own parameters fp32 without another policy."""
+
+    policy: Policy
+    buffers: BufferWidth
+    reason: str
+    ruled: bool = False
+    stored_full: bool = False
+
+    @property
+    def param(self) -> Width:
+        return "full" if self.stored_full else self.policy.param
+
+    def enters_from(self, caller: _Decision) -> bool:
+        """Returns whether a module with this decision is entered specially when called from one with another."""
+        # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
+        return self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
+
+
+def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module]) -> Assignment:
+    """Returns what the plan gives each module of a model, or of several trained together.
+
+    The rule that matches the module, or else its nearest ancestor, decides; where none does, the plan. What the model
+    itself returns is `plan.output`'s to decide. Where weights are low and `plan.norms` is "full", torch's norm classes
+    keep fp32 parameters and norm classes of the model's own are computed in fp32, unless a rule matches the norm.
+
+    Raises:
+        PlanError: a rule matches nothing, two rules disagree on a module, a tied parameter or a shared module would
+            get two formats, a rule asks for what the module or its kernel cannot do, or an op change names no op.
+    """
+    roots = [unwrap(each) for each in ([model] if isinstance(model, nn.Module) else model)]
+    check_op_changes(plan.op_changes)
+    sites = [site for number, root in enumerate(roots) for site in find_sites(root, number)]
+    matched = match_rules(plan.rules, sites)
+    modules: list[ModuleFormats] = []
+    for number in range(len(roots)):
+        modules += _assign(plan, [site for site in sites if site.model == number], matched)
+    _check_shared(sites, modules)
+    _check_tied(sites, modules)
+    return Assignment(plan, tuple(modules))
+
+
+def _assign(plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule]) -> list[ModuleFormats]:
+    """Returns what the modules of one model get: decisions go down every path, boundaries lie where they change."""
+    at = {path: site for site in sites for path in site.paths}
+    decided: dict[str, _Decision] = {}
+    callers: dict[str, _Decision | None] = {"": None}
+    for path in sorted(at, key=_depth):  # parents first
+        parent = _parent(path)
+        decided[path] = _decide(plan, at[path], matched.get(at[path]), decided[parent] if path else _of_plan(plan))
+        if path:
+            callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
+            _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
+    return [_formats(plan, site, decided, callers) for site in sites]
+
+
+def _depth(path: str) -> int:
+    return len(path.split(".")) if path else 0
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_uncalled(module: nn.Module) -> bool:
+    """Returns whether nothing goes through the class's forward: lists and dicts of modules, torch.compile's wrapper."""
+    return type(module).forward is nn.Module.forward or "_orig_mod" in module._modules
+
+
+def _of_plan(plan: Plan) -> _Decision:
+    if plan.ops == "none":
+        return _Decision(FULL, "keep", f"{plan.name}: as written")
+    return _Decision(Policy(plan.param, "low", "low"), "keep", plan.name)
+
+
+def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Decision:
+    """Returns the decision for a module that `rule` matches directly, or (None) that takes it from its parent."""
+    statistics = has_running_stats(site.module)
+    if rule is not None:
+        if statistics and (rule.policy.param == "low") != (rule.buffers == "low"):
+            raise PlanError(
+                f"rule {rule.pattern!r} gives {type(site.module).__name__} {site.name!r} {rule.policy.param} weights "
+                f"with buffers {rule.buffers!r}, but its kernel takes low weights only with low running statistics and "
+                "fp32 ones only with fp32 ones; give param 'low' with buffers 'low', or param 'full' with 'keep'"
+            )
+        return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", ruled=True)
+    kind = norm_kind(site.module) if plan.param == "low" and above.policy.compute == "low" else None
+    if kind == "own" and plan.norms == "full":
+        return _Decision(FULL, above.buffers, "norms full: own class", ruled=True)
+    decision = above
+    if kind == "torch" and plan.norms == "full":
+        decision = replace(above, stored_full=True, reason="norms full")
+    elif statistics and above.param == "low" and above.buffers != "low":
+        decision = replace(above, stored_full=True, reason="running statistics are full")
+    if statistics and decision.param == "full" and above.buffers == "low":
+        decision = replace(decision, buffers="keep")
+    return decision
+
+
+def _formats(
+    plan: Plan, site: Site, decided: Mapping[str, _Decision], callers: Mapping[str, _Decision | None]
+) -> ModuleFormats:
+    decision = decided[site.name]
+    for path in site.paths:
+        if replace(decided[path], reason=decision.reason) != decision:
+            raise PlanError(
+                f"{type(site.module).__name__} is shared as {site.name!r} ({decision.reason}) and {path!r} "
+                f"({decided[path].reason}), which would give it two policies; put one rule on both"
+            )
+    formats = ModuleFormats(
+        name=site.name,
+        type_name=type(site.module).__name__,
+        param=_width(plan, decision.param) if _own_fp32(site.module) else None,
+        compute=None,
+        output=None,
+        boundary=False,
+        buffers=None if decision.buffers == "keep" else _width(plan, decision.buffers),
+        reason=decision.reason,
+        aliases=site.paths[1:],
+        model=site.model,
+    )
+    if plan.ops == "none":
+        return formats
+    formats = replace(formats, compute=_width(plan, decision.policy.compute))
+    entries = [callers[path] for path in site.paths]
+    if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
+        return formats
+    full, low = decision.policy.compute == "full", decision.policy.param == "low"
+    return replace(
+        formats,
+        boundary=True,
+        input=FP32 if full else plan.low if low else None,
+        output=_model_output(plan) if None in entries else _output(plan, decision.policy.output),
+    )
+
+
+def _width(plan: Plan, width: Width) -> Format:
+    return FP32 if width == "full" else plan.low
+
+
+def _output(plan: Plan, output: OutputWidth) -> Format | Literal["input"]:
+    return "input" if output == "input" else _width(plan, output)
+
+
+def _model_output(plan: Plan) -> Format | None:
+    return None if plan.output == "keep" else _width(plan, plan.output)
+
+
+def _own_fp32(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None and p.dtype is torch.float32]
+
+
+def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Module, caller: _Decision | None) -> None:
+    leaf = path.rpartition(".")[2]
+    borrowed = any(isinstance(owner, kind) and leaf == child for kind, child in BORROWED)
+    if borrowed and caller is not None and decision.enters_from(caller):
+        raise PlanError(
+            f"{decision.reason} covers {path!r}, whose weights {type(owner).__name__} {parent!r} uses "
+            f"without calling it; put the rule on {parent!r}"
+        )
+
+
+def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> None:
+    """Raises a PlanError where two models share a module that would get different formats in them."""
+    first: dict[nn.Module, ModuleFormats] = {}
+    for site, formats in zip(sites, modules, strict=True):
+        other = first.setdefault(site.module, formats)
+        if replace(formats, name=other.name, aliases=other.aliases, model=other.model, reason=other.reason) != other:
+            raise PlanError(
+                f"module {formats.name!r} of model {formats.model} is also {other.name!r} of model {other.model}, with "
+                "other formats there; give initialize the outer model alone, or put one rule on both"
+            )
+
+
+def _check_tied(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> None:
+    """Raises a PlanError where modules hold the same parameter and would store it in different formats."""
+    first: dict[nn.Parameter, tuple[str, ModuleFormats]] = {}
+    for site, formats in zip(sites, modules, strict=True):
+        for name, parameter in _own_fp32(site.module):
+            full_name = f"{formats.name}.{name}".removeprefix(".")
+            other_name, other = first.setdefault(parameter, (full_name, formats))
+            if formats.param != other.param:
+                raise PlanError(
+                    f"{full_name!r} and {other_name!r} are one tied parameter, but module {formats.name!r} "
+                    f"({formats.reason}) stores it in {formats.param} and module {other.name!r} ({other.reason}) in "
+                    f"{other.param}; give both modules the same rule"
+                )
