@@ -1,5 +1,60 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from halfstep.errors import (
+    DataError,
+    FormatError,
+    HalfstepError,
+    PlanError,
+    SessionError,
+    SetupError,
+    StateError,
+)
+from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Format
+from halfstep.plan.io import load_plan, save_plan
+from halfstep.plan.levels import level
+from halfstep.plan.plan import OpChange, OpChanges, Plan
+from halfstep.plan.policy import FULL, LOW, Policy
+from halfstep.plan.resolve import Assignment, resolve
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.records import Status, StepRecord
+from halfstep.scale.grad_scaler import GradScaler
+from halfstep.session import Session, initialize
 from halfstep.version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "BF16",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "FULL",
+    "LOW",
+    "TF32",
+    "Assignment",
+    "DataError",
+    "Format",
+    "FormatError",
+    "GradScaler",
+    "HalfstepError",
+    "OpChange",
+    "OpChanges",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "Rule",
+    "Scaling",
+    "Session",
+    "SessionError",
+    "SetupError",
+    "StateError",
+    "Status",
+    "StepRecord",
+    "__version__",
+    "initialize",
+    "level",
+    "load_plan",
+    "resolve",
+    "save_plan",
+]

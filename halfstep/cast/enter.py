@@ -1,6 +1,6 @@
 """Entering a plan around a module's own forward, by giving the module a subclass of its class.
 
-Hooks and instance attributes each break one of Ctrl-C, torch.compile, deepcopy, pickle and DataParallel; a class does not.
+Hooks and instance attributes each break one of Ctrl-C, torch.compile, deepcopy, pickle and DataParallel.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Gate:
     """What is done around one module's forward; shared by deep copies of the module, never pickled.
 
     `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
-    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output and the (args, kwargs) as the caller gave them.
+    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
     `around` is a context for eager calls only (emulation). `before` is called before each eager training forward.
-    `full` gives the fp32 value of a parameter whose stored form is low. `owner` is the session, for whoever finds the gate.
+    `full` gives the fp32 value of a parameter whose stored form is low. `owner` is the session.
     """
 
     owner: object
@@ -53,6 +53,7 @@ class CheckpointHook:
         self.run = run
 
     def __call__(self, *args: Any) -> None:
+        """Runs the hook."""
         self.run(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointHook:
@@ -99,7 +100,7 @@ def _run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copies the module with fp32 parameters: an average of low weights would lose every update below half their ulp."""
+    """Copies the module with fp32 parameters: an average held in low weights would lose every small update."""
     gate = self.__dict__.get(GATE)
     for parameter in self.parameters() if gate is not None else ():
         full = gate.full(parameter)
@@ -118,7 +119,7 @@ def _copy(self: nn.Module) -> nn.Module:
 
 
 def _plain_class(cls: type) -> type:
-    return cls.__dict__["_halfstep_base"] if "_halfstep_base" in cls.__dict__ else cls
+    return cls.__dict__.get("_halfstep_base", cls)  # of the class itself, not of a base
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
@@ -134,7 +135,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 
 
 def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Yields the module's own Parameters; to torch's AveragedModel, which averages what this yields, their fp32 values."""
+    """Yields the module's own Parameters; to torch's AveragedModel, which averages them, their fp32 values."""
     own = nn.Module.parameters(self, recurse)
     gate = self.__dict__.get(GATE)
     if gate is None or torch.compiler.is_compiling():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,27 +38,34 @@ def outputs_to(output: Format | Literal["input"]) -> Callable[[Any, tuple[Any, .
     return as_input
 
 
-def keep_checkpoints_full(
-    module: nn.Module,
-    tracked: Callable[[nn.Parameter], bool],
-    full: Callable[[nn.Parameter], Tensor],
-    load: Callable[[nn.Parameter, Tensor], Tensor],
-) -> Undo:
+class Values32(Protocol):
+    """The fp32 values of parameters whose stored form is low."""
+
+    def __contains__(self, parameter: object) -> bool:
+        """Returns whether the stored form of `parameter` was made low."""
+
+    def full(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the fp32 value."""
+
+    def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
+        """Adopts an entry of the parameter's shape as its value; returns the low tensor that belongs into it."""
+
+
+def keep_checkpoints_full(module: nn.Module, values: Values32) -> Undo:
     """Makes `state_dict` of one module (not its children) give fp32 values, and `load_state_dict` take them.
 
-    `full` gives the fp32 value of a tracked parameter. `load` takes a parameter and an entry of its shape, adopts the
-    entry as the parameter's true value and returns the low tensor that belongs into the parameter.
+    The hooks' undo is returned.
     """
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and tracked(parameter) and prefix + name in state:
-                state[prefix + name] = full(parameter).detach()
+        for name, parameter in _kept(module, values):
+            if prefix + name in state:
+                state[prefix + name] = values.full(parameter).detach()
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        for name, parameter in module._parameters.items():
+        for name, parameter in _kept(module, values):
             entry = state.get(prefix + name)
-            if parameter is None or entry is None or not tracked(parameter):
+            if entry is None:
                 continue
             if metadata.get("assign_to_params_buffers", False):
                 raise StateError(
@@ -66,7 +73,7 @@ def keep_checkpoints_full(
                     "load without assign, or before halfstep.initialize"
                 )
             if entry.shape == parameter.shape:  # else torch reports the mismatch and copies nothing
-                state[prefix + name] = load(parameter, entry)
+                state[prefix + name] = values.load(parameter, entry)
 
     handles = [
         module.register_state_dict_post_hook(CheckpointHook(give)),
@@ -78,6 +85,10 @@ def keep_checkpoints_full(
             handle.remove()
 
     return undo
+
+
+def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None and p in values]
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:

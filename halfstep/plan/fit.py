@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.errors import SetupError
+from halfstep.errors import SetupError, StateError
 from halfstep.plan.plan import Plan
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 LOW_DTYPES = (torch.float16, torch.bfloat16)
+STATE_SCHEMA = 1
 _SHOWN = 5
 
 
@@ -26,7 +27,9 @@ def as_list(value: Any, kind: type, what: str) -> list[Any]:
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not isinstance(item, kind):
-            raise SetupError(f"{what} must be a {kind.__name__} or a list of them, not {type(item).__name__}: {item!r:.80}")
+            raise SetupError(
+                f"{what} must be a {kind.__name__} or a list of them, not {type(item).__name__}: {item!r:.80}"
+            )
     if not items or len({id(item) for item in items}) != len(items):
         raise SetupError(f"{what} is an empty list or names one object twice; give each {kind.__name__} once")
     return items
@@ -50,6 +53,11 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
+def first_device(models: Sequence[nn.Module]) -> torch.device:
+    """Returns the device of the first parameter; the CPU where there is none, which `device_of` then refuses."""
+    return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
+
+
 def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
     """Returns the device whose kind all parameters share.
 
@@ -60,20 +68,25 @@ def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
     if not kinds:
         raise SetupError("the model has no parameters; there is nothing to train or to cast")
     if len(kinds) > 1:
-        raise SetupError(f"the parameters lie on several kinds of device ({', '.join(sorted(kinds))}); move the model to one")
+        raise SetupError(
+            f"the parameters lie on several kinds of device ({', '.join(sorted(kinds))}); move the model to one"
+        )
     (kind, device) = next(iter(kinds.items()))
     if kind not in SUPPORTED_DEVICES and plan.name != "O0":
-        raise SetupError(f"device {kind!r} is not supported; supported are {', '.join(SUPPORTED_DEVICES)} (and any at O0)")
+        raise SetupError(
+            f"device {kind!r} is not supported; supported are {', '.join(SUPPORTED_DEVICES)} (and any at O0)"
+        )
     return device
 
 
-def check_models(models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuses models that cannot run under the plan.
+def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter] = ()) -> None:
+    """Refuses models that cannot run under the plan; `made_low` are low only because of a session about to end.
 
     Raises:
         SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped for
             distributed training before its weights were made low, or one without floating parameters.
     """
+    excused = {id(p) for p in made_low}
     for model in models:
         if isinstance(model, torch.jit.ScriptModule):
             raise SetupError(
@@ -82,14 +95,20 @@ def check_models(models: Sequence[nn.Module], plan: Plan) -> None:
             )
         if plan.name == "O0":
             continue
-        low = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_DTYPES]
+        low = [
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and p.dtype in LOW_DTYPES and id(p) not in excused
+        ]
         if low:
             raise SetupError(
                 f"trainable parameters are already low: {named(low)}; halfstep makes the low weights itself and needs "
                 "the fp32 ones: call model.float() first (frozen low parameters may stay)"
             )
         if not any(p.is_floating_point() or p.is_complex() for p in model.parameters()):
-            raise SetupError(f"{type(model).__name__} has no floating parameters; there is nothing to train in low precision")
+            raise SetupError(
+                f"{type(model).__name__} has no floating parameters; there is nothing to train in low precision"
+            )
         if plan.param == "low":
             _refuse_wrapped(model, plan)
 
@@ -120,12 +139,55 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             if foreign:
                 shapes = named(str(tuple(p.shape)) for p in foreign)
                 raise SetupError(
-                    f"{len(foreign)} of {len(group['params'])} parameters in group {index} of {type(optimizer).__name__} "
+                    f"{len(foreign)} of {len(group['params'])} parameters in group {index} of "
+                    f"{type(optimizer).__name__} "
                     f"are not the model's (shapes {shapes}); build the optimizer from this model's parameters(), after "
                     "any .to(device) that replaced them, and give initialize every model that it updates"
                 )
             for p in group["params"]:
                 if seen.setdefault(id(p), number) != number:
                     raise SetupError(
-                        f"a parameter of shape {tuple(p.shape)} is in two optimizers; give each parameter to one of them"
+                        f"a parameter of shape {tuple(p.shape)} is in two optimizers; give it to one of them"
                     )
+
+
+def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuses optimizers that need a closure (`optimizers` are those) where weights are low or a scale is active.
+
+    Raises:
+        SetupError: names the optimizer and the reason.
+    """
+    for optimizer in optimizers:
+        if plan.param == "full" and plan.scale.kind == "none":
+            continue
+        why = (
+            "its closure would need the low weights while the update needs the masters"
+            if plan.param == "low"
+            else "it evaluates the loss several times a step, and the loss scale may not change between"
+        )
+        raise SetupError(
+            f"{type(optimizer).__name__} needs a closure, which does not go with {plan.name} and {plan.scale.kind} "
+            f"loss scale: {why}; use O1 with low='bf16', which needs no scale, or another optimizer"
+        )
+
+
+def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Refuses a session state that is incomplete or of another plan (`plan` as a dict).
+
+    Raises:
+        StateError: names the entries or the fields that differ.
+    """
+    expected = {"schema", "plan", "steps", "skipped", "scales"}
+    if not isinstance(state, dict) or set(state) != expected:
+        have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise StateError(
+            f"a session state has the entries {sorted(expected)}, this one has {have}; was the file cut short?"
+        )
+    if state["schema"] != STATE_SCHEMA:
+        raise StateError(f"session state of schema {state['schema']!r}; this halfstep reads {STATE_SCHEMA}")
+    differing = sorted(key for key in plan.keys() | state["plan"].keys() if plan.get(key) != state["plan"].get(key))
+    if differing:
+        which = ", ".join(f"{key}: {state['plan'].get(key)!r} there, {plan.get(key)!r} here" for key in differing)
+        raise StateError(
+            f"the state is of another plan ({which}); initialize with that plan, or do not load the session state"
+        )

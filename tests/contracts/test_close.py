@@ -32,7 +32,12 @@ OPTIMIZER_HOOKS = [
 
 def fingerprint(model, opt):
     modules = [
-        (type(m), sorted(m.__dict__), {h: len(getattr(m, h)) for h in HOOKS}, {k: b.dtype for k, b in m._buffers.items() if b is not None})
+        (
+            type(m),
+            sorted(m.__dict__),
+            {h: len(getattr(m, h)) for h in HOOKS},
+            {k: b.dtype for k, b in m._buffers.items() if b is not None},
+        )
         for m in model.modules()
     ]
     parameters = [(id(p), p.dtype, p.requires_grad, p.grad_dtype, type(p)) for p in model.parameters()]
@@ -151,7 +156,13 @@ def test_a_closed_session_says_so():
     model, _, session = start("O1", "bf16")
     loss = model(batch(0)[0]).sum()
     session.close()
-    for use in (lambda: session.backward(loss), session.step, session.unscale_, session.autocast, session.adopt_weights):
+    for use in (
+        lambda: session.backward(loss),
+        session.step,
+        session.unscale_,
+        session.autocast,
+        session.adopt_weights,
+    ):
         with pytest.raises(halfstep.SessionError, match="closed"):
             use()
 

@@ -82,7 +82,9 @@ def test_a_saved_model_loads_where_halfstep_is_not_installed(tmp_path):
         "import sys; sys.modules['halfstep'] = None; import torch; "
         f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); print(m(torch.ones(2, 4)).dtype)"
     )
-    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert out.stdout.strip() == "torch.float32"
 
 

@@ -10,7 +10,18 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from tests.contracts.cases import mixed_plans
 
-WATCHED = {"softmax", "_softmax", "layer_norm", "native_layer_norm", "linear", "addmm", "mm", "bmm", "exp", "_log_softmax"}
+WATCHED = {
+    "softmax",
+    "_softmax",
+    "layer_norm",
+    "native_layer_norm",
+    "linear",
+    "addmm",
+    "mm",
+    "bmm",
+    "exp",
+    "_log_softmax",
+}
 
 
 class Dtypes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -210,7 +221,16 @@ class NoMixing(torch.utils._python_dispatch.TorchDispatchMode):
 @mixed_plans
 def test_no_op_of_a_model_mixes_floating_dtypes(name, low):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 8),
+        nn.GELU(),
+        nn.LayerNorm(8),
+        nn.Linear(8, 2),
+    )
     session = session_on(model, name, low)
     with NoMixing():
         loss = model(torch.randn(2, 3, 8, 8)).square().mean()

@@ -20,7 +20,9 @@ ORDERS = list(itertools.permutations(["model", "optimizer", "session"]))
 
 def saved(model, optimizer, session):
     buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}, buffer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "session": session.state_dict()}, buffer
+    )
     buffer.seek(0)
     return buffer
 

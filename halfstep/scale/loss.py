@@ -1,0 +1,45 @@
+"""A loss on its way into the backward pass, and gradients on their way out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SessionError
+from halfstep.scale.scaling import Scale
+
+FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the scale itself, and 65,504 is the largest
+
+
+def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses what no backward pass can start from; `kwargs` are those of `Tensor.backward`.
+
+    Raises:
+        SessionError: not a tensor, not a scalar (and no `gradient` given), or nothing in it needs a gradient.
+    """
+    if not isinstance(loss, Tensor):
+        raise SessionError(f"backward() takes the loss tensor, not {type(loss).__name__}")
+    if loss.numel() != 1 and kwargs.get("gradient") is None:
+        raise SessionError(
+            f"the loss has shape {tuple(loss.shape)}; reduce it to one number (loss.mean()) before backward()"
+        )
+    if not loss.requires_grad:
+        raise SessionError(
+            "the loss needs no gradient: it was computed under torch.no_grad(), detached, or from nothing trainable"
+        )
+
+
+def scaled(loss: Tensor, scale: Scale) -> Tensor:
+    """Returns the loss times its scale, in fp32 (float64 stays); the loss itself where scaling is off."""
+    if not scale.active:
+        return loss
+    wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+    return wide * scale.value.to(wide.device, wide.dtype)
+
+
+def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """Returns a gradient divided by `scale`, in fp32 (float64 and complex stay), differentiably; None is no scale."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    return wide if scale is None else wide / scale.to(wide.device)

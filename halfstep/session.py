@@ -1,0 +1,516 @@
+"""The session: the only part of halfstep that touches a model or an optimizer, and it can undo all that it did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.cast.emulate import Emulation
+from halfstep.cast.enter import Entrances, Gate, gate_of
+from halfstep.cast.functions import patch_functions
+from halfstep.cast.modules import cast_buffers, inputs_to, keep_checkpoints_full, outputs_to
+from halfstep.cast.ops import OpEngine
+from halfstep.errors import SessionError, SetupError
+from halfstep.formats import FP32, Format
+from halfstep.optim.guard import forbid_step
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.state import exact_state_loading
+from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
+from halfstep.plan.choose import choose_plan
+from halfstep.plan.fit import (
+    STATE_SCHEMA,
+    as_list,
+    check_closures,
+    check_models,
+    check_optimizers,
+    check_state,
+    device_of,
+    first_device,
+    unwrap,
+)
+from halfstep.plan.hardware import default_emulate
+from halfstep.plan.io import to_dict
+from halfstep.plan.levels import customize
+from halfstep.plan.optable import effective
+from halfstep.plan.plan import OpChanges, Plan
+from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.records import Status, StepRecord
+from halfstep.scale.buffers import BufferGuard
+from halfstep.scale.ledger import Collected, GradientLedger
+from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, scaled, true_gradient
+from halfstep.scale.norm import global_norm
+from halfstep.scale.scaling import Scale, make_scale
+
+Sink = Callable[[StepRecord], None]
+STEP_IS_OURS = (
+    "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
+    "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
+)
+_LOG = logging.getLogger("halfstep")
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One optimizer of a session, with the scale its gradients carry and the way it is stepped."""
+
+    optimizer: Optimizer
+    parameters: Callable[[], list[nn.Parameter]]
+    ledger: GradientLedger
+    stepper: Stepper
+
+
+class Session:
+    """Trains models under a plan; made by `initialize`, ended by `close()` or by leaving its `with` block.
+
+    `plan` is what was asked, `assignment` what each module got. Several sessions may live in one process.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        *,
+        emulate: bool,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        roots = [unwrap(model) for model in models]
+        self.plan = plan
+        self.assignment: Assignment = resolve(plan, roots)
+        self.closed = False
+        self._roots = roots
+        self._sinks = tuple(sinks)
+        self._device = device_of(models, plan)
+        self._plain = plan.ops == "none" and plan.param == "full"
+        self._undo = ExitStack()
+        self._store = MasterStore(plan.master, plan.low.dtype)
+        self._emulation = Emulation(plan.low) if emulate else None
+        self._scales: dict[int, Scale] = {}
+        self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
+        self._awaiting: list[_Part] = []  # parts with a backward since their last step
+        self._steps = 0
+        self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._engine: OpEngine | None = None
+        try:
+            self._open(optimizers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.plan.ops == "table":
+            self._engine = OpEngine(effective(self.plan), self.plan.low.dtype, self._device.type)
+            self._engine.open()
+            self._undo.callback(self._engine.close)
+            self._undo.callback(patch_functions(self.plan.op_changes, self._engine))
+        self._undo.callback(self._restore_weights)
+        pairs = list(self._modules())
+        for module, formats in pairs:
+            self._cast_module(module, formats)
+        self._parts = [self._make_part(optimizer) for optimizer in optimizers]
+        self._buffers = BufferGuard([] if self._plain else self._roots)
+        entrances = Entrances()
+        for module, formats in pairs if self._engine is not None else ():
+            if formats.boundary or any(module is root for root in self._roots):
+                self._undo.callback(entrances.install(module, self._make_gate(module, formats)))
+
+    def _modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
+        """Yields every module once with what the assignment gives it."""
+        modules = [pair for root in self._roots for pair in root.named_modules()]
+        for (_, module), formats in zip(modules, self.assignment.modules, strict=True):
+            yield module, formats
+
+    def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
+        if formats.buffers is not None:
+            self._undo.callback(cast_buffers(module, formats.buffers.dtype))
+        if formats.param is None or formats.param is FP32:
+            return
+        own = [p for p in module._parameters.values() if p is not None and p.dtype is torch.float32]
+        for parameter in own:
+            self._store.track(parameter)
+        self._undo.callback(keep_checkpoints_full(module, self._store))
+
+    def _restore_weights(self) -> None:
+        for parameter in list(self._store):
+            self._store.restore(parameter)
+
+    def _make_part(self, optimizer: Optimizer) -> _Part:
+        stepper = make_stepper(optimizer, self._store, plain=self._plain)
+        self._undo.callback(stepper.close)
+
+        def parameters() -> list[nn.Parameter]:
+            return [p for group in optimizer.param_groups for p in group["params"]]
+
+        ledger = GradientLedger(parameters, full_accumulate=self.plan.param == "low")
+        if not self._plain:
+            self._undo.callback(ledger.close)
+            self._undo.callback(exact_state_loading(optimizer))
+            if not needs_closure(optimizer):
+                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
+        return _Part(optimizer, parameters, ledger, stepper)
+
+    def _make_gate(self, module: nn.Module, formats: ModuleFormats) -> Gate:
+        engine = self._engine
+        assert engine is not None
+        is_root = any(module is root for root in self._roots)
+        full = formats.compute is FP32
+        return Gate(
+            owner=self,
+            region=lambda: engine.region(enabled=not full),
+            enter=lambda: engine.enter(enabled=not full),
+            leave=engine.leave,
+            cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
+            cast_out=None if formats.output is None else outputs_to(formats.output),
+            full=self._store.full,
+            around=self._emulating if self._emulation is not None and is_root else None,
+            before=self._buffers.refresh if is_root else None,
+        )
+
+    def _emulating(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._emulation is None else self._emulation
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Returns a context that extends the plan to code outside the model's forward (a loss with weights, say)."""
+        self._check_open()
+        if self._engine is None:
+            return nullcontext()
+        if self._emulation is None:
+            return self._engine.region()
+        return self._with_emulation(self._engine.region)
+
+    @contextmanager
+    def _with_emulation(self, region: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        with self._emulating(), region():
+            yield
+
+    def _backward_context(self) -> AbstractContextManager[Any]:
+        if self._engine is None:
+            return nullcontext()
+        return self._with_emulation(self._engine.backward_region)
+
+    def _scale(self, loss_id: int) -> Scale:
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
+            raise SessionError(f"loss_id is {loss_id!r}; give each loss an integer from 0 up")
+        if loss_id not in self._scales:
+            self._scales[loss_id] = make_scale(self.plan.scale, self._device)
+        return self._scales[loss_id]
+
+    def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
+        """Runs the backward pass of a loss times the loss scale; any number of times before a step.
+
+        `p.grad` holds scaled gradients until `step()`. `kwargs` are those of `Tensor.backward`. Losses with different
+        `loss_id` have loss scales of their own. A non-finite loss makes the next step a skipped one.
+
+        Raises:
+            SessionError: the session is closed or for inference, or `loss` is no scalar tensor that needs a gradient.
+        """
+        self._check_open()
+        if not self._parts:
+            raise SessionError(
+                "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
+            )
+        check_loss(loss, kwargs)
+        scale = self._scale(loss_id)
+        if loss.dtype == torch.float16:
+            scale.limit(FP16_LOSS_CEILING)
+        self._counted.discard(loss_id)
+        self._awaiting = list(self._parts)
+        if self._plain:
+            loss.backward(**kwargs)
+            return
+        not_finite = ~torch.isfinite(loss.detach()).all()
+        for part in self._parts:
+            part.ledger.before_backward(loss_id, scale.value)
+        try:
+            with self._backward_context():
+                scaled(loss, scale).backward(**kwargs)
+        except BaseException:
+            for part in self._parts:
+                part.ledger.undo_backward()
+            raise
+        for part in self._parts:
+            part.ledger.after_backward(loss_id, scale.value, not_finite)
+
+    def grad(self, outputs: Any, inputs: Any, *, grad_outputs: Any = None, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        """Does what `torch.autograd.grad` does, with the loss scale in on the way down and out of the results.
+
+        Returns true gradients in fp32 (float64 and complex stay), so that a penalty on them can be added to the loss
+        (`create_graph=True`). `kwargs` are those of `torch.autograd.grad`.
+        """
+        self._check_open()
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        directions = (None,) * len(outputs) if grad_outputs is None else grad_outputs
+        directions = (directions,) if isinstance(directions, Tensor) else tuple(directions)
+        scale = self._scale(0)
+        if any(out.dtype == torch.float16 for out in outputs):
+            scale.limit(FP16_LOSS_CEILING)
+        value = scale.value.clone()
+        if scale.active:
+            directions = tuple(
+                (torch.ones_like(out) if d is None else d) * value.to(out.device, out.dtype)
+                for out, d in zip(outputs, directions, strict=True)
+            )
+        with self._backward_context():
+            found = torch.autograd.grad(outputs, inputs, directions, **kwargs)
+        return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
+
+    def unscale_(self) -> None:
+        """Makes the gradients in `p.grad` true fp32 ones, for callers who read or change them before `step`."""
+        self._check_open()
+        for part in () if self._plain else self._parts:
+            part.ledger.unscale_()
+
+    def step(self, optimizer: Optimizer | None = None, *, max_norm: float | None = None) -> StepRecord:
+        """Updates the weights from the gradients of the `backward` calls since the last step, unless one is non-finite.
+
+        `optimizer` picks one of several; without it all that have gradients step, or skip, together. `max_norm` clips
+        the global L2 norm of all their true gradients, as `clip_grad_norm_` does. Nothing waits for the device.
+
+        Raises:
+            SessionError: closed, for inference, no `backward` came before, or not one of the session's optimizers.
+        """
+        self._check_open()
+        parts = self._parts_to_step(optimizer, max_norm)
+        self._steps += 1
+        record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
+        self._awaiting = [part for part in self._awaiting if part not in parts]
+        for sink in self._sinks:
+            sink(record)
+        return record
+
+    def _parts_to_step(self, optimizer: Optimizer | None, max_norm: float | None) -> list[_Part]:
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise SessionError(
+                f"step() takes one of the session's optimizers, not {type(optimizer).__name__}; closures are not taken"
+            )
+        if max_norm is not None and not max_norm > 0:
+            raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
+        parts = [part for part in self._parts if optimizer is None or part.optimizer is optimizer]
+        if not parts:
+            what = (
+                "this session has no optimizer (inference)"
+                if not self._parts
+                else "the optimizer is not one of this session's"
+            )
+            raise SessionError(f"{what}; give it to halfstep.initialize")
+        for part in parts:
+            if needs_closure(part.optimizer):
+                name = type(part.optimizer).__name__
+                raise SessionError(
+                    f"{name} needs a closure: call optimizer.step(closure), with session.backward inside the closure"
+                )
+        awaiting = [part for part in parts if part in self._awaiting]
+        if not awaiting:
+            raise SessionError(
+                "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
+            )
+        return awaiting
+
+    def _plain_step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
+        norm = None
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_([p for part in parts for p in part.parameters()], max_norm)
+        false = torch.zeros((), dtype=torch.bool, device=self._device)
+        for part in parts:
+            part.stepper.step([], [], None, false)
+        return StepRecord(self._steps, false, torch.ones((), device=self._device), norm)
+
+    def _step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
+        if self._engine is not None:
+            self._engine.clear_cache()
+        collected = [part.ledger.collect() for part in parts]
+        measured = [global_norm(held.grads, device=self._device) for held in collected]
+        norms = [norm * held.inverse.to(self._device) for (norm, _), held in zip(measured, collected, strict=True)]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        found = torch.stack(
+            [
+                flag.to(self._device)
+                for (_, now), held in zip(measured, collected, strict=True)
+                for flag in (now, held.found)
+            ]
+        ).any()
+        clip = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for part, held in zip(parts, collected, strict=True):
+            factor = held.inverse.to(self._device) if clip is None else held.inverse.to(self._device) * clip
+            part.stepper.step(held.params, held.grads, factor, found)
+            part.ledger.consumed()
+        self._buffers.restore(found)
+        self._update_scales(collected, [now for _, now in measured])
+        self._skips = self._skips + found
+        synced = any(part.stepper.syncs for part in parts)
+        return StepRecord(self._steps, found, collected[0].scale, norm, synced)
+
+    def _update_scales(self, collected: list[Collected], found: list[Tensor]) -> None:
+        overflowed: dict[int, Tensor] = {}
+        for held, now in zip(collected, found, strict=True):
+            for loss_id, flag in held.overflowed(now).items():
+                overflowed[loss_id] = overflowed[loss_id] | flag if loss_id in overflowed else flag
+        for loss_id, flag in overflowed.items():
+            self._scales[loss_id].update(flag, count=loss_id not in self._counted)
+            self._counted.add(loss_id)
+
+    def low_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters whose stored form this session made low."""
+        return list(self._store)
+
+    def status(self) -> Status:
+        """Returns what the session is doing, read on the host (this waits for the device)."""
+        bad = [
+            name
+            for index, root in enumerate(self._roots)
+            for name, p in root.named_parameters(prefix="" if len(self._roots) == 1 else str(index))
+            if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())
+        ]
+        parameters = {id(p): p for root in self._roots for p in root.parameters()}.values()
+        states = [
+            v
+            for part in self._parts
+            for s in part.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor)
+        ]
+        memory = {
+            "weights": sum(p.nbytes for p in parameters),
+            "masters": self._store.bytes(),
+            "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+            "optimizer": sum(v.nbytes for v in states),
+        }
+        return Status(
+            level=self.plan.name,
+            low=self.plan.low.name,
+            steps=self._steps,
+            skipped=int(self._skips),
+            scales={loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())},
+            nonfinite_parameters=tuple(bad),
+            memory=memory,
+        )
+
+    def adopt_weights(self) -> None:
+        """Takes over weights that were written behind halfstep's back (`p.data.clamp_()` and the like).
+
+        The masters become what the stored weights are now. `model.load_state_dict` and the optimizer need no such call.
+        """
+        self._check_open()
+        for parameter in self._store:
+            self._store.adopt(parameter)
+        if self._engine is not None:
+            self._engine.clear_cache()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns scale, counters and plan as plain Python values; the weights are in `model.state_dict()`, in fp32."""
+        return {
+            "schema": STATE_SCHEMA,
+            "plan": to_dict(self.plan),
+            "steps": self._steps,
+            "skipped": int(self._skips),
+            "scales": {str(loss_id): scale.state_dict() for loss_id, scale in self._scales.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state that `state_dict` gave, in any order with the model's and the optimizer's states.
+
+        Raises:
+            StateError: entries are missing or unknown, or the state is of another plan; nothing was changed.
+        """
+        self._check_open()
+        check_state(state, to_dict(self.plan))
+        scales = {}
+        for key, entry in state["scales"].items():
+            scales[int(key)] = make_scale(self.plan.scale, self._device)
+            scales[int(key)].load_state_dict(entry)
+        self._scales = scales
+        self._counted = set(scales)
+        self._steps = state["steps"]
+        self._skips = torch.full_like(self._skips, state["skipped"])
+
+    def close(self) -> None:
+        """Puts back all that the session changed: the model is an ordinary fp32 one again, trained; twice is once."""
+        self.closed = True
+        self._undo.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SessionError("this session is closed; call halfstep.initialize again")
+
+    def __enter__(self) -> Session:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
+
+
+def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    plan: Plan | str = "O1",
+    *,
+    low: Format | torch.dtype | str | None = None,
+    loss_scale: str | float | Scaling | None = None,
+    norms: str | None = None,
+    master: str | None = None,
+    rules: Sequence[Rule] = (),
+    ops: OpChanges | None = None,
+    emulate: bool | None = None,
+    sinks: Sequence[Sink] = (),
+) -> Session:
+    """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
+
+    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
+    format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
+    format's products in a wider one, rounded exactly (None: where the device has no units for it). Each sink is called
+    with each StepRecord. A model that is still in a session leaves it first, with a notice.
+
+    Raises:
+        PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
+        SetupError: the model or optimizer cannot be trained under the plan. After any error all is as it was.
+    """
+    models = as_list(model, nn.Module, "model")
+    optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
+    chosen, notice = choose_plan(plan, low, first_device(models))
+    chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
+    for sink in sinks:
+        if not callable(sink):
+            raise SetupError(f"a sink is called with each StepRecord; {sink!r} cannot be called")
+    device = device_of(models, chosen)
+    roots = [unwrap(m) for m in models]
+    if emulate is not None and chosen.ops == "none":
+        raise SetupError(
+            f"emulate={emulate} at {chosen.name}, which runs everything as written; leave it out or use O1 to O3"
+        )
+    earlier = _earlier_sessions(roots)
+    check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
+    check_optimizers(optimizers, models)
+    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
+    resolve(chosen, roots)
+    for session in earlier:
+        _LOG.warning(
+            "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
+        )
+        session.close()
+    if notice:
+        _LOG.warning(notice)
+    if emulate is None:
+        emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
+    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks)
+
+
+def _earlier_sessions(roots: Sequence[nn.Module]) -> list[Session]:
+    gates = [gate_of(module) for root in roots for module in root.modules()]
+    owners = {id(gate.owner): gate.owner for gate in gates if gate is not None}
+    return [owner for owner in owners.values() if isinstance(owner, Session)]
