@@ -31,3 +31,7 @@ class DataError(HalfstepError, FileNotFoundError):
 
 class WorkloadError(HalfstepError, ValueError):
     """A workload that is unknown, gets a setting it does not have, or is not what a workload must be."""
+
+
+class OpError(HalfstepError, RuntimeError):
+    """An op that the plan refuses where it was called, such as binary_cross_entropy on low inputs."""

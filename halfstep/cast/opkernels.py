@@ -1,0 +1,228 @@
+"""What each action of the op table does to one call of an aten overload, as functions for torch's dispatcher.
+
+A function gets the dispatcher's key set and the call's arguments. One that acts switches autocast off below it, as
+torch's own kernels do, so that the parts of a composite op are not cast again; one that passes redispatches, so that
+autocast stays on for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from halfstep.errors import OpError
+from halfstep.plan.optable import REFUSED, Action
+
+Act = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+CASTABLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
+LOW = frozenset((torch.bfloat16, torch.float16))
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+_STATISTICS = ("batch_norm", "instance_norm")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+# refuse low tensors whatever dtype says
+_DTYPE_IN_VAIN = ("linalg_matrix_norm",)
+
+
+def overload_name(overload: OpOverload) -> str:
+    """Returns the name that the op table uses, such as "softmax.int"."""
+    schema = overload._schema
+    name: str = schema.name.removeprefix("aten::")
+    return f"{name}.{schema.overload_name}" if schema.overload_name else name
+
+
+class OpSite:
+    """One overload on one device: where its kernels are, and which of its arguments a cast looks at."""
+
+    def __init__(self, overload: OpOverload, device_type: str) -> None:
+        self.overload = overload
+        self.device_type = device_type
+        self.name: str = overload._schema.name.removeprefix("aten::")
+        self.key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
+        self.keys = torch._C.DispatchKeySet(self.key)
+        self._after = torch._C._dispatch_keyset_full_after(self.key)
+        self._composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{overload_name(overload)}", _COMPOSITE.name
+        )
+        self.arguments = [argument.name for argument in overload._schema.arguments]
+
+    def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op under autocast, which for this op itself does nothing."""
+        if keyset.has(torch._C.DispatchKey.PythonDispatcher):
+            return self._below_traced(keyset, args, kwargs)
+        return self.overload.redispatch(keyset & self._after, *args, **kwargs)
+
+    def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Does the same while torch.compile traces: a redispatch would go round its decompositions in Python.
+
+        Nor can the key set that we got be handed down less autocast: the tracing dispatcher would begin anew.
+        """
+        if not self._composite:
+            return self.excluded(args, kwargs)
+        decompose = self.overload.py_kernels.get(_COMPOSITE)
+        if decompose is not None:
+            return decompose(*args, **kwargs)
+        return self.overload.redispatch(keyset & self._after, *args, **kwargs)
+
+    def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op and all its parts without autocast."""
+        with torch._C._ExcludeDispatchKeyGuard(self.keys):
+            return self.overload(*args, **kwargs)
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Returns a tensor, or a list of them, with fp32, bf16 and fp16 tensors of this device in `dtype`."""
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype and value.dtype in CASTABLE and value.device.type == self.device_type:
+                return value.to(dtype)
+            return value
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return [self.cast(item, dtype) for item in value]
+        return value
+
+    def cast_all(
+        self, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns all arguments cast to `dtype`."""
+        return [self.cast(a, dtype) for a in args], {k: self.cast(v, dtype) for k, v in kwargs.items()}
+
+    def dtypes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
+        """Returns the dtypes among the arguments that a cast may change."""
+        flat: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            flat.extend(value) if isinstance(value, (list, tuple)) else flat.append(value)
+        tensors = (value for value in flat if isinstance(value, Tensor))
+        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == self.device_type}
+
+
+def make_act(site: OpSite, action: Action) -> Act:
+    """Returns the function that carries out `action` for one overload."""
+    if site.name in _STATISTICS and action != "pass":
+        return _statistics(site, action)
+    return _MAKERS[action](site)
+
+
+def _low(site: OpSite) -> Act:
+    if site.name in RECURRENT:
+        return _recurrent(site)
+    device_type = site.device_type
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return site.excluded(*site.cast_all(args, kwargs, torch.get_autocast_dtype(device_type)))
+
+    return act
+
+
+def _recurrent(site: OpSite) -> Act:
+    """Casts sequences and states; the products inside cast weights themselves, with autocast's cache.
+
+    An fp32 sequence would send fp16 on a CPU to a oneDNN kernel that the CPU may not have.
+    """
+    weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
+    device_type = site.device_type
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = torch.get_autocast_dtype(device_type)
+        return site.below(keyset, (*(site.cast(a, low) for a in args[:weights]), *args[weights:]), kwargs)
+
+    return act
+
+
+def _full(site: OpSite) -> Act:
+    if "dtype" in site.arguments and site.name not in _DTYPE_IN_VAIN:
+        return _full_by_dtype(site)
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return site.excluded(*site.cast_all(args, kwargs, torch.float32))
+
+    return act
+
+
+def _full_by_dtype(site: OpSite) -> Act:
+    """Asks the op itself for fp32, which spares a copy of its input; a dtype that the caller gave wins."""
+    position = site.arguments.index("dtype")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0].dtype in LOW and len(args) <= position and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
+        return site.excluded(args, kwargs)
+
+    return act
+
+
+def _promote(site: OpSite) -> Act:
+    into_first = site.name.endswith("_")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = site.dtypes(args, kwargs)
+        if len(found) > 1:
+            widest = args[0].dtype if into_first else torch.float32
+            args, kwargs = site.cast_all(args, kwargs, widest)  # type: ignore[assignment]
+        return site.excluded(args, kwargs)
+
+    return act
+
+
+def _norm(site: OpSite) -> Act:
+    """Computes in fp32 where parameters and input differ in format, and returns the format of the input."""
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(site.dtypes(args, kwargs)) <= 1:
+            return site.below(keyset, args, kwargs)
+        given = args[0].dtype
+        out = site.excluded(*site.cast_all(args, kwargs, torch.float32))
+        if isinstance(out, Tensor):
+            return site.cast(out, given)
+        return (site.cast(out[0], given), *out[1:])  # native_layer_norm; its statistics stay fp32
+
+    return act
+
+
+def _statistics(site: OpSite, action: Action) -> Act:
+    """Casts the input as told, and the weights to the running statistics, which are written in place and never cast."""
+    weights = [site.arguments.index(name) for name in ("weight", "bias")]
+    running = site.arguments.index("running_mean")
+    device_type = site.device_type
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cast = list(args)
+        if action != "norm":
+            cast[0] = site.cast(args[0], torch.get_autocast_dtype(device_type) if action == "low" else torch.float32)
+        if len(site.dtypes(cast[: running + 2], {})) > 1:
+            wide = torch.float32 if cast[running] is None else cast[running].dtype
+            for i in weights:
+                cast[i] = site.cast(cast[i], wide)
+        return site.below(keyset, cast, kwargs)
+
+    return act
+
+
+def _refuse(site: OpSite) -> Act:
+    instead = REFUSED.get(site.name, "")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0].dtype in LOW:
+            raise OpError(
+                f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: a low sigmoid rounds to 0 "
+                f"or 1, whose logarithm is infinite; use {instead} on the logits, or give it input.float()"
+            )
+        return site.excluded(*site.cast_all(args, kwargs, torch.float32))
+
+    return act
+
+
+def _pass(site: OpSite) -> Act:
+    return site.below
+
+
+_MAKERS: dict[Action, Callable[[OpSite], Act]] = {
+    "low": _low,
+    "full": _full,
+    "promote": _promote,
+    "norm": _norm,
+    "refuse": _refuse,
+    "pass": _pass,
+}

@@ -1,0 +1,199 @@
+"""The one place where halfstep's kernels stand in torch's dispatcher, which like it is one a process.
+
+It is empty while no engine is open. Kernels act only where their table's marker is on: the autocast bit of a device
+type of which this process has no tensors. Such a bit belongs to a thread, travels into autograd's threads, is saved in
+compiled graphs, and torch.compile guards on it and keys its caches by it, which no variable of ours would get.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.compiler.config
+from torch._ops import OpOverload
+
+from halfstep.cast.opkernels import Act, OpSite, make_act
+from halfstep.errors import PlanError
+from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
+
+MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What distinguishes one engine's casting from another's: a device type and its actions."""
+
+    device_type: str
+    actions: frozenset[tuple[str, Action]]
+
+    def digest(self) -> str:
+        """Returns a short hash that is the same in every process."""
+        return hashlib.sha256(repr((self.device_type, sorted(self.actions))).encode()).hexdigest()[:16]
+
+
+@dataclass
+class _Slot:
+    table: Table
+    users: int = 0
+
+
+@dataclass
+class _Site:
+    """A kernel in the dispatcher: who acts there under which marker, and torch's own kernel below it."""
+
+    site: OpSite
+    stock: Any
+    acts: tuple[tuple[str, Act], ...] = ()
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for marker, act in self.acts:
+            if torch.is_autocast_enabled(marker):
+                return act(keyset, args, kwargs)
+        if self.stock is not None:
+            return self.stock.call_boxed(keyset, *args, **kwargs)
+        return self.site.below(keyset, args, kwargs)
+
+
+@dataclass
+class _Device:
+    library: torch.library.Library = field(default_factory=lambda: torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
+    sites: dict[str, _Site] = field(default_factory=dict)
+
+
+class Registry:
+    """Markers and kernels of the open engines, counted, so that the last close leaves the dispatcher as it was."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._slots: dict[str, _Slot] = {}
+        self._devices: dict[str, _Device] = {}
+        self._last: dict[str, Table] = {}
+        self._fast_path = True
+        self._cache_tag = ""
+
+    def acquire(self, table: Table) -> str:
+        """Returns the marker of a table, whose kernels are in place from now on.
+
+        Raises:
+            PlanError: as many different tables as there are markers are open.
+        """
+        with self._lock:
+            marker = self._marker(table)
+            if not self._slots:
+                self._enter_process()
+            slot = self._slots.setdefault(marker, _Slot(table))
+            slot.users += 1
+            try:
+                if slot.users == 1:
+                    self._last[marker] = table
+                    self._install(marker, table)
+                self._tag_caches()
+            except BaseException:
+                self.release(marker)
+                raise
+            return marker
+
+    def release(self, marker: str) -> None:
+        """Gives a marker back; the last engine of a table takes its kernels out."""
+        with self._lock:
+            slot = self._slots[marker]
+            slot.users -= 1
+            if slot.users:
+                return
+            del self._slots[marker]
+            device = self._devices.get(slot.table.device_type)
+            if device is not None:
+                for site in device.sites.values():
+                    site.acts = tuple(pair for pair in site.acts if pair[0] != marker)
+            if all(other.table.device_type != slot.table.device_type for other in self._slots.values()):
+                self._devices.pop(slot.table.device_type, _Device()).library._destroy()  # type: ignore[no-untyped-call]
+            self._tag_caches()
+            if not self._slots:
+                torch.backends.mha.set_fastpath_enabled(self._fast_path)
+
+    def others(self, marker: str) -> tuple[str, ...]:
+        """Returns the markers in use besides this one."""
+        return tuple(other for other in self._slots if other != marker)
+
+    def _marker(self, table: Table) -> str:
+        for marker, slot in self._slots.items():
+            if slot.table == table:
+                return marker
+        free = [m for m in MARKERS if m not in self._slots and m != table.device_type and m != _accelerator()]
+        if not free:
+            raise PlanError(
+                f"{len(self._slots)} sessions with different op tables are open, and no more can be told apart; "
+                "close one, or give them the same level and op changes"
+            )
+        for marker in free:
+            if self._last.get(marker) == table:
+                return marker
+        for marker in free:
+            if marker not in self._last:
+                return marker
+        if "torch._dynamo" in sys.modules:  # graphs compiled under this marker hold another table's casts
+            torch._dynamo.reset()
+        return free[0]
+
+    def _enter_process(self) -> None:
+        self._cache_tag = torch.compiler.config.cache_key_tag
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(
+            False
+        )  # it computes whole layers as it likes, on a CPU even under autocast
+
+    def _tag_caches(self) -> None:
+        """Tells torch.compile's caches on disk, which know the markers, which tables these stand for."""
+        tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
+        torch.compiler.config.cache_key_tag = ",".join([self._cache_tag, *tables]) if tables else self._cache_tag
+
+    def _install(self, marker: str, table: Table) -> None:
+        device = self._devices.setdefault(table.device_type, _Device())
+        for name, action in _deviating(table).items():
+            site = device.sites.get(name) or self._register(device, name, table.device_type)
+            if site is not None:
+                site.acts = (*site.acts, (marker, make_act(site.site, action)))
+
+    def _register(self, device: _Device, name: str, device_type: str) -> _Site | None:
+        overload = find_overload(name)
+        if overload is None:
+            return None
+        key = f"Autocast{device_type.upper()}"
+        taken = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+        stock = torch.library.get_kernel(overload, key) if taken else None
+        site = _Site(OpSite(overload, device_type), stock)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once a process that a kernel is overridden
+            device.library.impl(name, site, key, with_keyset=True)  # type: ignore[no-untyped-call]
+        device.sites[name] = site
+        return site
+
+
+def find_overload(name: str) -> OpOverload | None:
+    """Returns the aten overload of a name such as "softmax.int"; None where this torch has none."""
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def _deviating(table: Table) -> Mapping[str, Action]:
+    """Returns the actions of a table that torch's own autocast does not carry out."""
+    wanted: dict[str, Action] = {**dict.fromkeys(AS_WRITTEN, "pass"), **dict(table.actions)}
+    stock = {name: stock_action(name, table.device_type) for name in wanted if ":" not in name}
+    return {name: wanted[name] for name, own in stock.items() if wanted[name] != (own or "pass")}
+
+
+def _accelerator() -> str | None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+REGISTRY = Registry()
+"""Torch's dispatcher is one a process, and so is the count of who has kernels in it; empty while no engine is open."""

@@ -1,0 +1,132 @@
+"""The op engine: makes torch run each op in the format that an op table says, forward, backward and when compiled.
+
+`torch.autocast` does the work wherever its list for the device agrees with the table; for the other rows, and for those
+alone, a kernel of halfstep's stands in the dispatcher (opregistry.py) and acts inside the regions of this engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from halfstep.cast.opregistry import REGISTRY, Table
+from halfstep.errors import SessionError
+from halfstep.plan.optable import Action
+
+Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...]]
+
+
+class OpEngine:
+    """Casts ops by a table inside its regions; one a session, and engines with equal tables share their kernels.
+
+    `actions` says what happens to aten overloads, `low` is bf16 or fp16, `device_type` is where the tensors are.
+    """
+
+    def __init__(self, actions: Mapping[str, Action], low: torch.dtype, device_type: str) -> None:
+        self.low = low
+        self.device_type = device_type
+        self._table = Table(device_type, frozenset(actions.items()))
+        self._marker = ""
+
+    def open(self) -> None:
+        """Puts the kernels in place.
+
+        Raises:
+            PlanError: too many sessions with different op tables are open.
+        """
+        if not self._marker:
+            self._marker = REGISTRY.acquire(self._table)
+
+    def close(self) -> None:
+        """Takes the kernels out, where no other engine needs them."""
+        if self._marker:
+            REGISTRY.release(self._marker)
+            self._marker = ""
+
+    def active(self) -> bool:
+        """Tells whether this thread is in a region that casts, of this engine or of one with an equal table."""
+        return (
+            self._marker != ""
+            and torch.is_autocast_enabled(self._marker)
+            and torch.is_autocast_enabled(self.device_type)
+        )
+
+    @contextmanager
+    def region(self, enabled: bool = True) -> Iterator[None]:
+        """Casts ops inside a `with`, which torch.compile can trace; where not `enabled`, ops inside run as stored."""
+        marker = self._open_marker()
+        if not enabled:
+            with torch.autocast(self.device_type, dtype=self.low, enabled=False):
+                yield
+            return
+        with torch.autocast(marker), torch.autocast(self.device_type, dtype=self.low):
+            others = REGISTRY.others(marker)
+            if not others:
+                yield
+            else:
+                with _without(others):
+                    yield
+
+    @contextmanager
+    def backward_region(self) -> Iterator[None]:
+        """Lets the table act in a `with` around a backward pass, where checkpoints compute forward parts again.
+
+        Autocast itself stays as it is: checkpoints switch it on as it was, and gradients need no casts.
+        """
+        marker = self._open_marker()
+        others = REGISTRY.others(marker)
+        before = [(other, torch.is_autocast_enabled(other)) for other in (marker, *others)]
+        try:
+            for other, _ in before:
+                torch.set_autocast_enabled(other, other == marker)
+            yield
+        finally:
+            for other, was_on in before:
+                torch.set_autocast_enabled(other, was_on)
+
+    def enter(self, enabled: bool = True) -> Token:
+        """Does what entering `region` does, faster, in eager code; returns the token for `leave`."""
+        marker, device_type = self._open_marker(), self.device_type
+        on = torch.is_autocast_enabled
+        others = tuple(other for other in REGISTRY.others(marker) if on(other)) if enabled else ()
+        token = (on(device_type), torch.get_autocast_dtype(device_type), marker, on(marker), others)
+        torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, self.low)
+        if enabled:
+            torch.set_autocast_enabled(marker, True)
+            for other in others:
+                torch.set_autocast_enabled(other, False)
+        return token
+
+    def leave(self, token: Token) -> None:
+        """Undoes the `enter` that gave this token; the outermost one drops the weights that autocast has cast."""
+        was_on, dtype, marker, marker_was_on, others = token
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(self.device_type, was_on)
+        torch.set_autocast_dtype(self.device_type, dtype)
+        torch.set_autocast_enabled(marker, marker_was_on)
+        for other in others:
+            torch.set_autocast_enabled(other, True)
+
+    def clear_cache(self) -> None:
+        """Drops the low copies of weights that autocast keeps while any region is open; call it when weights change."""
+        torch.clear_autocast_cache()
+
+    def _open_marker(self) -> str:
+        if not self._marker:
+            raise SessionError("the op engine is closed: its session has ended; call halfstep.initialize again")
+        return self._marker
+
+
+@contextmanager
+def _without(markers: tuple[str, ...]) -> Iterator[None]:
+    with torch.autocast(markers[0], enabled=False):
+        if len(markers) == 1:
+            yield
+        else:
+            with _without(markers[1:]):
+                yield
