@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,18 @@ class Scale(Protocol):
             StateError: the state is of another kind or misses a key or has an unknown one; nothing was changed.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a dynamic scale follows the overflows; the words are those of the plan's `Scaling`."""
+
+    growth: float
+    backoff: float
+    growth_interval: int
+    min: float
+    max: float
+    hysteresis: int
 
 
 class NoScale:
@@ -123,37 +136,34 @@ class DynamicScale:
     active = True
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._scaling = scaling
-        self._ceiling = float(scaling.max)
+        self._schedule = Schedule(
+            growth=scaling.growth,
+            backoff=scaling.backoff,
+            growth_interval=scaling.growth_interval,
+            min=scaling.min,
+            max=scaling.max,
+            hysteresis=scaling.hysteresis,
+        )
         self.value = torch.full((), float(scaling.init), device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
         """Adapts the scale to one step, on the device."""
-        plan = self._scaling
         found = found.to(self.value.device, non_blocking=True)
-        clean = torch.where(found, torch.zeros_like(self._clean), self._clean + int(count))
-        grown = clean >= plan.growth_interval
-        lower = (self.value * plan.backoff).clamp_(min=plan.min)
-        higher = (self.value * plan.growth).clamp_(max=self._ceiling)
-        kept = torch.where(grown, higher, self.value)
-        self.value.copy_(torch.where(found & (self._left <= 1), lower, kept))
-        left = torch.where(found, (self._left - 1).clamp_(min=1), self._left)
-        self._left.copy_(torch.where(grown, torch.full_like(left, plan.hysteresis), left))
-        self._clean.copy_(torch.where(grown, torch.zeros_like(clean), clean))
+        adapt_(self.value, self._clean, self._left, found, self._schedule, count=count)
 
     def limit(self, maximum: float) -> None:
         """Lowers the ceiling to the largest power of two at or below `maximum`."""
         maximum = 2.0 ** math.floor(math.log2(maximum))
-        if maximum >= self._ceiling:
+        if maximum >= self._schedule.max:
             return
-        if self._scaling.min > maximum:
+        if self._schedule.min > maximum:
             raise SessionError(
-                f"the floor of the loss scale, {self._scaling.min:g}, does not fit the loss tensor, whose format allows"
-                f" {maximum:g}: its gradients would be infinite; pass loss.float() to backward or lower min"
+                f"the floor of the loss scale, {self._schedule.min:g}, does not fit the loss tensor, whose format"
+                f" allows {maximum:g}: its gradients would be infinite; pass loss.float() to backward or lower min"
             )
-        self._ceiling = maximum
+        self._schedule = replace(self._schedule, max=maximum)
         self.value.clamp_(max=maximum)
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,9 +184,48 @@ class DynamicScale:
         scale = state["scale"]
         if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise StateError(f"the state of the loss scale has scale={scale!r}; a positive finite number is needed")
-        self.value.fill_(min(float(scale), self._ceiling))
-        self._clean.fill_(state["clean_steps"])
-        self._left.fill_(state["overflows_left"])
+        self.value.fill_(min(float(scale), self._schedule.max))
+        self._clean.fill_(min(state["clean_steps"], self._schedule.growth_interval - 1))
+        self._left.fill_(min(state["overflows_left"], self._schedule.hysteresis))
+
+
+# Devices with torch's own kernel for the rule without hysteresis: 3 launches a step instead of 20.
+_ONE_KERNEL = ("cpu", "cuda")
+
+
+def adapt_(
+    value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, *, count: bool = True
+) -> None:
+    """Adapts a dynamic scale to one step in place, without a host sync; all tensors are 0-dim, on one device.
+
+    `value` (fp32) is the scale, `clean` (int32) the clean steps in a row since it last grew, `left` (int32) the
+    overflows left until it backs off, counting the one that does; `found` (bool) says that this step overflowed.
+    The scale ends within its range.
+    """
+    if schedule.hysteresis == 1 and count and value.device.type in _ONE_KERNEL:
+        numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)
+        torch._amp_update_scale_(value, clean, found.to(torch.float32), *numbers)
+        value.clamp_(min=schedule.min, max=schedule.max)
+    else:
+        _adapt_any_(value, clean, left, found, schedule, count)
+
+
+def _adapt_any_(value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, count: bool) -> None:
+    """Does what `adapt_` says with any hysteresis, on any device; products are rounded once from float64 as torch's."""
+    steps = torch.where(found, torch.zeros_like(clean), clean + int(count))
+    grown = ~found & (steps >= schedule.growth_interval) if count else torch.zeros_like(found)
+    grown_or_kept = torch.where(grown, _times(value, schedule.growth), value)
+    adapted = torch.where(found & (left <= 1), _times(value, schedule.backoff), grown_or_kept)
+    value.copy_(adapted.clamp_(min=schedule.min, max=schedule.max))
+    clean.copy_(torch.where(grown, torch.zeros_like(steps), steps))
+    spent = torch.where(found, (left - 1).clamp_(min=1), left)
+    left.copy_(torch.where(grown, torch.full_like(left, schedule.hysteresis), spent))
+
+
+def _times(value: Tensor, factor: float) -> Tensor:
+    if value.device.type == "mps":  # has no float64
+        return value * factor
+    return (value.double() * factor).float()
 
 
 def make_scale(scaling: Scaling, device: torch.device) -> Scale:

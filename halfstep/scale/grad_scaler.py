@@ -1,0 +1,192 @@
+"""A drop-in `torch.amp.GradScaler` whose scale has a floor, a ceiling and hysteresis."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from halfstep.errors import PlanError, StateError
+from halfstep.scale.scaling import Schedule, adapt_
+
+_MIN, _MAX, _HYSTERESIS = 1.0, 2.0**24, 1
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` with its behaviour and state format, and these differences.
+
+    - `update` keeps the scale within [`min_scale`, `max_scale`]; torch's falls to subnormals, where gradients vanish.
+      `None` means 1 and 2**24, or `init_scale` where that lies outside. A scale that was set by hand or loaded stays
+      as it is until the next `update`.
+    - `hysteresis` is the number of overflows since the last growth at which the scale starts to back off, as in
+      DeepSpeed.
+    - A fused `torch.optim.SGD` whose first step overflows starts from zero momentum; torch's kernel leaves the
+      momentum uninitialised. With `dampening` that costs one host sync at the first step.
+    - A closure is refused in whatever way it is passed; `None` is not taken for one. `update` takes an int.
+    - A growth interval lowered below the clean steps so far makes the scale grow at the next clean step, not never.
+
+    The state has torch's five entries, and `min_scale`, `max_scale`, `hysteresis` and `_overflows_left` where one of
+    the first three is not the default. So torch's scaler loads it, and this one loads torch's and keeps its own range.
+
+    Raises:
+        PlanError: a range without `init_scale`, or a hysteresis below 1.
+
+    >>> scaler = GradScaler("cpu", init_scale=2.0)
+    >>> scaler.scale(torch.tensor(3.0))
+    tensor(6.)
+    """
+
+    def __init__(  # noqa: PLR0913  torch's six, in its order
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = _HYSTERESIS,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._min_scale = min(_MIN, init_scale) if min_scale is None else float(min_scale)
+        self._max_scale = max(_MAX, init_scale) if max_scale is None else float(max_scale)
+        self._hysteresis = hysteresis
+        if enabled and not 0 < self._min_scale <= init_scale <= self._max_scale < math.inf:
+            raise PlanError(
+                f"init_scale {init_scale:g} with min_scale {self._min_scale:g} and max_scale {self._max_scale:g};"
+                " needed is 0 < min_scale <= init_scale <= max_scale < inf"
+            )
+        if type(hysteresis) is not int or hysteresis < 1:
+            raise PlanError(f"hysteresis {hysteresis!r}; needed is a whole number of overflows from 1 up")
+        self._init_overflows_left = hysteresis
+        self._overflows_left: Tensor | None = None
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales the gradients where that was not done, and steps unless one is non-finite.
+
+        Optimizers that take `grad_scale` and `found_inf` (fused ones) are stepped without a host sync.
+
+        Raises:
+            RuntimeError: a closure was given, or `step` was called twice without `update`.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs and kwargs["closure"] is None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+        if args and args[0] is not None:
+            raise RuntimeError(
+                f"GradScaler.step got {args[0]!r} as the optimizer's closure, which would see scaled gradients;"
+                " call it yourself before step, or use an optimizer that needs none"
+            )
+        with_dampening = _start_momentum(optimizer)
+        result = super().step(optimizer, *args, **kwargs)
+        if with_dampening and self._found(optimizer):
+            for param in with_dampening:
+                optimizer.state[param].pop("momentum_buffer", None)
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapts the scale to the overflows of the steps since the last `update`, or sets it to `new_scale`."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found = [
+            found for state in self._per_optimizer_states.values() for found in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update; call step or unscale_ before it.")
+        overflowed = torch.stack([one.to(scale.device, non_blocking=True) for one in found]).any()
+        schedule = Schedule(
+            growth=self._growth_factor,
+            backoff=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            min=self._min_scale,
+            max=self._max_scale,
+            hysteresis=self._hysteresis,
+        )
+        assert self._overflows_left is not None  # it is made together with the scale
+        adapt_(scale, growth_tracker, self._overflows_left, overflowed, schedule)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of clean steps in a row after which the scale grows."""
+        super().set_growth_interval(new_interval)
+        if self._growth_tracker is not None:
+            self._growth_tracker.clamp_(max=max(new_interval - 1, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's five entries, and halfstep's own where one is not the default; {} where disabled."""
+        state = super().state_dict()
+        if self._enabled and (self._min_scale, self._max_scale, self._hysteresis) != (_MIN, _MAX, _HYSTERESIS):
+            state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
+            state["hysteresis"], state["_overflows_left"] = self._hysteresis, self._get_overflows_left()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state of this class or of `torch.amp.GradScaler`; does nothing where disabled.
+
+        Raises:
+            RuntimeError: the state is empty, as a disabled scaler's is.
+            StateError: an entry is missing; nothing was changed.
+        """
+        missing = [key for key in _TORCH_KEYS if key not in state_dict]
+        if self._enabled and state_dict and missing:
+            raise StateError(f"the state of the GradScaler misses {missing}; it has {sorted(state_dict)}")
+        super().load_state_dict(dict(state_dict))
+        if not self._enabled:
+            return
+        self._min_scale = float(state_dict.get("min_scale", self._min_scale))
+        self._max_scale = float(state_dict.get("max_scale", self._max_scale))
+        self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
+        self._init_overflows_left = int(state_dict.get("_overflows_left", self._hysteresis))
+        if self._overflows_left is not None:
+            self._overflows_left.fill_(self._init_overflows_left)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_init_overflows_left"], state["_overflows_left"] = self._get_overflows_left(), None
+        return state
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._overflows_left = torch.full((), self._init_overflows_left, dtype=torch.int32, device=dev)
+
+    def _get_overflows_left(self) -> int:
+        return self._init_overflows_left if self._overflows_left is None else int(self._overflows_left)
+
+    def _found(self, optimizer: Optimizer) -> bool:
+        return any(bool(found) for found in self._found_inf_per_device(optimizer).values())
+
+
+def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """Gives parameters that meet fused SGD's momentum for the first time zeros, from which it starts as from nothing.
+
+    Returns those for which that is not the same, because of dampening: the kernel must see them without a buffer.
+    https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes it with `empty_like`, and the
+    kernel does not write it where found_inf is set.
+    """
+    with_dampening = []
+    if isinstance(optimizer, torch.optim.SGD) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        for group in (group for group in optimizer.param_groups if group["fused"] and group["momentum"] != 0):
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = optimizer.state[param]
+                if state.get("momentum_buffer") is not None:
+                    continue
+                if group["dampening"] == 0:
+                    state["momentum_buffer"] = torch.zeros_like(param.grad)
+                else:
+                    with_dampening.append(param)
+    return with_dampening
