@@ -6,6 +6,7 @@ Hooks and instance attributes each break one of Ctrl-C, torch.compile, deepcopy,
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -131,7 +132,10 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
                 del hooks[key]
-    return twin.__reduce_ex__(protocol)
+    rebuild, arguments, *rest = twin.__reduce_ex__(protocol)
+    if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle would compare the class with that of `self`
+        rebuild, arguments = copyreg._reconstructor, (type(twin), object, None)  # type: ignore[attr-defined]
+    return (rebuild, arguments, *rest)
 
 
 def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""What the contract tests share: every level in every format, a small network with all kinds of state, one training step."""
+"""What the contract tests share: every level in every format, a small network with all kinds of state."""
 
 from __future__ import annotations
 

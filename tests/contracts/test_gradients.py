@@ -123,7 +123,7 @@ def test_gradients_read_after_unscale_and_changed_are_what_steps(name):
 
 def test_gradient_penalty_equals_fp32():
     """The penalty of WGAN-GP: the norm of d(output)/d(input), itself differentiated."""
-    reference, plain = build()
+    reference, _ = build()
     inputs = torch.randn(4, 6)
     x = inputs.clone().requires_grad_()
     (g,) = torch.autograd.grad(reference(x).sum(), x, create_graph=True)

@@ -22,7 +22,7 @@ def start_process(name, low, folder):
 
 
 def kill_and_resume(name, low, folder, kills):
-    """Kills the run `kills` times, each at a random step, then lets it end; returns the steps at which it was killed."""
+    """Kills the run `kills` times at random steps, then lets it end; returns where it was killed."""
     chance, killed = random.Random(f"{name}{low}{kills}"), []
     while len(killed) < kills:
         steps = chance.randint(1, 8)
