@@ -1,0 +1,94 @@
+"""The code of the README runs as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BLOCKS = dict(
+    zip(
+        ("first lines", "plan", "average", "schedule"),
+        re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL),
+        strict=True,
+    )
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        return self.head(torch.nn.functional.gelu(self.norm(self.body(inputs))))
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """What the README takes as given: a model, an optimizer, data, a loss, a schedule and a path."""
+    monkeypatch.chdir(tmp_path)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    loader = [(torch.randn(4, 8), torch.randint(0, 4, (4,))) for _ in range(6)]
+    return {
+        "torch": torch,
+        "halfstep": halfstep,
+        "model": model,
+        "optimizer": optimizer,
+        "loader": loader,
+        "loss_fn": nn.functional.cross_entropy,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "evaluate": lambda model: sum(float((model(x).argmax(1) == y).float().mean()) for x, y in loader) / len(loader),
+        "path": tmp_path / "checkpoint.pt",
+    }
+
+
+def backward(names):
+    inputs, targets = names["loader"][0]
+    names["session"].backward(names["loss_fn"](names["model"](inputs), targets))
+
+
+def test_first_lines_train_save_resume_and_close(names):
+    before = {name: value.clone() for name, value in names["model"].state_dict().items()}
+    exec(BLOCKS["first lines"], names)
+    after = names["model"].state_dict()
+    assert all(value.dtype == torch.float32 for value in after.values())
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    assert type(names["model"]) is Model
+
+
+def test_plan_is_edited_saved_and_read(names):
+    exec(BLOCKS["plan"], names)
+    with names["session"] as session:
+        backward(names)
+        session.step()
+        assert names["model"].head.weight.dtype == torch.float32
+        assert names["model"].body.weight.dtype == torch.float16
+        assert halfstep.load_plan("plan.toml") == session.plan
+
+
+def test_average_follows_the_fp32_weights(names):
+    with halfstep.initialize(names["model"], names["optimizer"], "O2", low="bf16") as session:
+        names["session"] = session
+        exec(BLOCKS["average"], names)
+        backward(names)
+        session.step()
+        names["update"](names["average"], decay=0.0)
+    assert all(torch.equal(names["average"][name], value) for name, value in names["model"].state_dict().items())
+
+
+@pytest.mark.parametrize(("poison", "taken"), [(1.0, 1.0), (float("inf"), 0.0)])
+def test_schedule_counts_only_steps_that_were_taken(names, poison, taken):
+    with halfstep.initialize(names["model"], names["optimizer"], "O2", low="bf16") as names["session"]:
+        inputs, targets = names["loader"][0]
+        names["session"].backward(names["loss_fn"](names["model"](inputs), targets) * poison)
+        exec(BLOCKS["schedule"], names)
+    assert float(names["taken"]) == taken
+    assert float(names["optimizer"].param_groups[0]["lr"]) == pytest.approx(3e-4 * taken / 100)
