@@ -1,0 +1,199 @@
+"""Trains one workload under several plans side by side, and measures speed, memory and accuracy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from halfstep.bench.contenders import Contender, Entry
+from halfstep.bench.machine import read_machine
+from halfstep.bench.memory import counting, peak_method
+from halfstep.bench.tally import Tally, notes, records
+from halfstep.errors import HalfstepError, WorkloadError
+from halfstep.records import BenchResult
+from halfstep.workloads.workload import Batch, Workload
+
+MEMORY_STEPS = 3  # the first makes the optimizer's state; the peak is that of the last
+WARMUP_STEPS = 5
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is trained, how long, on what; `tick` is told each step that was made."""
+
+    workload: Workload
+    steps: int
+    device: torch.device
+    tick: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row during the training of one seed."""
+
+    tally: Tally
+    contender: Contender
+    base_lr: tuple[float, ...]
+    losses: list[Tensor] = field(default_factory=list)
+
+
+def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the result
+    workload: Workload,
+    rows: Sequence[Entry],
+    *,
+    steps: int,
+    seeds: Iterable[int] = (0,),
+    device: torch.device,
+    command: str = "",
+    memory: bool = True,
+    progress: Progress = lambda what, done, total: None,
+) -> BenchResult:
+    """Returns what `workload` did under each entry: same weights, same batches, steps taken in turn.
+
+    A `KeyboardInterrupt` ends it with what was measured so far. `memory` adds a short run of each entry that counts
+    peak bytes. `progress` is called with what is going on, the steps done and the steps in all.
+
+    Raises:
+        WorkloadError: `steps` or `seeds` leave nothing to do.
+        DataError: the workload's data is not there.
+    """
+    seeds = tuple(seeds)
+    if steps < 1 or not seeds:
+        raise WorkloadError(f"steps={steps} and {len(seeds)} seeds leave nothing to measure; give at least one of each")
+    parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
+    next(workload.batches(seeds[0]))  # missing data ends it here, before anything was measured
+    tallies = [Tally(row, error=row.refused) for row in rows]
+    total = (len(seeds) * steps + MEMORY_STEPS * memory) * sum(row.refused is None for row in rows)
+    experiment = Experiment(workload, steps, device, _ticker(progress, total))
+    complete = True
+    try:
+        if memory:
+            _measure_memory(experiment, tallies, seeds[0])
+        for seed in seeds:
+            _train(experiment, tallies, seed)
+    except KeyboardInterrupt:
+        complete = False
+    return BenchResult(
+        workload=workload.name,
+        settings={f.name: str(getattr(workload, f.name)) for f in fields(workload) if f.name != "data"},
+        parameters=parameters,
+        steps=steps,
+        warmup=warmup(steps),
+        seeds=seeds,
+        runs=records(tallies, parameters),
+        peak_method=peak_method(device),
+        notes=notes(tallies),
+        complete=complete,
+        machine=read_machine(device),
+        command=command,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def warmup(steps: int) -> int:
+    """Returns how many first steps of each seed are not timed.
+
+    >>> warmup(100), warmup(10), warmup(1)
+    (5, 2, 0)
+    """
+    return min(WARMUP_STEPS, steps // 5)
+
+
+def _ticker(progress: Progress, total: int) -> Callable[[str], None]:
+    done = 0
+
+    def tick(what: str) -> None:
+        nonlocal done
+        done += 1
+        progress(what, done, total)
+
+    return tick
+
+
+def _measure_memory(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
+    """Counts the bytes of each row, built and trained for a few steps while everything it makes is counted."""
+    batch = _to_device(next(experiment.workload.batches(seed)), experiment.device)
+    for tally in tallies:
+        gc.collect()
+        with ExitStack() as stack, counting(experiment.device) as count:
+            contender = _start(experiment, tally, seed, stack)
+            if contender is None:
+                continue
+            for _ in range(MEMORY_STEPS):
+                count.restart()
+                contender.train(*batch)
+                experiment.tick(f"{tally.entry.name}: memory")
+            tally.peak = count.peak
+            tally.memory = contender.facts().memory
+
+
+def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
+    """Trains all rows from one seed, a step of each in turn, then evaluates each."""
+    lanes: list[Lane] = []
+    batches = experiment.workload.batches(seed)
+    with ExitStack() as stack:
+        for tally in tallies:
+            contender = _start(experiment, tally, seed, stack)
+            if contender is not None:
+                lanes.append(Lane(tally, contender, tuple(group["lr"] for group in contender.optimizer.param_groups)))
+        try:
+            for step in range(experiment.steps):
+                batch = _to_device(next(batches), experiment.device)
+                turn = step % max(1, len(lanes))  # so that none always follows the same other
+                for lane in lanes[turn:] + lanes[:turn]:
+                    took = _step(experiment, lane, batch, step)
+                    if step >= warmup(experiment.steps):
+                        lane.tally.times_ms.append(took)
+                    experiment.tick(f"{lane.tally.entry.name}: seed {seed}")
+        finally:
+            for lane in lanes:
+                lane.tally.add_losses([float(loss) for loss in lane.losses])
+        for lane in lanes:
+            lane.tally.add_end(experiment.workload.evaluate(lane.contender.model), lane.contender.facts())
+
+
+def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Contender | None:
+    """Starts a row; a plan that does not fit the workload is a row that says why, not the end of the others."""
+    if tally.error is not None:
+        return None
+    try:
+        contender = tally.entry.start(experiment.workload, seed, experiment.device)
+    except HalfstepError as error:
+        tally.error = str(error)
+        return None
+    stack.callback(contender.close)
+    return contender
+
+
+def _step(experiment: Experiment, lane: Lane, batch: Batch, step: int) -> float:
+    """Makes one training step and returns its milliseconds; the learning rate is set outside the timing."""
+    factor = experiment.workload.lr_factor(step, experiment.steps)
+    for group, lr in zip(lane.contender.optimizer.param_groups, lane.base_lr, strict=True):
+        group["lr"] = lr * factor
+    _synchronize(experiment.device)
+    start = perf_counter()
+    loss = lane.contender.train(*batch)
+    _synchronize(experiment.device)
+    took = 1e3 * (perf_counter() - start)
+    lane.losses.append(loss)
+    lane.contender.observe()
+    return took
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    inputs, targets = batch
+    return inputs.to(device), targets.to(device)

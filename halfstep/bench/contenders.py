@@ -1,0 +1,197 @@
+"""What a benchmark compares: a workload in a halfstep session, and the same in a plain torch.amp loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import WorkloadError
+from halfstep.formats import FP16, FP32, Format
+from halfstep.plan.hardware import default_emulate
+from halfstep.plan.levels import level
+from halfstep.plan.plan import Plan
+from halfstep.session import initialize
+from halfstep.workloads.workload import Workload
+
+PEER = "torch.amp"
+
+
+class Contender(Protocol):
+    """One model in training. `train` is what is timed; `observe` follows each step, outside the timing."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained and evaluated, called with inputs."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What holds the learning rate."""
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Makes one training step, zeroing gradients first, and returns the loss on the device."""
+
+    def observe(self) -> None:
+        """Reads what `facts` needs after a step."""
+
+    def facts(self) -> Facts:
+        """Returns the counters and the memory, read on the host."""
+
+    def close(self) -> None:
+        """Ends the training; may be called twice."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Skipped steps, the scale now, and bytes held between two steps, by what holds them."""
+
+    skipped: int
+    scale: float
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a benchmark: a level in a format, or the peer in a format, and why it is not run, if it is not."""
+
+    level: str
+    low: Format
+    peer: bool
+    emulated: bool = False
+    refused: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the row is called.
+
+        >>> Entry("O1", FP16, peer=False, emulated=True).name
+        'O1 fp16 (emulated)'
+        """
+        if self.low == FP32:
+            return self.level
+        return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}"
+
+    def start(self, workload: Workload, seed: int, device: torch.device) -> Contender:
+        """Builds the model of a seed on a device and makes it ready to train."""
+        model = workload.build(seed).to(device)
+        if self.peer:
+            return AmpContender(workload, model, self.low, device)
+        return SessionContender(workload, model, level(self.level, "bf16" if self.low == FP32 else self.low))
+
+
+def entries(levels: Iterable[str], lows: Iterable[Format], device: torch.device, *, peer: bool) -> list[Entry]:
+    """Returns the rows of a benchmark: O0 once, every other level in every format, then the peer in every format.
+
+    Raises:
+        PlanError: an unknown level, or a format that none is trained in.
+    """
+    names, formats = list(dict.fromkeys(levels)), list(dict.fromkeys(lows))
+    for name in names:
+        for low in formats:
+            level(name, low)  # raises for what does not exist
+    if not names or not formats:
+        raise WorkloadError("a benchmark needs at least one level and one format; give --levels O0,O1 --low bf16")
+    rows = [Entry("O0", FP32, peer=False)] if "O0" in names else []
+    for low in formats:
+        emulated = default_emulate(low, device)
+        rows += [Entry(name, low, peer=False, emulated=emulated) for name in names if name != "O0"]
+        if peer:
+            why = f"this {device.type} has no {low} units, and torch.amp cannot emulate them" if emulated else None
+            rows.append(Entry(PEER, low, peer=True, refused=why))
+    return rows
+
+
+class SessionContender:
+    """A workload trained as the README says: `backward` and `step` of a session."""
+
+    def __init__(self, workload: Workload, model: nn.Module, plan: Plan) -> None:
+        self.model = model
+        self.optimizer = workload.optimizer(model, fused=True)
+        self._workload = workload
+        self._session = initialize(model, self.optimizer, plan)
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Makes one training step."""
+        self.optimizer.zero_grad()
+        loss = self._workload.loss(self.model(inputs), targets)
+        self._session.backward(loss)
+        self._session.step(max_norm=self._workload.max_norm)
+        return loss.detach()
+
+    def observe(self) -> None:
+        """Reads nothing: a session counts by itself."""
+
+    def facts(self) -> Facts:
+        """Returns what the session says of itself."""
+        status = self._session.status()
+        return Facts(status.skipped, status.scales.get(0, 1.0), dict(status.memory))
+
+    def close(self) -> None:
+        """Closes the session."""
+        self._session.close()
+
+
+class AmpContender:
+    """A workload trained as torch's documentation says, with a fused optimizer and, in fp16, a GradScaler.
+
+    The loss is computed on fp32 outputs outside the autocast region, as for all contenders.
+    """
+
+    def __init__(self, workload: Workload, model: nn.Module, low: Format, device: torch.device) -> None:
+        self.model = Autocast(model, device, low.dtype)
+        self.optimizer = workload.optimizer(model, fused=True)
+        self._workload = workload
+        self._parameters = list(model.parameters())
+        self._scaler = torch.amp.GradScaler(device.type, enabled=low == FP16)
+        self._scale = self._scaler.get_scale()
+        self._skipped = 0
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Makes one training step."""
+        self.optimizer.zero_grad()
+        loss = self._workload.loss(self.model(inputs), targets)
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # Tensor.backward of torch
+        if self._workload.max_norm is not None:
+            self._scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self._workload.max_norm)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return loss.detach()
+
+    def observe(self) -> None:
+        """Counts a step that was skipped: the one thing that lowers the scale."""
+        before, self._scale = self._scale, self._scaler.get_scale()
+        self._skipped += self._scale < before
+
+    def facts(self) -> Facts:
+        """Returns the scaler's scale and the bytes of parameters, gradients and optimizer state."""
+        states = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        memory = {
+            "weights": sum(p.nbytes for p in self._parameters),
+            "masters": 0,
+            "gradients": sum(p.grad.nbytes for p in self._parameters if p.grad is not None),
+            "optimizer": sum(v.nbytes for v in states),
+        }
+        return Facts(self._skipped, self._scale, memory)
+
+    def close(self) -> None:
+        """Has nothing to put back."""
+
+
+class Autocast(nn.Module):
+    """A model whose forward runs under torch.autocast and returns fp32."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = model
+        self._device_type = device.type
+        self._dtype = dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the inner model's outputs, computed in the low format where autocast's lists say so."""
+        with torch.autocast(self._device_type, self._dtype):
+            out: Tensor = self.inner(inputs)
+        return out.float()

@@ -1,0 +1,83 @@
+"""What a benchmark knows of each of its rows so far, and the record it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from halfstep.bench.contenders import Entry, Facts
+from halfstep.bench.figures import mean_of_last, speedup, spread
+from halfstep.records import BenchRun
+
+NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
+    (
+        lambda entry: entry.emulated,
+        "emulated: the device has no units for the format; products are computed in fp32 and rounded exactly, so losses"
+        " are those of a device that has them, times are not",
+    ),
+    (
+        lambda entry: entry.peer,
+        "torch.amp: autocast around the model, the same optimizer with fused=True and, in fp16, a GradScaler",
+    ),
+)
+
+
+@dataclass
+class Tally:
+    """One row so far: milliseconds of each timed step, and a figure a seed of the rest."""
+
+    entry: Entry
+    times_ms: list[float] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    validation: dict[str, list[float]] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    peak: int | None = None
+    error: str | None = None
+
+    def add_losses(self, losses: Sequence[float]) -> None:
+        """Takes the training losses of a seed, or of as much of it as there was."""
+        final = mean_of_last(losses)
+        self.train_loss += [] if final is None else [final]
+
+    def add_end(self, validation: dict[str, float], facts: Facts) -> None:
+        """Takes what is known at the end of a seed."""
+        for name, value in validation.items():
+            self.validation.setdefault(name, []).append(value)
+        self.skipped.append(facts.skipped)
+        self.scale.append(facts.scale)
+        self.memory = self.memory or facts.memory
+
+    def record(self, baseline: Sequence[float], peer: Sequence[float], parameters: int) -> BenchRun:
+        """Returns the record, with speed-ups over the step times of O0 and of the peer in the same format."""
+        return BenchRun(
+            name=self.entry.name,
+            level=self.entry.level,
+            low=self.entry.low.name,
+            peer=self.entry.peer,
+            emulated=self.entry.emulated,
+            times_ms=tuple(self.times_ms),
+            step_ms=spread(self.times_ms),
+            vs_o0=speedup(baseline, self.times_ms),
+            vs_amp=speedup(peer, self.times_ms),
+            peak_bytes=self.peak,
+            bytes_per_parameter={key: size / parameters for key, size in self.memory.items()},
+            train_loss=tuple(self.train_loss),
+            validation={key: tuple(values) for key, values in self.validation.items()},
+            skipped=tuple(self.skipped),
+            scale=tuple(self.scale),
+            error=self.error,
+        )
+
+
+def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:
+    """Returns the record of each row."""
+    baseline = next((tally.times_ms for tally in tallies if tally.entry.level == "O0"), [])
+    peers = {tally.entry.low: tally.times_ms for tally in tallies if tally.entry.peer}
+    return tuple(tally.record(baseline, peers.get(tally.entry.low, []), parameters) for tally in tallies)
+
+
+def notes(tallies: Sequence[Tally]) -> tuple[str, ...]:
+    """Returns what a reader of these rows should know."""
+    return tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies))
