@@ -1,0 +1,151 @@
+"""Op changes of Python functions, which torch's dispatcher does not know: their attribute is replaced for a session.
+
+A name that was bound earlier (`from my_ops import swish`) keeps the function as it was written.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.cast.ops import OpEngine
+from halfstep.cast.tree import CASTABLE, cast_floats, map_tensors
+from halfstep.errors import PlanError
+from halfstep.plan.optable import Category
+from halfstep.plan.plan import OpChanges
+
+Undo = Callable[[], None]
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """What one session does to the calls of one function inside its regions."""
+
+    engine: OpEngine
+    category: Category
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = self._dtype(args, kwargs)
+        if dtype is not None:
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        with torch.autocast(self.engine.device_type, dtype=self.engine.low, enabled=False):
+            return function(*args, **kwargs)
+
+    def _dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        """Returns what the arguments are cast to, None where they stay."""
+        if self.category == "allow":
+            return self.engine.low
+        if self.category == "deny":
+            return torch.float32
+        return _widest(args, kwargs) if self.category == "promote" else None
+
+
+@dataclass
+class _Place:
+    """An attribute that holds a function, and the sessions that change its calls; ours while there are any."""
+
+    holder: Any
+    name: str
+    function: Callable[..., Any]
+    wrapper: Any = None
+    patches: list[_Patch] = field(default_factory=list)
+
+    def install(self) -> None:
+        function, patches = self.function, self.patches
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for patch in patches:
+                if patch.engine.active():
+                    return patch.call(function, args, kwargs)
+            return function(*args, **kwargs)
+
+        self.own = vars(self.holder).get(self.name)
+        self.wrapper = wrapper
+        wrapper._halfstep_place = self  # type: ignore[attr-defined]
+        bound = isinstance(self.own, (staticmethod, classmethod)) or hasattr(function, "__self__")
+        setattr(self.holder, self.name, staticmethod(wrapper) if isinstance(self.holder, type) and bound else wrapper)
+
+    def remove(self, patch: _Patch) -> None:
+        with _LOCK:
+            self.patches.remove(patch)
+            if self.patches or getattr(self.holder, self.name, None) is not self.wrapper:
+                return  # else somebody wrapped ours: it stays below theirs, and passes
+            if self.own is None:
+                delattr(self.holder, self.name)
+            else:
+                setattr(self.holder, self.name, self.own)
+
+
+def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
+    """Makes the functions named "module:function" follow their list inside the engine's regions; returns the undo.
+
+    Nothing inside them is cast further. All of them are looked up before one is replaced.
+
+    Raises:
+        PlanError: a module that cannot be imported, or that has no such function.
+    """
+    wanted = [(*_find(op), _Patch(engine, category)) for category, op in _functions(changes)]
+    places = [(_place(holder, name, patch), patch) for holder, name, patch in wanted]
+
+    def undo() -> None:
+        while places:
+            place, patch = places.pop()
+            place.remove(patch)
+
+    return undo
+
+
+def _functions(changes: OpChanges) -> list[tuple[Category, str]]:
+    lists: tuple[Category, ...] = tuple(field.name for field in fields(changes))  # type: ignore[misc]
+    return [(category, op) for category in lists for op in getattr(changes, category) if ":" in op]
+
+
+def _find(op: str) -> tuple[Any, str]:
+    """Returns the module, or the class in it, that holds a function, and the function's name there."""
+    module, _, path = op.partition(":")
+    try:
+        holder: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise PlanError(
+            f"op {op!r}: module {module!r} cannot be imported ({error}); give 'module:function' with a module that can"
+        ) from error
+    *classes, name = path.split(".")
+    for part in classes:
+        holder = getattr(holder, part, None)
+    if not callable(getattr(holder, name, None)):
+        raise PlanError(f"op {op!r}: module {module!r} has no function {path!r}; give a function that it has")
+    return holder, name
+
+
+def _place(holder: Any, name: str, patch: _Patch) -> _Place:
+    """Adds a patch to a function, which is replaced unless it has been before."""
+    with _LOCK:
+        current = getattr(holder, name)
+        place = getattr(current, "_halfstep_place", None)
+        if not isinstance(place, _Place) or place.wrapper is not current:
+            place = _Place(holder, name, current)
+            place.install()
+        place.patches.append(patch)
+        return place
+
+
+def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """Returns fp32 where the castable tensors among the arguments differ in dtype."""
+    found: list[torch.dtype] = []
+
+    def look(t: Tensor) -> Tensor:
+        if t.dtype in CASTABLE and t.dtype not in found:
+            found.append(t.dtype)
+        return t
+
+    map_tensors(look, (args, kwargs))
+    return torch.float32 if len(found) > 1 else None
