@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.optim.masters import Layout
+
+_MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other parameters take part in every step
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,25 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}
 
-    def flat(self, role: str, numel: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns `numel` uninitialised elements of `dtype` on the device of `like`; a role has one user at a time."""
-        key = (role, like.device, dtype)
+    def views(self, role: str, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Returns uninitialised flat memory and views of it in the shapes of `like`; a role has one user at a time."""
+        device = like[0].device
+        key = (role, device, dtype, *[t.shape for t in like])
+        made = self._views.get(key)
+        if made is None:
+            flat = self._flat(role, device, dtype, sum(t.numel() for t in like))
+            made = flat, list(torch._C._nn.unflatten_dense_tensors(flat, like))
+            self._views[key] = made
+        return made
+
+    def _flat(self, role: str, device: torch.device, dtype: torch.dtype, numel: int) -> Tensor:
+        key = (role, device, dtype)
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=dtype, device=like.device)
-            self._buffers[key] = buffer
+        if buffer is None or buffer.numel() < numel or len(self._views) >= _MOST_VIEWS:
+            self._views.clear()  # they would keep the smaller buffer
+            buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel]
 
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.optim.guard import original_step
-from halfstep.optim.masters import MasterStore
+from halfstep.optim.masters import MasterStore, is_low
 
 
 class ForeignStepper:
@@ -65,7 +65,7 @@ class ForeignStepper:
         stand_in.data = self._store.full(p)
         state = self._optimizer.state.get(p, {})
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
+            if isinstance(value, Tensor) and is_low(value):
                 state[name] = value.float()
         return stand_in
 
@@ -92,9 +92,9 @@ class ForeignStepper:
                 target.grad = true
             yield
         finally:
-            for target, grad, true in held:
+            for target, previous, true in held:
                 if target.grad is true:
-                    target.grad = grad  # type: ignore[assignment]
+                    target.grad = previous
 
 
 def unscaled(grad: Tensor, target: Tensor, factor: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +16,13 @@ from halfstep.optim.split import join, round_half_away, split
 MasterKind = Literal["none", "copy", "split"]
 Layout = Literal["full", "low", "copy", "split"]
 _LAYOUTS: dict[MasterKind, Layout] = {"none": "low", "copy": "copy", "split": "split"}
-_FULL_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass
+class _Entry:
+    param: Parameter
+    extra: Tensor | None
+    version: int
 
 
 class MasterStore:
@@ -31,31 +38,30 @@ class MasterStore:
             raise ValueError(f"a split master needs bf16 weights, not {low}; keep a copy instead")
         self.kind = kind
         self.low = low
-        self._extras: dict[Parameter, Tensor | None] = {}
-        self._versions: dict[Parameter, int] = {}
+        self._entries: dict[int, _Entry] = {}  # by id: the hash of a Tensor is a Python call; entries keep theirs alive
 
     def __contains__(self, p: object) -> bool:
-        return p in self._extras
+        return id(p) in self._entries
 
     def __iter__(self) -> Iterator[Parameter]:
-        return iter(self._extras)
+        return iter([entry.param for entry in self._entries.values()])
 
     def __len__(self) -> int:
-        return len(self._extras)
+        return len(self._entries)
 
     @torch.no_grad()
     def track(self, p: Parameter) -> None:
         """Keeps the fp32 value of `p` as its master and stores `p` low; a tracked `p` is left as it is.
 
-        A `p` that is low already gets its own value as master. `p` stays the same object; its storage is new.
+        A `p` that is low already gets its own value as master. `p` stays the same object with new storage, and a
+        gradient that it holds becomes low too.
         """
-        if p in self._extras:
+        if p in self:
             return
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
         weight, extra = self._stored(full)
-        p.data = weight
-        self._extras[p] = extra
-        self.note(p)
+        _set_data(p, weight)
+        self._entries[id(p)] = _Entry(p, extra, p._version)
 
     def layout(self, p: Parameter) -> Layout:
         """Returns how the value of `p` is kept: `full` in itself, `low` without a master, as `copy` or `split`.
@@ -63,8 +69,8 @@ class MasterStore:
         Raises:
             SessionError: `p` is tracked and something else has changed its dtype.
         """
-        if p not in self._extras:
-            return "full" if p.dtype in _FULL_DTYPES else "low"
+        if id(p) not in self._entries:
+            return "low" if is_low(p) else "full"
         if p.dtype is not self.low:
             raise SessionError(
                 f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
@@ -74,13 +80,12 @@ class MasterStore:
 
     def extra(self, p: Parameter) -> Tensor:
         """Returns the fp32 master (`copy`) or the int16 remainder (`split`) of a tracked `p`, on the device of `p`."""
-        extra = self._extras[p]
-        if extra is None:
+        entry = self._entries[id(p)]
+        if entry.extra is None:
             raise KeyError(f"masters of kind {self.kind!r} keep nothing beside the weight")
-        if extra.device != p.device:  # the model was moved after initialize
-            extra = extra.to(p.device)
-            self._extras[p] = extra
-        return extra
+        if entry.extra.device != p.device:  # the model was moved after initialize
+            entry.extra = entry.extra.to(p.device)
+        return entry.extra
 
     @torch.no_grad()
     def full(self, p: Parameter) -> Tensor:
@@ -90,12 +95,12 @@ class MasterStore:
             return self.extra(p)
         if layout == "split":
             return join(p.detach(), self.extra(p))
-        return p.detach().float() if p.is_floating_point() and p.dtype.itemsize < 4 else p.detach()
+        return p.detach().float() if layout == "low" else p.detach()
 
     @torch.no_grad()
     def write(self, p: Parameter, value: Tensor) -> None:
         """Sets the value of `p` in place: the weight, and the master or remainder beside it."""
-        if p not in self._extras:
+        if p not in self:
             p.copy_(value)
             return
         weight, extra = self._stored(value.detach().to(p.device, torch.float32))
@@ -108,19 +113,19 @@ class MasterStore:
     def adopt(self, p: Parameter) -> None:
         """Accepts a stored weight that was changed from outside as the value of `p`.
 
-        Elements of a `copy` whose master still rounds to the weight keep it; the others take the weight. Of a `split`
-        the remainders stay, half a place of the weight at most, but for zeros and infinities, which are exact.
+        Elements of a `copy` whose master still rounds to the weight keep it; the others take the weight. A `split`
+        cannot
+        tell: its remainders stay, at most half a place of the weight, but for zeros and infinities, which are exact.
         """
-        if p not in self._extras:
+        if p not in self:
             return
         layout = self.layout(p)
+        weight = p.detach()
         if layout == "copy":
             master = self.extra(p)
-            master.copy_(self._reconciled(master, p.detach()))
+            master.copy_(self._reconciled(master, weight))
         elif layout == "split":
-            weight = p.detach()
-            exact = (weight == 0) | ~weight.isfinite()
-            self.extra(p).masked_fill_(exact, 0)
+            self.extra(p).masked_fill_((weight == 0) | ~weight.isfinite(), 0)
         self.note(p)
 
     def adopt_changed(self, params: Iterable[Parameter]) -> None:
@@ -129,41 +134,39 @@ class MasterStore:
         Sees what moved the version counter (`p.copy_()` under `no_grad`, `nn.init`), not writes through `p.data`.
         """
         for p in params:
-            if p in self._extras and p._version != self._versions[p]:
+            entry = self._entries.get(id(p))
+            if entry is not None and p._version != entry.version:
                 self.adopt(p)
 
     @torch.no_grad()
-    def load(self, p: Parameter, entry: Tensor) -> Tensor:
-        """Takes a checkpoint's `entry` as the value of `p` and returns the stored weight, in the dtype of `p`.
+    def load(self, p: Parameter, value: Tensor) -> Tensor:
+        """Takes a checkpoint's entry as the value of `p` and returns the stored weight, in the dtype of `p`.
 
-        An fp32 entry is the truth. A low entry says nothing about the low bits: elements of `p` that round to it keep
-        their master, the others take the entry.
+        An fp32 entry is the truth. An entry in the low format says nothing about the low bits: elements of `p` that
+        round to it keep their master, the others take the entry.
         """
-        if p in self._extras and entry.dtype is self.low:
-            entry = entry.to(p.device)
-            entry = self._reconciled(self.full(p), entry)
-        self.write(p, entry)
+        if p in self and value.dtype is self.low:
+            value = self._reconciled(self.full(p), value.to(p.device))
+        self.write(p, value)
         return p.detach()
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
         """Gives a tracked `p` its trained fp32 value as its own storage and forgets it; a gradient becomes fp32 too."""
-        if p not in self._extras:
-            return
-        grad = p.grad
-        p.grad = None
-        p.data = self.full(p)
-        del self._extras[p], self._versions[p]
-        if grad is not None:
-            p.grad = grad.to(p.dtype)
+        if p in self:
+            _set_data(p, self.full(p))
+            del self._entries[id(p)]
 
     def note(self, p: Parameter) -> None:
-        """Remembers that the stored weight of `p` is as the store wrote it."""
-        self._versions[p] = p._version
+        """Remembers that a tracked weight is now as the store or its update wrote it."""
+        entry = self._entries.get(id(p))
+        if entry is not None:
+            entry.version = p._version
 
     def bytes(self) -> int:
         """Returns how many bytes the masters or remainders take."""
-        return sum(extra.numel() * extra.element_size() for extra in self._extras.values() if extra is not None)
+        extras = [entry.extra for entry in self._entries.values() if entry.extra is not None]
+        return sum(extra.numel() * extra.element_size() for extra in extras)
 
     def _stored(self, full: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.kind == "split":
@@ -173,3 +176,16 @@ class MasterStore:
     def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
         same = round_half_away(full, self.low).view(torch.int16) == weight.view(torch.int16)
         return torch.where(same, full, weight.float())
+
+
+def is_low(t: Tensor) -> bool:
+    """Returns whether `t` is of a floating dtype narrower than fp32."""
+    return t.is_floating_point() and t.dtype.itemsize < 4
+
+
+def _set_data(p: Parameter, data: Tensor) -> None:
+    grad = p.grad
+    p.grad = None
+    p.data = data
+    if grad is not None:
+        p.grad = grad.to(data.dtype)

@@ -14,9 +14,11 @@ from halfstep.errors import SessionError
 from halfstep.optim.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
 from halfstep.optim.hooks import run_post_hooks, run_pre_hooks
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.update import update
+from halfstep.optim.rows import Rows, by_rows
+from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
 
 StateDict = dict[str, Any]
+Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 
 
 class OwnStepper:
@@ -29,29 +31,30 @@ class OwnStepper:
     predicated = True
     syncs = False
 
-    def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: MasterStore,
+        implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
+    ) -> None:
         self._optimizer = optimizer
         self._store = store
+        self._implementations = implementations
         self._scratch = Scratch()
         self._fresh: dict[Parameter, tuple[Tensor, Tensor]] = {}  # first momentum and its flag: 1 until an update
-        self._hook = optimizer.register_state_dict_post_hook(self._without_fresh_state)
+        self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         """Updates `params` from `grads` times `factor`; where `found` is true nothing changes."""
         optimizer = self._optimizer
-        given = {p: grad for p, grad in zip(params, grads, strict=True) if p.numel()}
-        self._check(given)
+        members = self._by_group(params, grads)
         run_pre_hooks(optimizer)
-        self._store.adopt_changed(given)
-        for group in optimizer.param_groups:
-            options = options_of(optimizer, group)
-            for batch in self._batches([p for p in group["params"] if p in given], given, options):
-                device = batch.device
-                local = None if factor is None else factor.to(device, non_blocking=True)
-                update(batch, options, local, found.to(device, non_blocking=True), self._scratch)
-        for p in given:
-            if p in self._store:
-                self._store.note(p)
+        self._store.adopt_changed(params)
+        with torch.no_grad():
+            for group, rows in zip(optimizer.param_groups, members, strict=True):
+                self._step_group(options_of(optimizer, group), rows, factor, found)
+        for p in params:
+            self._store.note(p)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
         run_post_hooks(optimizer)
 
@@ -69,82 +72,88 @@ class OwnStepper:
                 if isinstance(step, Tensor):
                     self._optimizer.state[p]["step"] = step.cpu()
 
-    def _check(self, given: Mapping[Parameter, Tensor]) -> None:
-        members = {p for group in self._optimizer.param_groups for p in group["params"]}
+    def _by_group(self, params: list[Parameter], grads: list[Tensor]) -> list[list[Member]]:
+        """Returns the parameters with elements, and their gradients, by param group, or refuses them."""
         name = type(self._optimizer).__name__
-        if not given.keys() <= members:
-            raise SessionError(f"{len(given.keys() - members)} parameters to update are in no group of this {name}")
-        if not isinstance(self._optimizer, SGD) and any(grad.is_sparse for grad in given.values()):
+        if not isinstance(self._optimizer, SGD) and any(grad.is_sparse for grad in grads):
             raise SessionError(f"{name} takes no sparse gradients; use SparseAdam or sparse=False")
+        given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
+        groups = self._optimizer.param_groups
+        members = [[(p, given.pop(id(p))) for p in group["params"] if id(p) in given] for group in groups]
+        if given:
+            raise SessionError(f"{len(given)} parameters to update are in no group of this {name}")
+        return [[member for member in rows if member[0].numel()] for rows in members]
 
-    def _batches(self, params: list[Parameter], given: Mapping[Parameter, Tensor], options: Options) -> list[Batch]:
-        """Returns `params` in batches of what is stored alike."""
-        batches: dict[tuple[Any, ...], Batch] = {}
-        for p in params:
+    def _step_group(self, options: Options, members: list[Member], factor: Tensor | None, found: Tensor) -> None:
+        dense: dict[tuple[Any, ...], Batch] = {}
+        sparse: list[Rows] = []
+        names = state_names(options)
+        for p, grad in members:
             layout = self._store.layout(p)
             weight = _real(p.detach())
+            extra = [self._store.extra(p)] if layout in ("copy", "split") else []
+            if grad.is_sparse:
+                rows = by_rows(layout, weight, extra, grad, options)
+                if rows is not None:
+                    sparse.append(rows)
+                    continue
+                grad = grad.to_dense()
             key = (layout, p.device, weight.dtype, is_dense(weight))
-            batch = batches.get(key)
+            batch = dense.get(key)
             if batch is None:
-                batch = batches[key] = Batch(layout, [], [], [], {name: [] for name in state_names(options)})
+                batch = dense[key] = Batch(layout, [], [], [], {name: [] for name in names})
             batch.weights.append(weight)
-            if layout in ("copy", "split"):
-                batch.extras.append(in_layout_of(self._store.extra(p), weight))
-            grad = given[p]
-            batch.grads.append(in_layout_of(_real(grad.to_dense() if grad.is_sparse else grad.detach()), weight))
-            self._collect_state(p, batch, options)
-        return list(batches.values())
+            batch.extras.extend(extra)
+            batch.grads.append(in_layout_of(_real(grad.detach()), weight))
+            if batch.states:
+                self._collect_state(p, batch, options)
+        for batch in [*dense.values(), *(rows.batch for rows in sparse)]:
+            local = None if factor is None else factor.to(batch.device, non_blocking=True)
+            skip = found.to(batch.device, non_blocking=True)
+            update(batch, options, local, skip, self._scratch, self._implementations)
+        for rows in sparse:
+            rows.write_back()
 
     def _collect_state(self, p: Parameter, batch: Batch, options: Options) -> None:
-        if not batch.states:
-            return
         state = self._optimizer.state[p]
-        new = not state
         dtype = p.dtype if batch.layout == "full" else torch.float32
+        new = False
         for name, tensors in batch.states.items():
             tensor = state.get(name)
             if tensor is None:
-                tensor = torch.zeros_like(p, dtype=dtype, requires_grad=False)
                 new = True
+                tensor = state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
             elif tensor.dtype is not dtype or tensor.device != p.device or tensor.stride() != p.stride():
-                tensor = in_layout_of(tensor.to(p.device, dtype), p)
-            state[name] = tensor
+                tensor = state[name] = in_layout_of(tensor.to(p.device, dtype), p)
             tensors.append(_real(tensor))
         if isinstance(options, Adam):
-            batch.steps.append(self._step_count(p, state))
+            batch.steps.append(_step_count(state, p.device))
         else:
             batch.fresh.append(self._fresh_flag(p, state["momentum_buffer"], new))
 
-    def _step_count(self, p: Parameter, state: StateDict) -> Tensor:
-        step = state.get("step")
-        if not isinstance(step, Tensor) or step.device != p.device or step.dtype is not torch.float32:
-            step = torch.as_tensor(0.0 if step is None else step, dtype=torch.float32, device=p.device)
-            state["step"] = step
-        return step
-
-    def _fresh_flag(self, p: Parameter, buffer: Tensor, new: bool) -> Tensor:
+    def _fresh_flag(self, p: Parameter, momentum: Tensor, new: bool) -> Tensor:
         held = self._fresh.get(p)
-        if held is None or held[0] is not buffer:  # also where a state was loaded: its momentum is of some update
-            held = self._fresh[p] = (buffer, torch.full((), float(new), device=p.device))
+        if held is None or held[0] is not momentum:  # a momentum that was loaded has seen an update
+            held = self._fresh[p] = (momentum, torch.full((), float(new), device=p.device))
         return held[1]
 
     def _unreached(self) -> list[Parameter]:
-        """Returns the parameters whose state no update has reached; reads the flags on the host, once a device."""
-        flags: dict[torch.device, list[tuple[Parameter, Tensor]]] = {}
+        """Returns the parameters whose state no update has reached; reads their flags on the host, once a device."""
+        flags: dict[torch.device, list[tuple[Any, Tensor]]] = {}
         for p, state in self._optimizer.state.items():
-            if not isinstance(p, Parameter):
-                continue
+            momentum, flag = self._fresh.get(p, (None, None)) if isinstance(p, Parameter) else (None, None)
             if isinstance(state.get("step"), Tensor):
-                flags.setdefault(state["step"].device, []).append((p, state["step"] == 0))
-            elif p in self._fresh and self._fresh[p][0] is state.get("momentum_buffer"):
-                flags.setdefault(p.device, []).append((p, self._fresh[p][1] == 1))
-        found = []
+                flag = state["step"] == 0
+            elif flag is None or momentum is not state.get("momentum_buffer"):
+                continue
+            flags.setdefault(flag.device, []).append((p, flag.bool()))
+        unreached: list[Parameter] = []
         for rows in flags.values():
-            unreached = torch.stack([flag for _, flag in rows]).tolist()
-            found += [p for (p, _), is_unreached in zip(rows, unreached, strict=True) if is_unreached]
-        return found
+            values = torch.stack([flag for _, flag in rows]).tolist()
+            unreached += [p for (p, _), value in zip(rows, values, strict=True) if value]
+        return unreached
 
-    def _without_fresh_state(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+    def _without_unreached_state(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         unreached = set(self._unreached())
         order = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         indices = {i for i, p in enumerate(order) if p in unreached}
@@ -168,6 +177,14 @@ def state_names(options: Options) -> tuple[str, ...]:
     if isinstance(options, Sgd):
         return ("momentum_buffer",) if options.momentum else ()
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options.amsgrad else ("exp_avg", "exp_avg_sq")
+
+
+def _step_count(state: StateDict, device: torch.device) -> Tensor:
+    step = state.get("step")
+    if not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32:
+        step = torch.as_tensor(0.0 if step is None else step, dtype=torch.float32, device=device)
+        state["step"] = step
+    return step
 
 
 def _real(t: Tensor) -> Tensor:

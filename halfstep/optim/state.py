@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.optim.masters import is_low
+
 StateDict = dict[str, Any]
 
 
@@ -29,9 +31,7 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         for p, index in zip(members, indices, strict=True):
             if p in optimizer.state and index in saved["state"]:
-                optimizer.state[p] = _exact(
-                    optimizer.state[p], saved["state"][index], p.is_floating_point() and p.dtype.itemsize < 4
-                )
+                optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_low(p))
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(keep),

@@ -52,6 +52,7 @@ class PlainStepper:
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         """Steps the optimizer; no argument is used, because nothing is scaled and nothing is skipped."""
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's wrapper may stand above the guard
         original_step(self._optimizer)()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ Run = Callable[[Batch, Options, Tensor | None, Tensor, Scratch], None]
 
 # Elements that are opened at a time: parts that stay in a CPU's cache, and few launches elsewhere.
 _CHUNK = {"cpu": 2**19}
-_CHUNK_ELSEWHERE = 2**25
+_CHUNK_ELSEWHERE = 2**23
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,22 @@ class Implementation:
     run: Run
 
 
-def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update of `batch` with the first implementation of the table that takes it."""
-    with torch.no_grad():
-        if batch.steps:
-            torch._foreach_add_(batch.steps, (~found).to(torch.float32))
-        for implementation in IMPLEMENTATIONS.values():
-            if implementation.fits(batch, options):
-                implementation.run(batch, options, factor, found, scratch)
-                break
-        if batch.fresh:
-            torch._foreach_mul_(batch.fresh, found.to(torch.float32))
+@torch.no_grad()
+def update(
+    batch: Batch,
+    options: Options,
+    factor: Tensor | None,
+    found: Tensor,
+    scratch: Scratch,
+    implementations: Mapping[str, Implementation],
+) -> None:
+    """Makes one update of `batch` with the first of `implementations` that takes it."""
+    implementation = next(row for row in implementations.values() if row.fits(batch, options))
+    if batch.steps:
+        torch._foreach_add_(batch.steps, (~found).to(torch.float32))
+    implementation.run(batch, options, factor, found, scratch)
+    if batch.fresh:
+        torch._foreach_mul_(batch.fresh, found.to(torch.float32))
 
 
 def opened(core: Core) -> Run:
@@ -66,10 +71,10 @@ def _open(part: Batch, scratch: Scratch) -> list[Tensor]:
         return part.weights
     if part.layout == "copy":
         return part.extras
-    flat, full = _views(part.weights, "full", torch.float32, scratch)
+    flat, full = scratch.views("full", torch.float32, part.weights)
     torch._foreach_copy_(full, part.weights)  # bf16 to fp32 is the shift by 16 bits
     if part.layout == "split":
-        low_bits, views = _views(part.extras, "bits", torch.int32, scratch)
+        low_bits, views = scratch.views("bits", torch.int32, part.extras)
         torch._foreach_copy_(views, part.extras)
         flat.view(torch.int32).add_(low_bits)
     return full
@@ -79,7 +84,7 @@ def _unscaled(part: Batch, factor: Tensor | None, scratch: Scratch) -> list[Tens
     ready = all(grad.dtype is part.dtype for grad in part.grads)
     if ready and factor is None:
         return part.grads
-    flat, grads = _views(part.grads, "grads", part.dtype, scratch)
+    flat, grads = scratch.views("grads", part.dtype, part.grads)
     torch._foreach_copy_(grads, part.grads)
     if factor is not None:
         flat.mul_(factor)
@@ -93,24 +98,19 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
     if dtype is not torch.bfloat16:
         torch._foreach_copy_(part.weights, full)
         return
-    flat, views = _views(full, "full", torch.float32, scratch)
+    flat, views = scratch.views("full", torch.float32, full)
     if part.layout == "copy":
         torch._foreach_copy_(views, full)
     bits = flat.view(torch.int32)
     if part.layout == "split":
-        low_bits, remainders = _views(part.extras, "remainders", torch.int16, scratch)
+        low_bits, remainders = scratch.views("remainders", torch.int16, part.extras)
         low_bits.copy_(bits)
         torch._foreach_copy_(part.extras, remainders)
     bits.add_(0x8000).bitwise_and_(-0x10000)  # round_half_away; the cast below is then exact
     torch._foreach_copy_(part.weights, views)
 
 
-def _views(like: list[Tensor], role: str, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, list[Tensor]]:
-    """Returns flat scratch memory and views of it in the shapes of `like`."""
-    flat = scratch.flat(role, sum(t.numel() for t in like), like[0], dtype)
-    return flat, list(torch._C._nn.unflatten_dense_tensors(flat, like))
-
-
+# In order of preference. The last one takes everything; it is the reference that the others are tested against.
 IMPLEMENTATIONS = {
     "fused": Implementation(fused.fits, opened(fused.update)),
     "eager": Implementation(lambda batch, options: True, opened(eager.update)),

@@ -1,0 +1,42 @@
+"""The rows of a table that a sparse gradient reaches, updated as a small batch of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfstep.optim.batch import Batch, Options, Sgd
+from halfstep.optim.masters import Layout
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Copies of some rows of a weight, as a batch, and where they belong."""
+
+    batch: Batch
+    tables: list[Tensor]
+    index: Tensor
+
+    def write_back(self) -> None:
+        """Puts the rows, updated, into their tables."""
+        for table, rows in zip(self.tables, [*self.batch.weights, *self.batch.extras], strict=True):
+            table.index_copy_(0, self.index, rows)
+
+
+def by_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options) -> Rows | None:
+    """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None where the update needs all.
+
+    Momentum and weight decay move every row; and off the CPU the number of rows is known on the device only, so that a
+    dense gradient is what does not wait for it.
+    """
+    stateless = isinstance(options, Sgd) and not options.momentum and not options.weight_decay
+    if not stateless or weight.device.type != "cpu" or grad.sparse_dim() != 1:
+        return None
+    merged = grad.detach().coalesce()
+    index = merged.indices()[0]
+    tables = [weight, *extra]
+    weights, *extras = [table.index_select(0, index) for table in tables]
+    if not weights.numel():
+        return None
+    return Rows(Batch(layout, [weights], extras, [merged.values()]), tables, index)
