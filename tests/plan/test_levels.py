@@ -1,0 +1,245 @@
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from halfstep.errors import FormatError, PlanError
+from halfstep.formats import BF16, E5M2, FP16, FP32
+from halfstep.plan.levels import LEVELS, as_scaling, customize, level
+from halfstep.plan.plan import OpChanges, Plan
+from halfstep.plan.policy import FULL, LOW
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+
+NONE, DYNAMIC, ONE = Scaling("none"), Scaling("dynamic"), Scaling("static", init=1.0)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("O0", BF16, "full", "none", "full", "none", NONE, "keep"),
+        Plan("O0", FP16, "full", "none", "full", "none", NONE, "keep"),
+        Plan("O1", BF16, "full", "table", "full", "none", NONE),
+        Plan("O1", FP16, "full", "table", "full", "none", DYNAMIC),
+        Plan("O2", BF16, "low", "table", "full", "split", NONE),
+        Plan("O2", FP16, "low", "table", "full", "copy", DYNAMIC),
+        Plan("O3", BF16, "low", "table", "low", "none", NONE),
+        Plan("O3", FP16, "low", "table", "low", "none", ONE),
+    ],
+    ids=lambda plan: f"{plan.name}-{plan.low}",
+)
+def test_a_level_is_the_row_of_the_design(plan):
+    assert level(plan.name, plan.low) == plan
+
+
+def test_the_table_has_four_levels_that_know_their_names_and_purpose():
+    assert list(LEVELS) == ["O0", "O1", "O2", "O3"]
+    assert all(row.name == name and row.purpose for name, row in LEVELS.items())
+
+
+def test_the_table_cannot_be_changed():
+    with pytest.raises(TypeError):
+        LEVELS["O4"] = LEVELS["O3"]
+
+
+@pytest.mark.parametrize("low", ["bf16", torch.bfloat16, BF16])
+def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
+    assert level("O1", low).low is BF16
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("00", r"did you mean 'O0' \(the letter O, not the digit 0\)"),
+        ("01", r"did you mean 'O1' \(the letter O, not the digit 0\)"),
+        ("02", r"did you mean 'O2' \(the letter O, not the digit 0\)"),
+        ("o1", r"did you mean 'O1' \(the capital letter O and a digit\)"),
+        (" O2 ", r"did you mean 'O2' \(the capital letter O and a digit\)"),
+    ],
+)
+def test_the_usual_misspellings_of_a_level_get_a_hint(name, hint):
+    with pytest.raises(PlanError, match=f"unknown level '{name}'; known are O0, O1, O2, O3; {hint}"):
+        level(name, BF16)
+
+
+@pytest.mark.parametrize("name", ["mixed", "", None, 1, ["O1"]])
+def test_an_unknown_level_is_refused_with_those_that_are_known(name):
+    with pytest.raises(PlanError, match=r"unknown level .*; known are O0, O1, O2, O3"):
+        level(name, BF16)
+
+
+@pytest.mark.parametrize("low", [FP32, E5M2])
+def test_a_level_in_a_format_to_compute_in_only_is_refused(low):
+    with pytest.raises(PlanError, match=f"level O1 in {low}: bf16 and fp16 can be trained in"):
+        level("O1", low)
+
+
+def test_a_level_in_an_unknown_format_is_refused():
+    with pytest.raises(FormatError, match=r"half"):
+        level("O1", "half")
+
+
+# customize
+
+
+def test_without_keywords_the_plan_stays():
+    plan = replace(level("O2", BF16), name="mine", master="copy")
+    assert customize(plan) is plan or customize(plan) == plan
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(("before", "after"), [(BF16, FP16), (FP16, BF16), (BF16, BF16)])
+def test_another_low_brings_the_levels_master_and_scale_for_it(name, before, after):
+    assert customize(level(name, before), low=after) == level(name, after)
+
+
+def test_another_low_keeps_what_the_plan_had_changed():
+    plan = replace(level("O2", BF16), master="none", scale=Scaling("static", init=4))
+    assert customize(plan, low="fp16") == replace(level("O2", FP16), master="none", scale=Scaling("static", init=4))
+
+
+def test_another_low_of_a_plan_with_its_own_name_changes_low_alone():
+    plan = replace(level("O3", FP16), name="mine")
+    assert customize(plan, low="bf16") == replace(plan, low=BF16)
+
+
+def test_another_low_that_contradicts_an_own_plan_is_refused():
+    with pytest.raises(PlanError, match=r"'split' needs bf16"):
+        customize(replace(level("O2", BF16), name="mine"), low="fp16")
+
+
+def test_low_that_cannot_be_trained_in_is_refused():
+    with pytest.raises(PlanError, match=r"plan low is fp32"):
+        customize(level("O2", BF16), low="fp32")
+
+
+def test_a_keyword_wins_over_what_low_brings():
+    plan = customize(level("O2", BF16), low="fp16", master="none", loss_scale=128)
+    assert plan == replace(level("O2", FP16), master="none", scale=Scaling("static", init=128))
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "expected"),
+    [
+        ("dynamic", DYNAMIC),
+        ("none", NONE),
+        (128, Scaling("static", init=128)),
+        (0.5, Scaling("static", init=0.5)),
+        (1, ONE),
+        ("128.0", Scaling("static", init=128)),
+        (numpy.float32(8), Scaling("static", init=8)),
+        (Scaling("dynamic", init=8), Scaling("dynamic", init=8)),
+    ],
+)
+def test_a_loss_scale_is_a_word_a_number_or_a_scaling(loss_scale, expected):
+    assert as_scaling(loss_scale) == expected
+    assert customize(level("O1", FP16), loss_scale=loss_scale).scale == expected
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamc", "", "static", True, [1], torch.tensor(1.0), b"1"])
+def test_another_loss_scale_is_refused(loss_scale):
+    with pytest.raises(PlanError, match=r"loss_scale is .*; give 'dynamic', 'none', a number or a Scaling"):
+        as_scaling(loss_scale)
+
+
+@pytest.mark.parametrize("loss_scale", [0, -1, "0", "inf", float("nan"), 1e300])
+def test_a_loss_scale_that_cannot_scale_is_refused(loss_scale):
+    with pytest.raises(PlanError, match=r"scale init is .*; give a number from"):
+        as_scaling(loss_scale)
+
+
+def test_a_misspelt_loss_scale_gets_the_nearest():
+    with pytest.raises(PlanError, match=r"did you mean 'dynamic'"):
+        as_scaling("Dynamc")
+
+
+def test_a_loss_scale_at_o0_is_refused():
+    with pytest.raises(PlanError, match=r"plan 'O0': a loss scale"):
+        customize(level("O0", FP16), loss_scale="dynamic")
+
+
+@pytest.mark.parametrize("norms", ["full", "low"])
+@pytest.mark.parametrize("name", ["O0", "O1"])
+def test_norms_are_refused_where_the_weights_are_fp32(name, norms):
+    with pytest.raises(PlanError, match=f"norms is '{norms}', but at {name} .*leave norms out"):
+        customize(level(name, BF16), norms=norms)
+
+
+@pytest.mark.parametrize(("name", "norms"), [("O2", "low"), ("O3", "full"), ("O2", "full")])
+def test_norms_change_the_levels_with_low_weights(name, norms):
+    assert customize(level(name, BF16), norms=norms) == replace(level(name, BF16), norms=norms)
+
+
+def test_unknown_norms_are_refused():
+    with pytest.raises(PlanError, match=r"plan norms is 'fp32'"):
+        customize(level("O2", BF16), norms="fp32")
+
+
+def test_a_master_changes_the_plan():
+    assert customize(level("O3", BF16), master="copy").master == "copy"
+
+
+def test_a_master_at_o1_is_refused():
+    with pytest.raises(PlanError, match=r"plan 'O1': a master keeps"):
+        customize(level("O1", BF16), master="copy")
+
+
+def test_no_master_is_what_o1_has():
+    assert customize(level("O1", BF16), master="none") == level("O1", BF16)
+
+
+def test_rules_are_added_and_win_over_the_plans_with_their_pattern():
+    plan = replace(level("O2", BF16), rules=(Rule("head", FULL), Rule("tail", FULL)))
+    assert customize(plan, rules=[Rule("head", LOW)]).rules == (Rule("tail", FULL), Rule("head", LOW))
+
+
+@pytest.mark.parametrize("rules", [Rule("head", FULL), "head", None, 3])
+def test_rules_are_a_list(rules):
+    with pytest.raises(PlanError, match=r"rules is .*; give a tuple of Rules"):
+        customize(level("O2", BF16), rules=rules)
+
+
+def test_what_is_no_rule_is_refused():
+    with pytest.raises(PlanError, match=r"is no edit"):
+        customize(level("O2", BF16), rules=["head"])
+
+
+@pytest.mark.parametrize(
+    "ops", [{"deny": ["softmax"], "allow": ("exp",)}, OpChanges(deny=("softmax",), allow=("exp",))]
+)
+def test_ops_are_op_changes_or_a_dict_of_lists(ops):
+    assert customize(level("O1", BF16), ops=ops).op_changes == OpChanges(deny=("softmax",), allow=("exp",))
+
+
+def test_ops_are_added_to_the_plans_own():
+    plan = replace(level("O1", BF16), op_changes=OpChanges(deny=("softmax", "exp")))
+    assert customize(plan, ops={"allow": ["softmax"]}).op_changes == OpChanges(deny=("exp",), allow=("softmax",))
+
+
+def test_ops_of_another_type_are_refused():
+    with pytest.raises(PlanError, match=r"ops is 'softmax'; give OpChanges or a dict of lists"):
+        customize(level("O1", BF16), ops="softmax")
+
+
+def test_an_unknown_list_of_ops_is_refused_with_the_nearest():
+    with pytest.raises(
+        PlanError, match=r"ops has key 'denny'; allowed are allow, deny, infer, promote; did you mean 'deny'"
+    ):
+        customize(level("O1", BF16), ops={"denny": ["softmax"]})
+
+
+def test_a_single_op_in_place_of_a_list_is_refused():
+    with pytest.raises(PlanError, match=r"give a tuple of op names"):
+        customize(level("O1", BF16), ops={"deny": "softmax"})
+
+
+def test_a_dict_of_ops_is_left_as_it_is():
+    ops = {"deny": ["softmax"]}
+    customize(level("O1", BF16), ops=ops)
+    assert ops == {"deny": ["softmax"]}
+
+
+def test_ops_at_o0_are_refused():
+    with pytest.raises(PlanError, match=r"no table acts"):
+        customize(level("O0", BF16), ops={"deny": ["softmax"]})

@@ -1,0 +1,261 @@
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+
+from halfstep.errors import FormatError, PlanError
+from halfstep.formats import BF16, E4M3, FP16, FP32, TF32
+from halfstep.plan.levels import level
+from halfstep.plan.plan import CONTRADICTIONS, OpChange, OpChanges, Plan
+from halfstep.plan.policy import FULL, LOW, Policy
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from tests.plan.strategies import plans
+
+O0, O1, O2, O3 = (level(name, BF16) for name in ("O0", "O1", "O2", "O3"))
+
+
+def make(**changes):
+    fields = {
+        "name": "mine", "low": BF16, "param": "low", "ops": "table", "norms": "full", "master": "split",
+        "scale": Scaling("none"),
+    }  # fmt: skip
+    return Plan(**{**fields, **changes})
+
+
+def test_a_plan_has_fp32_outputs_no_op_changes_and_no_rules_unless_told():
+    plan = make()
+    assert (plan.output, plan.op_changes, plan.rules) == ("full", OpChanges(), ())
+
+
+@given(plans())
+def test_a_plan_survives_pickle_and_deepcopy(plan):
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert copy.deepcopy(plan) == plan
+    assert hash(copy.deepcopy(plan)) == hash(plan)
+
+
+@pytest.mark.parametrize("low", ["fp16", torch.float16, FP16])
+def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
+    assert make(low=low, master="copy").low is FP16
+
+
+@pytest.mark.parametrize("low", [FP32, TF32, E4M3])
+def test_a_format_that_one_cannot_train_in_is_refused(low):
+    with pytest.raises(PlanError, match=f"plan low is {low.name}; bf16 and fp16 can be trained in"):
+        make(low=low)
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(FormatError, match=r"bf17"):
+        make(low="bf17")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "nearest"),
+    [
+        ("param", "Full", "full"),
+        ("ops", "tables", "table"),
+        ("norms", "lo", "low"),
+        ("master", "splitt", "split"),
+        ("output", "keeps", "keep"),
+    ],
+)
+def test_an_unknown_word_is_named_with_its_field_and_the_nearest(field, value, nearest):
+    with pytest.raises(PlanError, match=f"plan {field} is '{value}'; allowed are .*; did you mean '{nearest}'"):
+        make(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["", " ", 3, None, "a\nb"])
+def test_a_name_is_printable_text(name):
+    with pytest.raises(PlanError, match=r"plan name is"):
+        make(name=name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "example"),
+    [
+        ("scale", "dynamic", "Scaling"),
+        ("scale", None, "Scaling"),
+        ("op_changes", {"deny": ["softmax"]}, "OpChanges"),
+        ("op_changes", None, "OpChanges"),
+        ("rules", Rule("head", FULL), "tuple of Rules"),
+        ("rules", ("head",), "Rule"),
+        ("rules", "head", "tuple of Rules"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_with_an_example(field, value, example):
+    with pytest.raises(PlanError, match=f"give a {example}"):
+        make(**{field: value})
+
+
+def test_a_list_of_rules_becomes_a_tuple():
+    assert make(rules=[Rule("head", FULL)]).rules == (Rule("head", FULL),)
+
+
+# fields that contradict each other, and what the message says of them; the plan beside each differs in one field
+CASES = [
+    (O1, {"master": "copy"}, "a master keeps the fp32 value of low weights"),
+    (O1, {"master": "split"}, "a master keeps the fp32 value of low weights"),
+    (O0, {"master": "copy"}, "a master keeps the fp32 value of low weights"),
+    (O2, {"low": FP16}, "'split' needs bf16"),
+    (O1, {"norms": "low"}, "the op table decides how norms compute"),
+    (O2, {"ops": "none", "output": "keep"}, "weights are low but ops is 'none'"),
+    (O0, {"scale": Scaling("dynamic")}, "loss scale .* nothing is low"),
+    (O0, {"scale": Scaling("static", init=1)}, "loss scale .* nothing is low"),
+    (O0, {"rules": (Rule("head", FULL),)}, "rules say .* stays as it is"),
+    (O0, {"output": "full"}, "output is not touched"),
+    (O0, {"output": "low"}, "output is not touched"),
+    (O0, {"op_changes": OpChanges(deny=("softmax",))}, "no table acts"),
+]
+
+
+@pytest.mark.parametrize(("plan", "changes", "why"), CASES)
+def test_fields_that_contradict_each_other_are_refused_with_the_reason(plan, changes, why):
+    with pytest.raises(PlanError, match=f"plan '{plan.name}': .*{why}"):
+        replace(plan, **changes)
+
+
+def test_every_contradiction_of_the_table_has_a_case():
+    told = []
+    for plan, changes, _ in CASES:
+        with pytest.raises(PlanError) as caught:
+            replace(plan, **changes)
+        told.append(str(caught.value))
+    assert all(any(why in message for message in told) for _, why in CONTRADICTIONS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"low": FP16, "master": "copy"},
+        {"low": FP16, "master": "none"},
+        {"master": "none"},
+        {"scale": Scaling("dynamic")},
+        {"scale": Scaling("static", init=8)},
+        {"norms": "low"},
+        {"output": "low"},
+        {"output": "keep"},
+        {"rules": (Rule("head", LOW),)},
+    ],
+)
+def test_what_makes_sense_is_allowed(changes):
+    assert isinstance(make(**changes), Plan)
+
+
+def test_a_rule_that_stores_low_contradicts_fp32_weights():
+    with pytest.raises(PlanError, match=r"rule 'head' stores parameters low, .* give the rule Policy\('full', ...\)"):
+        replace(O1, rules=(Rule("head", LOW),))
+
+
+def test_a_rule_that_computes_low_fits_fp32_weights():
+    assert replace(O1, rules=(Rule("head", Policy("full", "low", "input")),)).rules[0].pattern == "head"
+
+
+@pytest.mark.parametrize(("second", "how"), [(FULL, "twice; remove"), (LOW, "twice, and the two disagree; remove")])
+def test_a_pattern_stands_once(second, how):
+    with pytest.raises(PlanError, match=f"has rule 'head' {how}"):
+        make(rules=(Rule("head", FULL), Rule("head", second)))
+
+
+# op changes
+
+
+def test_lists_of_ops_become_tuples():
+    assert OpChanges(deny=["softmax", "exp"]).deny == ("softmax", "exp")
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"allow": ("softmax",), "deny": ("softmax",)}, "in allow and deny"),
+        ({"infer": ("softmax",), "promote": ("softmax",)}, "in infer and promote"),
+        ({"deny": ("softmax", "softmax")}, "twice in deny"),
+    ],
+)
+def test_an_op_stands_in_one_list(changes, where):
+    with pytest.raises(PlanError, match=f"op 'softmax' stands {where}"):
+        OpChanges(**changes)
+
+
+@pytest.mark.parametrize("ops", ["softmax", None, 3])
+def test_a_list_of_ops_is_no_string(ops):
+    with pytest.raises(PlanError, match=r"op changes: deny is .*; give a tuple of op names"):
+        OpChanges(deny=ops)
+
+
+@pytest.mark.parametrize("op", ["", 3, None, "soft max", "softmax()", ":f", "m:", "m:f:g", "a..b", "aten::softmax"])
+def test_an_op_name_is_a_function_name(op):
+    with pytest.raises(PlanError, match=r"in deny"):
+        OpChanges(deny=(op,))
+
+
+@pytest.mark.parametrize("op", ["softmax", "torch.linalg.inv", "my_ops:swish", "pkg.my_ops:Swish.apply"])
+def test_public_names_and_module_functions_are_op_names(op):
+    assert OpChanges(deny=(op,)).deny == (op,)
+
+
+def test_an_op_change_names_an_unknown_list():
+    with pytest.raises(PlanError, match=r"op change: list is 'denny'; .*; did you mean 'deny'"):
+        OpChange("denny", "softmax")
+
+
+def test_an_op_change_checks_its_op():
+    with pytest.raises(PlanError, match=r"op '1x' in deny is no function name"):
+        OpChange("deny", "1x")
+
+
+@pytest.mark.parametrize("before", ["allow", "deny", "infer", "promote"])
+@pytest.mark.parametrize("after", ["allow", "deny", "infer", "promote"])
+def test_an_op_moves_between_any_lists(before, after):
+    changes = OpChanges(**{before: ("exp", "softmax")}).moved(OpChange(after, "exp"))
+    kept = {before: ("softmax",)} if before != after else {}
+    assert changes == OpChanges(**{**kept, after: ("softmax", "exp") if before == after else ("exp",)})
+
+
+# edits
+
+
+def test_edits_leave_the_plan_as_it_is():
+    before = copy.deepcopy(O2)
+    O2.edit(Rule("head", FULL), OpChange("deny", "softmax"), Scaling("dynamic"))
+    assert before == O2
+
+
+def test_no_edit_gives_the_same_plan():
+    assert O2.edit() == O2
+
+
+def test_each_kind_of_edit_changes_its_field():
+    plan = O2.edit(Rule("head", FULL), OpChange("deny", "softmax"), Scaling("dynamic"))
+    assert plan == replace(
+        O2, rules=(Rule("head", FULL),), op_changes=OpChanges(deny=("softmax",)), scale=Scaling("dynamic")
+    )
+
+
+def test_a_later_rule_takes_the_place_of_the_one_with_its_pattern():
+    plan = O2.edit(Rule("head", FULL), Rule("tail", FULL), Rule("head", LOW))
+    assert plan.rules == (Rule("tail", FULL), Rule("head", LOW))
+
+
+def test_a_later_op_change_moves_the_op():
+    plan = O2.edit(OpChange("deny", "softmax"), OpChange("deny", "exp"), OpChange("allow", "softmax"))
+    assert plan.op_changes == OpChanges(deny=("exp",), allow=("softmax",))
+
+
+def test_the_last_scale_wins():
+    assert O2.edit(Scaling("dynamic"), Scaling("static", init=4)).scale == Scaling("static", init=4)
+
+
+@pytest.mark.parametrize("edit", ["head", None, FULL, OpChanges(deny=("softmax",)), O1])
+def test_what_is_no_edit_is_refused(edit):
+    with pytest.raises(PlanError, match=r"is no edit; give a Rule, an OpChange or a Scaling"):
+        O2.edit(edit)
+
+
+def test_an_edit_that_contradicts_the_plan_is_refused():
+    with pytest.raises(PlanError, match=r"nothing is low"):
+        O0.edit(Scaling("dynamic"))

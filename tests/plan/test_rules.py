@@ -1,0 +1,84 @@
+import pytest
+
+from halfstep.errors import PlanError
+from halfstep.plan.policy import FULL, LOW
+from halfstep.plan.rules import Rule
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("head", "head", True),
+        ("head", "heads", False),
+        ("head", "body.head", False),
+        ("head.*", "head.0", True),
+        ("head.*", "head", False),
+        ("*.attn", "blocks.3.attn", True),
+        ("*.attn", "attn", False),
+        ("blocks.?", "blocks.3", True),
+        ("blocks.?", "blocks.12", False),
+        ("blocks.[01]", "blocks.1", True),
+        ("blocks.[01]", "blocks.2", False),
+        ("Head", "head", False),
+        ("", "", True),
+        ("", "head", False),
+    ],
+)
+def test_a_pattern_is_a_glob_over_the_whole_dotted_name(pattern, name, expected):
+    assert Rule(pattern, FULL).matches((name,), ("Linear", "Module")) is expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("type:LayerNorm", True),
+        ("type:Module", True),
+        ("type:*Norm", True),
+        ("type:Norm", False),
+        ("type:layernorm", False),
+    ],
+)
+def test_a_type_pattern_is_a_glob_over_the_class_and_its_bases(pattern, expected):
+    assert Rule(pattern, FULL).matches(("type:x", "norm"), ("FastLayerNorm", "LayerNorm", "Module")) is expected
+
+
+def test_any_name_of_a_shared_module_matches():
+    assert Rule("decoder.emb", FULL).matches(("encoder.emb", "decoder.emb"), ())
+
+
+@pytest.mark.parametrize("pattern", [None, 3, b"head", ("head",)])
+def test_a_pattern_that_is_no_string_is_refused(pattern):
+    with pytest.raises(PlanError, match=r"rule pattern is .*; give a string"):
+        Rule(pattern, FULL)
+
+
+@pytest.mark.parametrize("pattern", [" head", "head ", "type: LayerNorm", "type:LayerNorm "])
+def test_blanks_around_a_pattern_are_refused(pattern):
+    with pytest.raises(PlanError, match=r"rule pattern .*blanks"):
+        Rule(pattern, FULL)
+
+
+def test_a_type_pattern_needs_a_class():
+    with pytest.raises(PlanError, match=r"names no class"):
+        Rule("type:", FULL)
+
+
+@pytest.mark.parametrize("pattern", ["Type:LayerNorm", "type=LayerNorm", "TYPE: LayerNorm"])
+def test_a_misspelt_type_prefix_is_refused_with_the_right_one(pattern):
+    with pytest.raises(PlanError, match=r"did you mean 'type:LayerNorm'"):
+        Rule(pattern, FULL)
+
+
+def test_a_module_that_happens_to_be_called_type_can_be_matched():
+    assert Rule("type.0", FULL).matches(("type.0",), ())
+
+
+@pytest.mark.parametrize("policy", ["full", None, {"param": "full"}])
+def test_a_policy_that_is_none_is_refused(policy):
+    with pytest.raises(PlanError, match=r"rule 'head' has policy .*; give a Policy"):
+        Rule("head", policy)
+
+
+def test_an_unknown_buffer_width_is_refused():
+    with pytest.raises(PlanError, match=r"rule 'head': buffers is 'ful'; allowed are 'keep', 'low', 'full'"):
+        Rule("head", LOW, buffers="ful")
