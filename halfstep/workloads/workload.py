@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ class Workload(ABC):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                 raise WorkloadError(f"{self.name}: {field.name}={value} should be above 0")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__dict__.get("name", cls.__name__)
 
     @abstractmethod
     def build(self, seed: int) -> nn.Module:

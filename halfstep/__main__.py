@@ -1,0 +1,37 @@
+"""The command `halfstep`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from halfstep.cli.bench import bench
+from halfstep.cli.levels import levels
+from halfstep.cli.ops import ops
+from halfstep.errors import HalfstepError
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    help="Mixed precision training for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(bench)
+app.command()(levels)
+app.command()(ops)
+
+
+def main() -> None:
+    """Runs the command line; an error that halfstep foresees is one message, not a traceback."""
+    try:
+        app(prog_name="halfstep")
+    except HalfstepError as error:
+        print(f"halfstep: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""`halfstep bench`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from halfstep.bench.bench import Progress as Report
+from halfstep.bench.bench import bench as run_bench
+from halfstep.bench.contenders import entries
+from halfstep.cli.screen import stderr, stdout
+from halfstep.errors import WorkloadError
+from halfstep.formats import as_format
+from halfstep.report.bench import bench_table
+from halfstep.report.json import bench_json
+from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+DEVICES = ("auto", "cpu", "cuda")
+
+Name = Annotated[str, typer.Argument(metavar="[WORKLOAD]", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
+Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
+Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, from 0 on.")]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload; repeatable.")
+]
+Data = Annotated[Path | None, typer.Option("--data", help="The folder or file that the workload reads.")]
+Device = Annotated[str, typer.Option("--device", help="auto (cuda where there is one), cpu or cuda.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write every figure, with machine and versions, to this file.")
+]
+
+
+def bench(  # noqa: PLR0913  # each is an option of the command, described above
+    workload: Name = "char_lm",
+    levels: Levels = "O0,O1,O2,O3",
+    low: Lows = "bf16,fp16",
+    steps: Steps = 100,
+    seeds: Seeds = 1,
+    settings: Settings = [],  # noqa: B006  # read only; typer's way
+    data: Data = None,
+    device: Device = "auto",
+    json: Json = None,
+) -> None:
+    """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table."""
+    place = _device(device)
+    job = load_workload(workload, parse_settings(settings), data=data)
+    rows = entries(_names(levels), [as_format(name) for name in _names(low)], place, peer=True)
+    if json is not None and not json.absolute().parent.is_dir():
+        raise WorkloadError(f"--json {json}: there is no folder {json.absolute().parent}; make it first")
+    with _progress_bar() as progress:
+        result = run_bench(
+            job,
+            rows,
+            steps=steps,
+            seeds=range(seeds),
+            device=place,
+            command=shlex.join(["halfstep", *sys.argv[1:]]),
+            progress=progress,
+        )
+    stdout().print(bench_table(result))
+    if json is not None:
+        json.write_text(bench_json(result), encoding="utf-8")
+    if not result.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _device(name: str) -> torch.device:
+    if name not in DEVICES:
+        raise WorkloadError(f"--device {name!r} is unknown; choose one of {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise WorkloadError("--device cuda, but torch sees no CUDA device; choose cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Report]:
+    """Gives a function that shows what is going on and how far it is; silent where no one looks."""
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

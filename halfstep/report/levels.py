@@ -1,0 +1,43 @@
+"""The table of levels for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from halfstep.formats import BF16, FP16
+from halfstep.plan.levels import Level
+from halfstep.plan.scaling import Scaling
+
+OPS = {"none": "as written", "table": "the table"}
+OPS_AT_LOW = "allow and promote rows; the rest as stored"
+FULL_OR_LOW = {"full": "fp32", "low": "low"}
+HEADERS = ("level", "weights", "ops", "norms", "master (bf16 / fp16)", "scale (bf16 / fp16)", "outputs", "for")
+
+
+def level_table(levels: Iterable[Level]) -> Table:
+    """Returns a row a level: what it stores, casts and scales, in bf16 and in fp16 where they differ."""
+    table = Table(*HEADERS, box=None, padding=(0, 1), title_justify="left", title="low is bf16 or fp16")
+    for row in levels:
+        cast = row.ops == "table"
+        low_weights = row.param == "low"
+        table.add_row(
+            row.name,
+            FULL_OR_LOW[row.param],
+            OPS_AT_LOW if low_weights else OPS[row.ops],
+            FULL_OR_LOW[row.norms] if low_weights else "by the table" if cast else "-",
+            _pair(row.master[BF16], row.master[FP16]) if low_weights else "weights are fp32" if cast else "-",
+            _pair(_scale(row.scale[BF16]), _scale(row.scale[FP16])),
+            "as written" if row.output == "keep" else FULL_OR_LOW[row.output],
+            row.purpose,
+        )
+    return table
+
+
+def _pair(first: str, second: str) -> str:
+    return first if first == second else f"{first} / {second}"
+
+
+def _scale(scaling: Scaling) -> str:
+    return f"{scaling.init:g}" if scaling.kind == "static" else scaling.kind
