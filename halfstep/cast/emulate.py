@@ -1,0 +1,158 @@
+"""Tensor-core arithmetic on a device that lacks it: products of low matrices are computed in fp32 and rounded once."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.errors import FormatError
+from halfstep.formats import BF16, FP16, Format
+
+aten = torch.ops.aten
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_POWER = aten.pow.Tensor_Scalar
+_POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
+
+# What tensor cores compute. All else in a network is elementwise or a reduction, in fp16 as fast as in fp32 on a CPU.
+PRODUCTS: frozenset[OpOverload] = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.addbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+        aten.vdot.default,
+        aten._addmm_activation.default,
+        aten._trilinear.default,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+        aten.conv_tbc.default,
+        _ATTENTION,
+        _ATTENTION_BACKWARD,
+    }
+)
+
+# Products that write into a tensor of the caller's, each with the function that computes the same.
+WRITERS: Mapping[OpOverload, OpOverload] = {
+    aten.addmm_.default: aten.addmm.default,
+    aten.baddbmm_.default: aten.baddbmm.default,
+    aten.addbmm_.default: aten.addbmm.default,
+    aten.addmv_.default: aten.addmv.default,
+    aten.mm.out: aten.mm.default,
+    aten.addmm.out: aten.addmm.default,
+    aten.bmm.out: aten.bmm.default,
+    aten.baddbmm.out: aten.baddbmm.default,
+    aten.addbmm.out: aten.addbmm.default,
+    aten.mv.out: aten.mv.default,
+    aten.addmv.out: aten.addmv.default,
+    aten.dot.out: aten.dot.default,
+    aten.vdot.out: aten.vdot.default,
+}
+
+
+class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Inside, matrix products, convolutions and attention of `low` tensors are those of a GPU's tensor cores.
+
+    The operands, exact in fp32, are multiplied and summed in fp32, and the result is rounded once to `low`; an overflow
+    is inf. In the backward pass too, where the mode is on. Tensors keep their dtype. Other operations and other formats
+    pass untouched, as does a product of mixed formats, which torch refuses. A CPU without fp16 units takes a hundred
+    times as long for its own fp16 products as for fp32 ones.
+
+    May be entered again inside itself. `torch.compile`d code runs eager inside, as a dispatch mode and compiled code
+    exclude each other.
+
+    Raises:
+        FormatError: `low` is neither fp16 nor bf16.
+
+    >>> a = torch.full((1, 2), 256.0, dtype=torch.float16)
+    >>> with Emulation(FP16):
+    ...     a @ a.T
+    tensor([[inf]], dtype=torch.float16)
+    """
+
+    def __init__(self, low: Format) -> None:
+        if low not in (FP16, BF16):
+            raise FormatError(f"{low} cannot be emulated; use fp16 or bf16")
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.low = low
+        self._dtype = low.dtype
+        self._entered = _Entered()
+
+    def __enter__(self) -> Emulation:
+        self._entered.stances.append(torch.compiler.set_stance("force_eager"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._entered.stances.pop().__exit__(kind, error, trace)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Computes a product of `low` operands in fp32; hands everything else on."""
+        named = {} if kwargs is None else kwargs
+        if func in PRODUCTS and self._is_low(func, args, named):
+            return self._product(func, args, named)
+        if func in WRITERS and self._is_low(func, args, named):
+            return self._write(func, args, named)
+        if func is _POWER and args[1] in _POWERS and args[0].dtype is self._dtype is torch.float16:
+            return self._product(func, args, named)
+        if _is_composite(func):  # reaches a mode whole under torch.inference_mode; its parts may be products
+            with self:
+                return func.decompose(*args, **named)
+        return func(*args, **named)
+
+    def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tells whether every operand is low and dense; attention alone mixes in an fp32 mask and fp32 statistics."""
+        low = self._dtype
+        operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if func is _ATTENTION or func is _ATTENTION_BACKWARD:
+            return operands[0].dtype is low
+        return all(t.dtype is low and t.layout is torch.strided for t in operands)
+
+    def _product(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        low = self._dtype
+        full = [a.float() if isinstance(a, Tensor) and a.dtype is low else a for a in args]
+        named = {k: v.float() if isinstance(v, Tensor) and v.dtype is low else v for k, v in kwargs.items()}
+        result = func(*full, **named)
+        if isinstance(result, Tensor):
+            return result.to(low)
+        if func is _ATTENTION:  # its second output, the log of the sums of exponentials, is fp32 by itself
+            return result[0].to(low), result[1]
+        return tuple(None if t is None else t.to(low) for t in result)
+
+    def _write(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        named = dict(kwargs)
+        target: Tensor = named.pop("out") if "out" in named else args[0]
+        result = self._product(WRITERS[func], args, named)
+        if target.shape != result.shape:
+            target.resize_(result.shape)
+        return target.copy_(result)
+
+
+class _Entered(threading.local):
+    """What a thread restores when it leaves; a mode is on in the thread that entered it."""
+
+    def __init__(self) -> None:
+        self.stances: list[Any] = []
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func._can_decompose()
