@@ -200,10 +200,19 @@ def _at(path: str) -> Iterator[None]:
         raise PlanError(f"at `{path}`: {error}") from None
 
 
+# msgspec's words, and those of plan files
+_WORDS = (
+    ("Object missing required field", "the table lacks the field"),
+    ("object", "table"),
+    ("array", "list"),
+    ("Expected", "expected"),
+)
+
+
 def _explain(message: str, entries: Mapping[str, Any]) -> str:
     """Returns msgspec's message with the path first, the value that came, and what is known or allowed there."""
-    text, _, where = message.partition(" - at ")
-    path = where.strip("`") if where.startswith("`$") else "$"
+    text, _, where = message.rpartition(" - at ") if " - at " in message else (message, "", "`$`")
+    path = where[where.index("$") :].strip("`")
     unknown = re.search(r"unknown field `(.*)`", text)
     if unknown is not None:
         known = list(_types(path))
@@ -213,7 +222,9 @@ def _explain(message: str, entries: Mapping[str, Any]) -> str:
         allowed = _words(_types(parent)[key])
         value = _value(path, entries)
         return f"at `{path}`: {value!r}; allowed are {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
-    for theirs, ours in (("object", "table"), ("array", "list"), ("Expected", "expected"), ("Object", "the table")):
+    if where.startswith("`key` in "):
+        return f"at `{path}`: a key in it is no text; keys are names, such as 'low'"
+    for theirs, ours in _WORDS:
         text = text.replace(theirs, ours)
     return f"at `{path}`: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"at `{path}`: {text}"
 

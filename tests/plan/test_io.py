@@ -1,0 +1,423 @@
+import copy
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.errors import FormatError, PlanError
+from halfstep.formats import BF16, FP16
+from halfstep.plan.io import from_dict, load_plan, save_plan, to_dict
+from halfstep.plan.levels import LEVELS, level
+from halfstep.plan.plan import OpChanges, Plan
+from halfstep.plan.policy import FULL, LOW, Policy
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from tests.plan.strategies import plans
+
+
+def told(entries, **kwargs):
+    with pytest.raises(PlanError) as caught:
+        from_dict(entries, **kwargs)
+    return str(caught.value)
+
+
+def told_of(path):
+    with pytest.raises(PlanError) as caught:
+        load_plan(path)
+    return str(caught.value)
+
+
+def plain(value):
+    """Whether a value is made of what every file format has."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and plain(item) for key, item in value.items())
+    return all(map(plain, value)) if isinstance(value, list) else type(value) in (str, int, float)
+
+
+# there and back
+
+
+@given(plans())
+def test_a_dict_gives_the_plan_back(plan):
+    assert from_dict(to_dict(plan)) == plan
+
+
+@given(plans())
+def test_a_dict_is_made_of_plain_values(plan):
+    assert plain(to_dict(plan))
+
+
+@given(plans())
+def test_a_reader_leaves_its_input_as_it_was(plan):
+    entries = to_dict(plan)
+    before = copy.deepcopy(entries)
+    from_dict(entries)
+    assert entries == before
+
+
+@settings(max_examples=50)
+@given(plan=plans(), suffix=st.sampled_from([".toml", ".json", ".TOML"]))
+def test_a_file_gives_the_plan_back(plan, suffix, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / f"plan{suffix}"
+    save_plan(plan, path)
+    assert load_plan(path) == plan
+
+
+@pytest.mark.parametrize("name", list(LEVELS))
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_level_comes_back_by_its_name_alone(name, low):
+    assert from_dict({"schema": 1, "base": name, "low": low}) == level(name, low)
+
+
+def test_every_field_of_a_plan_is_in_its_dict():
+    entries = to_dict(level("O2", BF16))
+    assert set(entries) == {"schema"} | {field.name for field in fields(Plan)}
+    assert set(entries["scale"]) == {field.name for field in fields(Scaling)}
+    assert set(entries["op_changes"]) == {field.name for field in fields(OpChanges)}
+
+
+def test_a_rule_is_written_with_all_its_fields():
+    plan = level("O2", BF16).edit(
+        Rule("a", FULL), Rule("b", LOW, buffers="low"), Rule("c", Policy("full", "low", "input"))
+    )
+    assert to_dict(plan)["rules"] == [
+        {"pattern": "a", "policy": "full", "buffers": "keep"},
+        {"pattern": "b", "policy": "low", "buffers": "low"},
+        {"pattern": "c", "policy": {"param": "full", "compute": "low", "output": "input"}, "buffers": "keep"},
+    ]
+
+
+def test_a_changed_dict_leaves_the_plan_as_it_was():
+    plan = level("O2", BF16).edit(Rule("a", Policy("full", "low", "input")))
+    before = copy.deepcopy(plan)
+    entries = to_dict(plan)
+    entries["rules"].clear()
+    entries["op_changes"]["deny"].append("exp")
+    assert plan == before
+
+
+# what a user writes
+
+WRITTEN = """
+schema = 1
+base = "O2"
+low = "fp16"
+norms = "low"
+
+[scale]
+growth_interval = 500
+
+[op_changes]
+deny = ["softmax", "my_ops:swish"]
+
+[[rules]]
+pattern = "head"
+policy = "full"
+
+[[rules]]
+pattern = "type:Embedding"
+policy = { param = "full", compute = "low", output = "low" }
+buffers = "low"
+"""
+
+
+def test_a_short_file_is_the_level_with_what_it_names(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(WRITTEN)
+    assert load_plan(path) == replace(
+        level("O2", FP16),
+        norms="low",
+        scale=Scaling("dynamic", growth_interval=500),
+        op_changes=OpChanges(deny=("softmax", "my_ops:swish")),
+        rules=(Rule("head", FULL), Rule("type:Embedding", Policy("full", "low", "low"), buffers="low")),
+    )
+
+
+def test_a_path_may_be_a_string(tmp_path):
+    path = str(tmp_path / "plan.json")
+    save_plan(level("O1", BF16), path)
+    assert load_plan(path) == level("O1", BF16)
+
+
+def test_a_name_of_its_own_wins_over_the_levels():
+    assert from_dict({"schema": 1, "base": "O1", "low": "bf16", "name": "mine"}).name == "mine"
+
+
+def test_a_scale_of_another_kind_starts_from_that_kinds_defaults():
+    given = {"schema": 1, "base": "O3", "low": "fp16", "scale": {"kind": "dynamic", "max": 65536.0}}
+    assert from_dict(given).scale == Scaling("dynamic", max=65536.0)
+
+
+def test_whole_numbers_are_taken_for_real_ones():
+    given = {"schema": 1, "base": "O1", "low": "fp16", "scale": {"init": 128}}
+    assert from_dict(given).scale == Scaling("dynamic", init=128.0)
+
+
+def test_without_a_base_every_field_is_asked_for():
+    assert told({"schema": 1, "low": "bf16"}) == (
+        "at `$`: the plan lacks name, param, ops, norms, master, scale; add them, or add base = one of O0, O1, O2, O3 "
+        "for what is not named"
+    )
+
+
+@pytest.mark.parametrize("field", ["name", "param", "ops", "norms", "master", "scale"])
+def test_without_a_base_a_missing_field_is_named(field):
+    entries = to_dict(level("O2", BF16))
+    del entries[field]
+    assert told(entries).startswith(f"at `$`: the plan lacks {field}; add it")
+
+
+def test_output_op_changes_and_rules_have_defaults():
+    entries = to_dict(level("O2", BF16))
+    for field in ("output", "op_changes", "rules"):
+        del entries[field]
+    assert from_dict(entries) == level("O2", BF16)
+
+
+# low
+
+
+def test_a_plan_without_low_asks_for_it():
+    assert told({"schema": 1, "base": "O2"}).startswith("at `$.low`: the plan names no low format; add low = ")
+
+
+@pytest.mark.parametrize("low", ["fp16", FP16, torch.float16])
+def test_a_plan_without_low_takes_the_one_that_is_given(low, tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('schema = 1\nbase = "O2"\n')
+    assert load_plan(path, low=low) == level("O2", FP16)
+
+
+def test_low_in_the_file_wins():
+    assert from_dict({"schema": 1, "base": "O2", "low": "bf16"}, low="fp16") == level("O2", BF16)
+
+
+def test_an_unknown_low_that_is_given_is_refused():
+    with pytest.raises(FormatError):
+        from_dict({"schema": 1, "base": "O2"}, low="half")
+
+
+# schema
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", 1.0, True])
+def test_another_schema_is_refused_with_what_to_do(schema):
+    message = told({"schema": schema, "base": "O2", "low": "bf16"})
+    assert message.startswith(
+        f"at `$.schema`: the plan is of schema {schema!r}, this halfstep reads 1; update halfstep"
+    )
+
+
+def test_another_schema_is_told_before_its_unknown_keys():
+    assert "`$.schema`" in told({"schema": 2, "levels": ["O7"]})
+
+
+def test_a_missing_schema_is_asked_for():
+    assert told({"base": "O2"}) == "at `$.schema`: the plan has no schema version; add schema = 1"
+
+
+@pytest.mark.parametrize("entries", [[], "O2", None, 3])
+def test_what_is_no_table_is_refused(entries):
+    assert told(entries).startswith("at `$`: a plan is a table of fields, this is ")
+
+
+# errors with their path
+
+BASE = {"schema": 1, "base": "O2", "low": "fp16"}
+RULE = {"pattern": "head", "policy": "full"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scal": {}}, "at `$`: unknown key 'scal'; known are schema, base, name, *; did you mean 'scale'?"),
+        ({"scale": {"inti": 1}}, "at `$.scale`: unknown key 'inti'; known are kind, init, *; did you mean 'init'?"),
+        ({"op_changes": {"denny": []}}, "at `$.op_changes`: unknown key 'denny'; *; did you mean 'deny'?"),
+        (
+            {"rules": [RULE, {**RULE, "buffer": "low"}]},
+            "at `$.rules[1]`: unknown key 'buffer'; *; did you mean 'buffers'?",
+        ),
+        (
+            {"rules": [{"pattern": "a", "policy": {"params": "low", "compute": "low", "output": "low"}}]},
+            "at `$.rules[0].policy`: unknown key 'params'; known are param, compute, output; did you mean 'param'?",
+        ),
+        ({"a - at b": {}}, "at `$`: unknown key 'a - at b'; *"),
+        ({3: 4}, "at `$`: a key in it is no text; *"),
+        ({"scale": {3: 4}}, "at `$.scale`: a key in it is no text; *"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_path_and_the_nearest(changes, message):
+    start, _, end = message.partition("*")
+    found = told({**BASE, **changes})
+    assert found.startswith(start)
+    assert found.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": {"init": "big"}}, "at `$.scale.init`: expected `float`, got `str`, 'big'"),
+        ({"scale": {"init": True}}, "at `$.scale.init`: expected `float`, got `bool`, True"),
+        ({"scale": {"growth_interval": 2.5}}, "at `$.scale.growth_interval`: expected `int`, got `float`, 2.5"),
+        ({"scale": "dynamic"}, "at `$.scale`: expected `table`, got `str`, 'dynamic'"),
+        ({"op_changes": {"deny": "softmax"}}, "at `$.op_changes.deny`: expected `list`, got `str`, 'softmax'"),
+        ({"op_changes": {"deny": ["exp", 3]}}, "at `$.op_changes.deny[1]`: expected `str`, got `int`, 3"),
+        ({"rules": RULE}, "at `$.rules`: expected `list`, got `table`, "),
+        ({"rules": [RULE, {**RULE, "pattern": 3}]}, "at `$.rules[1].pattern`: expected `str`, got `int`, 3"),
+        ({"rules": [{**RULE, "policy": 3}]}, "at `$.rules[0].policy`: expected `str | table`, got `int`, 3"),
+        ({"name": ["O2"]}, "at `$.name`: expected `str`, got `list`, ['O2']"),
+        ({"base": 2}, "at `$.base`: expected `str`, got `int`, 2"),
+    ],
+)
+def test_a_wrong_type_is_named_with_its_path(changes, message):
+    assert told({**BASE, **changes}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"param": "half"}, "at `$.param`: 'half'; allowed are 'full', 'low'"),
+        ({"master": "splitt"}, "at `$.master`: 'splitt'; allowed are 'none', 'copy', 'split'; did you mean 'split'?"),
+        ({"low": "fp61"}, "at `$.low`: 'fp61'; allowed are 'bf16', 'fp16'; did you mean 'fp16'?"),
+        ({"scale": {"kind": "static2"}}, "at `$.scale.kind`: 'static2'; allowed are 'none', 'static', 'dynamic'; did "),
+        ({"rules": [{**RULE, "policy": "ful"}]}, "at `$.rules[0].policy`: 'ful'; allowed are 'full', 'low'; did you "),
+        ({"rules": [{**RULE, "buffers": "x"}]}, "at `$.rules[0].buffers`: 'x'; allowed are 'keep', 'low', 'full'"),
+        (
+            {"rules": [{**RULE, "policy": {"param": "low", "compute": "low", "output": "same"}}]},
+            "at `$.rules[0].policy.output`: 'same'; allowed are 'full', 'low', 'input'",
+        ),
+    ],
+)
+def test_an_unknown_word_is_named_with_its_path_and_what_is_allowed(changes, message):
+    assert told({**BASE, **changes}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base": "02"}, "at `$.base`: unknown level '02'; known are O0, O1, O2, O3; did you mean 'O2'"),
+        ({"scale": {"init": -1.0}}, "at `$.scale`: scale init is -1; give a number from"),
+        ({"scale": {"init": float("nan")}}, "at `$.scale`: scale init is nan"),
+        ({"scale": {"min": 2.0**17}}, "at `$.scale`: scale init 65536 is outside"),
+        (
+            {"scale": {"kind": "static", "growth": 3.0}},
+            "at `$.scale`: scale growth is 3.0, but a scale of kind 'static'",
+        ),
+        ({"op_changes": {"deny": ["sofmax"]}}, "at `$.op_changes`: "),
+        ({"op_changes": {"deny": ["exp"], "allow": ["exp"]}}, "at `$.op_changes`: op 'exp' stands in allow and deny"),
+        ({"rules": [RULE, {**RULE, "pattern": "type:"}]}, "at `$.rules[1]`: rule pattern 'type:' names no class"),
+        (
+            {"rules": [{**RULE, "policy": {"param": "low", "compute": "full", "output": "low"}}]},
+            "at `$.rules[0]`: policy has param 'low' and compute 'full'",
+        ),
+        ({"rules": [RULE, RULE]}, "at `$`: plan 'O2' has rule 'head' twice"),
+        ({"master": "split"}, "at `$`: plan 'O2': master 'split' needs bf16"),
+        ({"name": ""}, "at `$`: plan name is ''"),
+    ],
+)
+def test_a_value_out_of_place_is_named_with_its_path(changes, message):
+    assert told({**BASE, **changes}).startswith(message)
+
+
+def test_a_scale_without_a_kind_needs_a_base():
+    entries = {**to_dict(level("O1", FP16)), "scale": {"init": 8.0}}
+    assert told(entries).startswith("at `$.scale`: the scale has no kind; add kind = ")
+
+
+@pytest.mark.parametrize("field", ["pattern", "policy"])
+def test_a_rule_lacks_nothing(field):
+    entries = {**BASE, "rules": [{key: value for key, value in RULE.items() if key != field}]}
+    assert told(entries) == f"at `$.rules[0]`: the table lacks the field `{field}`"
+
+
+# files
+
+
+@pytest.mark.parametrize("name", ["plan.toml", "plan.json"])
+def test_an_error_names_the_file(tmp_path, name):
+    path = tmp_path / name
+    save_plan(level("O2", BF16), path)
+    path.write_text(path.read_text().replace("split", "splitt"))
+    assert told_of(path) == (
+        f"plan file {str(path)!r} at `$.master`: 'splitt'; allowed are 'none', 'copy', 'split'; did you mean 'split'?"
+    )
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "plan.toml"
+    assert told_of(path) == f"plan file {str(path)!r} cannot be read: No such file or directory; check the path"
+
+
+def test_a_folder_is_no_file(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.mkdir()
+    assert "cannot be read" in told_of(path)
+
+
+@pytest.mark.parametrize("name", ["plan", "plan.yaml", "plan.toml.bak"])
+def test_another_suffix_is_refused_on_both_ways(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(WRITTEN)
+    assert told_of(path).endswith("name it .toml or .json")
+    with pytest.raises(PlanError, match=r"name it \.toml or \.json"):
+        save_plan(level("O2", BF16), path)
+    assert path.read_text() == WRITTEN
+
+
+def test_a_json_file_cut_anywhere_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(level("O2", BF16).edit(Rule("head", FULL)), path)
+    whole = path.read_bytes().rstrip()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert "is not valid JSON" in told_of(path)
+
+
+def test_a_toml_file_cut_within_a_line_is_refused(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('schema = 1\nbase = "O2"\nlow = "bf')
+    assert "is not valid TOML" in told_of(path)
+    assert told_of(path).endswith("was it cut short?")
+
+
+def test_a_toml_file_cut_to_nothing_is_refused(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"")
+    assert "at `$.schema`: the plan has no schema version" in told_of(path)
+
+
+@pytest.mark.parametrize("name", ["plan.toml", "plan.json"])
+def test_a_file_that_is_no_text_is_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not valid" in told_of(path)
+
+
+def test_saving_replaces_an_earlier_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "plan.toml"
+    save_plan(level("O1", BF16), path)
+    save_plan(level("O2", BF16), path)
+    assert load_plan(path) == level("O2", BF16)
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.toml"]
+
+
+def test_saving_into_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(PlanError, match=r"cannot be written: No such file or directory; check the folder"):
+        save_plan(level("O1", BF16), tmp_path / "no" / "plan.toml")
+
+
+def test_saving_over_a_folder_leaves_nothing_behind(tmp_path):
+    (tmp_path / "plan.toml").mkdir()
+    with pytest.raises(PlanError, match=r"cannot be written"):
+        save_plan(level("O1", BF16), tmp_path / "plan.toml")
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.toml"]
+
+
+def test_json_is_written_for_people(tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(level("O1", BF16), path)
+    assert json.loads(path.read_text()) == to_dict(level("O1", BF16))
+    assert path.read_text().count("\n") > 10
