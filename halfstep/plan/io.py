@@ -211,8 +211,8 @@ _WORDS = (
 
 def _explain(message: str, entries: Mapping[str, Any]) -> str:
     """Returns msgspec's message with the path first, the value that came, and what is known or allowed there."""
-    text, _, where = message.rpartition(" - at ") if " - at " in message else (message, "", "`$`")
-    path = where[where.index("$") :].strip("`")
+    found = re.search(r" - at (`key` in )?`(\$.*)`$", message)  # absent where it is the whole file
+    text, path = (message[: found.start()], found[2]) if found else (message, "$")
     unknown = re.search(r"unknown field `(.*)`", text)
     if unknown is not None:
         known = list(_types(path))
@@ -222,7 +222,7 @@ def _explain(message: str, entries: Mapping[str, Any]) -> str:
         allowed = _words(_types(parent)[key])
         value = _value(path, entries)
         return f"at `{path}`: {value!r}; allowed are {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
-    if where.startswith("`key` in "):
+    if found and found[1]:
         return f"at `{path}`: a key in it is no text; keys are names, such as 'low'"
     for theirs, ours in _WORDS:
         text = text.replace(theirs, ours)
