@@ -80,11 +80,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        if "closure" in kwargs and kwargs["closure"] is None:
-            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
-        if args and args[0] is not None:
+        kwargs = dict(kwargs)
+        keyword = kwargs.pop("closure", None)
+        closure = args[0] if args else keyword
+        if closure is not None:
             raise RuntimeError(
-                f"GradScaler.step got {args[0]!r} as the optimizer's closure, which would see scaled gradients;"
+                f"GradScaler.step got the closure {closure!r}, which would see scaled gradients;"
                 " call it yourself before step, or use an optimizer that needs none"
             )
         with_dampening = _start_momentum(optimizer)

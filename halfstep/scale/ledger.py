@@ -62,6 +62,7 @@ class GradientLedger:
         self._widened: set[Parameter] = set()
         self._flags: dict[int, Tensor] = {}
         self._losses: tuple[int, ...] = ()
+        self._losses_before: tuple[int, ...] = ()
         self._source: tuple[Tensor, int] | None = None
         self._mark: tuple[int, int] | None = None
         self._forget()
@@ -78,25 +79,32 @@ class GradientLedger:
             self._join(held, scale)
         else:
             self._set_apart(held)
+        self._losses_before = self._losses
         if loss_id not in self._losses:
             self._losses += (loss_id,)
 
     def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
         """Adds what the backward left in `p.grad` to what was held.
 
-        `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, as for a loss that is not finite.
+        `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, as for a loss that is not finite;
+        it counts where the loss reached one of the parameters.
         """
-        if found is not None:
+        if found is not None and any(param.grad is not None for param in self._params()):
             self._flag(loss_id, found)
         if self._stash:
             self._add_apart(loss_id, scale)
         self._mark = self._marked()
 
     def undo_backward(self) -> None:
-        """Puts back what was held apart from a backward that raised; in place of it nothing of that backward stays."""
-        for param in self._params():
-            if self._stash:
+        """Puts the gradients back after a backward that raised.
+
+        What such a backward has already added in place stays, as it does in torch; what was held apart from it does not
+        change.
+        """
+        if self._stash:
+            for param in self._params():
                 param.grad = None
+            self._losses = self._losses_before
         self._put_back()
 
     def unscale_(self) -> None:
@@ -157,9 +165,8 @@ class GradientLedger:
 
     def _set_apart(self, held: list[Parameter]) -> None:
         """Makes the held gradients true and takes them out of `p.grad` for the next backward."""
-        if self._true:
-            self._drop_cleared_flags(held)
-        else:
+        self._drop_cleared_flags(held)
+        if not self._true:
             self._make_true(held)
         for param in held:
             if param.grad is not None:
