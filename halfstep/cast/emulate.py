@@ -89,10 +89,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         super().__init__()  # type: ignore[no-untyped-call]
         self.low = low
         self._dtype = low.dtype
-        self._entered = _Entered()
+        self._eager = _EagerStance()
 
     def __enter__(self) -> Emulation:
-        self._entered.stances.append(torch.compiler.set_stance("force_eager"))
+        self._eager.enter()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -100,7 +100,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._entered.stances.pop().__exit__(kind, error, trace)
+        self._eager.leave()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -119,12 +119,12 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return func(*args, **named)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells whether every operand is low and dense; attention alone mixes in an fp32 mask and fp32 statistics."""
+        """Tells whether every operand is low; attention alone mixes in an fp32 mask and fp32 statistics."""
         low = self._dtype
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func is _ATTENTION or func is _ATTENTION_BACKWARD:
             return operands[0].dtype is low
-        return all(t.dtype is low and t.layout is torch.strided for t in operands)
+        return all(t.dtype is low for t in operands)
 
     def _product(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         low = self._dtype
@@ -146,11 +146,25 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return target.copy_(result)
 
 
-class _Entered(threading.local):
-    """What a thread restores when it leaves; a mode is on in the thread that entered it."""
+class _EagerStance:
+    """Makes compiled code run eager while any thread is inside; torch keeps one stance for the whole process."""
 
     def __init__(self) -> None:
-        self.stances: list[Any] = []
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._stance.__exit__(None, None, None)
 
 
 @functools.cache
