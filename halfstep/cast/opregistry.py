@@ -11,7 +11,6 @@ import hashlib
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +49,7 @@ class _Site:
 
     site: OpSite
     stock: Any
+    own: Action | None
     acts: tuple[tuple[str, Act], ...] = ()
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,19 +156,24 @@ class Registry:
 
     def _install(self, marker: str, table: Table) -> None:
         device = self._devices.setdefault(table.device_type, _Device())
-        for name, action in _deviating(table).items():
-            site = device.sites.get(name) or self._register(device, name, table.device_type)
+        wanted: dict[str, Action] = {**dict.fromkeys(AS_WRITTEN, "pass"), **dict(table.actions)}
+        for name, action in wanted.items():
+            site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
+            own = stock_action(name, table.device_type) if site is None else site.own
+            if ":" in name or not _deviates(action, own):
+                continue
+            site = site or self._register(device, name, table.device_type, own)
             if site is not None:
                 site.acts = (*site.acts, (marker, make_act(site.site, action)))
 
-    def _register(self, device: _Device, name: str, device_type: str) -> _Site | None:
+    def _register(self, device: _Device, name: str, device_type: str, own: Action | None) -> _Site | None:
         overload = find_overload(name)
         if overload is None:
             return None
         key = f"Autocast{device_type.upper()}"
         taken = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
         stock = torch.library.get_kernel(overload, key) if taken else None
-        site = _Site(OpSite(overload, device_type), stock)
+        site = _Site(OpSite(overload, device_type), stock, own)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once a process that a kernel is overridden
             device.library.impl(name, site, key, with_keyset=True)  # type: ignore[no-untyped-call]
@@ -183,11 +188,12 @@ def find_overload(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
-def _deviating(table: Table) -> Mapping[str, Action]:
-    """Returns the actions of a table that torch's own autocast does not carry out."""
-    wanted: dict[str, Action] = {**dict.fromkeys(AS_WRITTEN, "pass"), **dict(table.actions)}
-    stock = {name: stock_action(name, table.device_type) for name in wanted if ":" not in name}
-    return {name: wanted[name] for name, own in stock.items() if wanted[name] != (own or "pass")}
+def _deviates(action: Action, own: Action | None) -> bool:
+    """Tells whether torch's own autocast, which does `own`, leaves something to do.
+
+    Where it promotes, it raises on a third format, such as fp16 in a bf16 region.
+    """
+    return action != (own or "pass") or own == "promote"
 
 
 def _accelerator() -> str | None:

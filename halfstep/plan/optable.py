@@ -73,26 +73,24 @@ _TABLE: tuple[tuple[Source, Category, str, str], ...] = (
         "torch",
         "deny",
         "reduction",
-        "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord "
-        "frobenius_norm.dim nuclear_norm nuclear_norm.dim renorm",
+        "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm frobenius_norm.dim renorm",
     ),
     ("torch", "deny", "normalisation", "layer_norm native_layer_norm group_norm rms_norm"),
-    ("torch", "deny", "distance", "dist cdist pdist cosine_similarity"),
+    ("torch", "deny", "distance", "dist cosine_similarity"),
     (
         "torch",
         "deny",
         "loss",
         "nll_loss nll_loss2d cross_entropy_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss "
-        "binary_cross_entropy_with_logits soft_margin_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss "
-        "multilabel_margin_loss multilabel_margin_loss_forward cosine_embedding_loss triplet_margin_loss",
+        "binary_cross_entropy_with_logits soft_margin_loss hinge_embedding_loss margin_ranking_loss "
+        "cosine_embedding_loss triplet_margin_loss",
     ),
     (
         "torch",
         "deny",
         "resampling",
         "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d "
-        "upsample_bicubic2d _upsample_bicubic2d_aa",
+        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
     ),
     (
         "torch",
@@ -116,6 +114,13 @@ _TABLE: tuple[tuple[Source, Category, str, str], ...] = (
         "no low kernel",
         "cholesky cholesky_inverse cholesky_solve geqrf inverse lu_solve orgqr ormqr pinverse qr svd triangular_solve "
         "_lu_with_info",
+    ),
+    (
+        "torch",
+        "deny",
+        "no low kernel",
+        "linalg_matrix_norm linalg_matrix_norm.str_ord nuclear_norm nuclear_norm.dim cdist pdist multi_margin_loss "
+        "multilabel_margin_loss multilabel_margin_loss_forward _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
     (
         "torch",
