@@ -83,12 +83,26 @@ def test_a_missing_array_is_named(tmp_path):
         read_images(tmp_path)
 
 
-class Evil:
+class Calls:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function):
+        self.function = function
+
     def __reduce__(self):
-        return (print, ("ran",))
+        return (self.function, ())
 
 
-@pytest.mark.parametrize("content", [pickle.dumps({b"data": Evil()}), b"", b"nonsense", pickle.dumps({b"data": 1})])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps({b"data": Calls(print)}),
+        pickle.dumps({b"data": Calls(np.show_config)}),
+        b"",
+        b"nonsense",
+        pickle.dumps({b"data": 1}),
+    ],
+)
 def test_a_pickle_that_is_no_batch_is_refused_and_runs_nothing(torchvision_folder, content, capsys):
     (torchvision_folder / "test_batch").write_bytes(content)
     with pytest.raises(DataError, match="test_batch is no CIFAR-10 batch"):
