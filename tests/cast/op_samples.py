@@ -86,7 +86,7 @@ ALLOW = {
     "rnn_tanh.data": _rnn(1, 1, True),
     "rnn_relu.input": _rnn(1, 1, False),
     "rnn_relu.data": _rnn(1, 1, True),
-    "prelu": lambda o, t: o(t(2, 3) - 0.5, t(3)),
+    "prelu": lambda o, t: o(t(torch.tensor([[-0.5, 0.25, -1.0], [0.5, 1.0, -0.75]])), t(3)),
 }
 
 DENY = {
