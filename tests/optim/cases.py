@@ -1,0 +1,95 @@
+"""What the tests of optim share: options, parameters of awkward shapes, and runs over made-up gradients."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim import SGD, Adam, AdamW
+
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import OwnStepper
+from halfstep.optim.update import IMPLEMENTATIONS
+
+ADAMS = [
+    (Adam, {"lr": 1e-2}),
+    (Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    (Adam, {"lr": 1e-2, "betas": (0.5, 0.9), "eps": 1e-3, "maximize": True}),
+    (AdamW, {"lr": 1e-2}),
+    (AdamW, {"lr": 1e-2, "weight_decay": 0.3, "amsgrad": True, "maximize": True}),
+    (AdamW, {"lr": torch.tensor(1e-2), "weight_decay": 0.3}),
+]
+SGDS = [
+    (SGD, {"lr": 0.1}),
+    (SGD, {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    (SGD, {"lr": torch.tensor(0.1), "momentum": 0.5, "dampening": 0.3, "maximize": True}),
+]
+OWN = ADAMS + SGDS
+
+TRUE = torch.tensor(True)
+FALSE = torch.tensor(False)
+
+
+def parameters(dtype=torch.float32):
+    """A matrix, a vector, a scalar, a channels_last kernel and a part of a larger tensor, in this order."""
+    g = torch.Generator().manual_seed(1)
+    kernel = torch.randn(4, 3, 3, 3, generator=g).to(memory_format=torch.channels_last)
+    part = torch.randn(6, 8, generator=g)[:, ::2]
+    values = [torch.randn(7, 19, generator=g), torch.randn(33, generator=g), torch.randn((), generator=g), kernel, part]
+    return [torch.nn.Parameter(value.to(dtype)) for value in values]
+
+
+def gradients(params, seed, scale=1.0):
+    """Gradients as autograd leaves them, in the dtype of their parameter; those of the kernel come contiguous."""
+    g = torch.Generator().manual_seed(100 + seed)
+    return [(torch.randn(p.shape, generator=g) * scale).to(p.dtype) for p in params]
+
+
+@dataclass
+class Run:
+    params: list
+    optimizer: object
+    store: MasterStore
+    stepper: OwnStepper
+
+    def step(self, grads, factor=None, found=FALSE):
+        self.stepper.step(self.params, grads, factor, found)
+
+    def values(self):
+        return [self.store.full(p).clone() for p in self.params]
+
+    def everything(self):
+        """All that a step may change, bit for bit: weights, extras, state and step counts."""
+        extras = [self.store.extra(p) for p in self.store] if self.store.kind != "none" else []
+        state = [
+            value
+            for entry in self.optimizer.state_dict()["state"].values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [bits(t).clone() for t in [*self.params, *extras, *state]]
+
+
+def own_run(cls, options, kind=None, low=torch.bfloat16, implementation=None, dtype=torch.float32):
+    """A run of halfstep's update on `parameters()`: stored full (`kind` None), or low with masters of a kind."""
+    params = parameters(dtype)
+    optimizer = cls(params, **options)
+    store = MasterStore(kind or "none", low)
+    for p in params if kind else ():
+        store.track(p)
+    table = IMPLEMENTATIONS if implementation is None else {implementation: IMPLEMENTATIONS[implementation]}
+    return Run(params, optimizer, store, OwnStepper(optimizer, store, table))
+
+
+def bits(t):
+    """The bits of a tensor: what comparisons of NaN and of -0.0 need."""
+    t = t.detach().contiguous()
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def assert_same_bits(got, expected):
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(bits(one), bits(other), rtol=0, atol=0)
