@@ -52,13 +52,20 @@ class _Site:
     own: Action | None
     acts: tuple[tuple[str, Act], ...] = ()
 
-    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for marker, act in self.acts:
-            if torch.is_autocast_enabled(marker):
-                return act(keyset, args, kwargs)
-        if self.stock is not None:
-            return self.stock.call_boxed(keyset, *args, **kwargs)
-        return self.site.below(keyset, args, kwargs)
+    def kernel(self) -> Any:
+        """Returns the function for the dispatcher; a closure, which costs less a call than a method."""
+        stock, below = self.stock, self.site.below
+        is_on = torch.is_autocast_enabled
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            for marker, act in self.acts:
+                if is_on(marker):
+                    return act(keyset, args, kwargs)
+            if stock is not None:
+                return stock.call_boxed(keyset, *args, **kwargs)
+            return below(keyset, args, kwargs)
+
+        return kernel
 
 
 @dataclass
@@ -176,7 +183,7 @@ class Registry:
         site = _Site(OpSite(overload, device_type), stock, own)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once a process that a kernel is overridden
-            device.library.impl(name, site, key, with_keyset=True)  # type: ignore[no-untyped-call]
+            device.library.impl(name, site.kernel(), key, with_keyset=True)  # type: ignore[no-untyped-call]
         device.sites[name] = site
         return site
 
