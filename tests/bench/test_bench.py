@@ -1,0 +1,231 @@
+"""The experiment: same weights, same batches, in turn; what it keeps when something fails or someone interrupts."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.bench.bench import bench, warmup
+from halfstep.bench.contenders import Entry, Facts, entries
+from halfstep.errors import DataError, SetupError, WorkloadError
+from halfstep.formats import BF16, FP32
+from halfstep.workloads.imdb_lstm import ImdbLSTM
+from halfstep.workloads.regression import Regression
+
+CPU = torch.device("cpu")
+SMALL = Regression(batch=4, d_in=8, d_out=8)
+O0 = Entry("O0", FP32, peer=False)
+
+
+class Recorder:
+    """A contender that trains nothing and writes down what it is asked."""
+
+    def __init__(self, name, log):
+        self.name = name
+        self.log = log
+        self.model = nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.closed = False
+
+    def train(self, inputs, targets):
+        self.log.append((self.name, inputs, self.optimizer.param_groups[0]["lr"]))
+        return torch.tensor(float(len(self.log)))
+
+    def observe(self):
+        pass
+
+    def facts(self):
+        return Facts(skipped=2, scale=8.0, memory={"weights": 72})
+
+    def close(self):
+        self.closed = True
+
+
+@dataclass(frozen=True)
+class Recorded(Entry):
+    """A row whose contender is a Recorder."""
+
+    log: list = None
+    made: list = None
+
+    def start(self, workload, seed, device):
+        self.made.append(Recorder(self.level, self.log))
+        return self.made[-1]
+
+
+def recorded(*names):
+    log, made = [], []
+    return [Recorded(name, FP32, peer=False, log=log, made=made) for name in names], log, made
+
+
+def test_rows_take_turns_on_the_same_batch_and_the_first_changes():
+    rows, log, _ = recorded("a", "b", "c")
+    bench(SMALL, rows, steps=3, device=CPU, memory=False)
+    assert "".join(name for name, _, _ in log) == "abcbcacab"
+    for i in range(0, 9, 3):
+        assert log[i][1] is log[i + 1][1] is log[i + 2][1]
+
+
+def test_the_learning_rate_follows_the_workload():
+    class Falling(Regression):
+        def lr_factor(self, step, steps):
+            return 1 - step / steps
+
+    rows, log, _ = recorded("a")
+    bench(Falling(batch=4, d_in=8, d_out=8), rows, steps=4, device=CPU, memory=False)
+    assert [lr for _, _, lr in log] == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_figures_are_kept_a_seed():
+    rows, _, made = recorded("a")
+    result = bench(SMALL, rows, steps=10, seeds=(3, 4), device=CPU, memory=False)
+    (run,) = result.runs
+    assert result.seeds == (3, 4)
+    assert len(run.times_ms) == 2 * (10 - 2)
+    assert run.train_loss == (10.0, 20.0)
+    assert len(run.validation["loss"]) == 2
+    assert (run.skipped, run.scale) == ((2, 2), (8.0, 8.0))
+    assert run.bytes_per_parameter == {"weights": 1.0}
+    assert [contender.closed for contender in made] == [True, True]
+    assert result.complete
+
+
+def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart():
+    job = Regression(batch=4, d_in=8, d_out=8, lr=0.1)
+    result = bench(job, entries(["O0", "O1", "O3"], [BF16], CPU, peer=True), steps=1, device=CPU, memory=False)
+    losses = {run.name: run.train_loss[0] for run in result.runs}
+    assert losses["O0"] == pytest.approx(losses["O1 bf16"], rel=1e-2)
+    assert losses["O1 bf16"] == losses["torch.amp bf16"]
+    assert losses["O0"] != losses["O1 bf16"]
+
+
+def test_seeds_differ_and_repeat():
+    rows = [O0]
+    first = bench(SMALL, rows, steps=2, seeds=(0, 1), device=CPU, memory=False).runs[0]
+    again = bench(SMALL, rows, steps=2, seeds=(1,), device=CPU, memory=False).runs[0]
+    assert first.train_loss[0] != first.train_loss[1]
+    assert first.train_loss[1] == again.train_loss[0]
+
+
+def test_speedups_are_over_o0_and_over_the_peer_of_the_same_format():
+    result = bench(SMALL, entries(["O0", "O1"], [BF16], CPU, peer=True), steps=2, device=CPU, memory=False)
+    o0, o1, amp = result.runs
+    assert (o0.vs_o0, o0.vs_amp) == (1.0, None)
+    assert o1.vs_o0 is not None
+    assert o1.vs_amp is not None
+    assert amp.vs_amp == 1.0
+
+
+def test_peak_memory_is_that_of_a_step_with_all_optimizer_state():
+    job = Regression(batch=1, d_in=100, d_out=100)
+    run, low = bench(job, [O0, Entry("O3", BF16, peer=False)], steps=1, device=CPU).runs
+    weights = 4 * 100 * 101
+    # weights and gradients, and the few vectors of an example
+    assert 2 * weights <= run.peak_bytes < 2 * weights + 8000
+    assert run.bytes_per_parameter == {"weights": 4.0, "masters": 0.0, "gradients": 4.0, "optimizer": 0.0}
+    assert low.bytes_per_parameter["weights"] == low.bytes_per_parameter["gradients"] == 2.0
+
+
+def test_what_building_a_model_takes_is_no_part_of_the_peak():
+    class Wasteful(Regression):
+        def build(self, seed):
+            torch.zeros(10**6)
+            return super().build(seed)
+
+    (run,) = bench(Wasteful(batch=1, d_in=8, d_out=8), [O0], steps=1, device=CPU).runs
+    assert run.peak_bytes < 10**5
+
+
+def test_a_plan_that_does_not_fit_is_a_row_that_says_why():
+    class Refusing(Entry):
+        def start(self, workload, seed, device):
+            raise SetupError("does not fit")
+
+    result = bench(SMALL, [Refusing("O1", BF16, peer=False), O0], steps=1, seeds=(0, 1), device=CPU)
+    refused, o0 = result.runs
+    assert (refused.error, refused.step_ms, refused.train_loss) == ("does not fit", None, ())
+    assert (o0.error, len(o0.train_loss)) == (None, 2)
+    assert result.complete
+
+
+def test_a_row_that_is_refused_is_never_started():
+    rows, _, made = recorded("a")
+    row = Recorded("a", FP32, peer=False, refused="no units", made=made)
+    result = bench(SMALL, [row, *rows], steps=1, device=CPU)
+    assert result.runs[0].error == "no units"
+    assert len(made) == 2  # memory and one seed of the other
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_interrupt_ends_it_with_what_was_measured(after):
+    class Interrupted(Regression):
+        def batches(self, seed):
+            if seed == 1:
+                for i, batch in enumerate(super().batches(seed)):
+                    if i == after:
+                        raise KeyboardInterrupt
+                    yield batch
+            yield from super().batches(seed)
+
+    rows, _, made = recorded("a", "b")
+    result = bench(Interrupted(batch=4, d_in=8, d_out=8), rows, steps=4, seeds=(0, 1), device=CPU, memory=False)
+    assert not result.complete
+    for run in result.runs:
+        assert len(run.times_ms) == 4 + after
+        assert len(run.train_loss) == 2
+        assert len(run.validation["loss"]) == 1
+    assert all(contender.closed for contender in made)
+
+
+def test_any_other_exception_closes_what_was_started():
+    rows, _, made = recorded("a")
+
+    def fail(inputs, targets):
+        raise ZeroDivisionError
+
+    class Failing(Recorded):
+        def start(self, workload, seed, device):
+            contender = super().start(workload, seed, device)
+            contender.train = fail
+            return contender
+
+    with pytest.raises(ZeroDivisionError):
+        bench(SMALL, [*rows, Failing("b", FP32, peer=False, log=[], made=made)], steps=1, device=CPU, memory=False)
+    assert [contender.closed for contender in made] == [True, True]
+
+
+def test_missing_data_ends_it_before_anything_is_measured():
+    rows, _, made = recorded("a")
+    with pytest.raises(DataError, match="aclImdb"):
+        bench(ImdbLSTM(), rows, steps=1, device=CPU)
+    assert made == []
+
+
+@pytest.mark.parametrize(("steps", "seeds"), [(0, (0,)), (1, ())])
+def test_nothing_to_do_is_an_error(steps, seeds):
+    with pytest.raises(WorkloadError, match="nothing to measure"):
+        bench(SMALL, [O0], steps=steps, seeds=seeds, device=CPU)
+
+
+def test_progress_ends_at_its_total():
+    said = []
+    bench(SMALL, [O0], steps=2, seeds=(0, 1), device=CPU, progress=lambda *what: said.append(what))
+    assert said[0] == ("O0: memory", 1, 7)
+    assert said[-1] == ("O0: seed 1", 7, 7)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(4, 0), (5, 1), (24, 4), (25, 5), (1000, 5)])
+def test_a_fifth_of_the_steps_and_five_at_most_warm_up(steps, first):
+    assert warmup(steps) == first
+
+
+def test_the_result_says_what_was_asked_and_where_it_ran():
+    result = bench(SMALL, [O0], steps=1, device=CPU, command="halfstep bench regression")
+    assert result.workload == "regression"
+    assert result.settings["d_in"] == "8"
+    assert result.parameters == 72
+    assert result.command == "halfstep bench regression"
+    assert result.machine.torch == torch.__version__
+    assert result.machine.threads == torch.get_num_threads()
+    assert result.peak_method == "bytes of live tensors"

@@ -1,0 +1,156 @@
+"""The rows of a benchmark, and that each trains as its documentation says."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.bench.contenders import AmpContender, Entry, SessionContender, entries
+from halfstep.errors import FormatError, PlanError, WorkloadError
+from halfstep.formats import BF16, FP16, FP32
+from halfstep.plan.levels import level
+from halfstep.workloads.char_lm import CharLM
+from halfstep.workloads.regression import Regression
+
+CPU = torch.device("cpu")
+TINY = CharLM(d=16, layers=1, heads=2, length=16, batch=4, eval_windows=4)
+
+
+def names(rows):
+    return [row.name.replace(" (emulated)", "") for row in rows]
+
+
+def test_o0_comes_once_and_the_others_in_each_format():
+    rows = entries(["O1", "O0", "O2", "O1"], [BF16, FP16], CPU, peer=True)
+    assert names(rows) == ["O0", "O1 bf16", "O2 bf16", "torch.amp bf16", "O1 fp16", "O2 fp16", "torch.amp fp16"]
+
+
+def test_without_o0_or_a_peer_there_is_none():
+    assert names(entries(["O1"], [BF16], CPU, peer=False)) == ["O1 bf16"]
+
+
+def test_fp16_on_a_cpu_without_units_is_emulated_and_its_peer_is_not_run(monkeypatch):
+    monkeypatch.setattr("halfstep.bench.contenders.default_emulate", lambda fmt, device: fmt == FP16)
+    o1, amp = entries(["O1"], [FP16], CPU, peer=True)
+    assert (o1.emulated, o1.refused) == (True, None)
+    assert o1.name == "O1 fp16 (emulated)"
+    assert amp.refused == "this cpu has no fp16 units, and torch.amp cannot emulate them"
+
+
+def test_fp16_with_units_has_its_peer(monkeypatch):
+    monkeypatch.setattr("halfstep.bench.contenders.default_emulate", lambda fmt, device: False)
+    o1, amp = entries(["O1"], [FP16], CPU, peer=True)
+    assert (o1.emulated, amp.refused) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("levels", "lows", "error"),
+    [
+        (["O4"], [BF16], PlanError),
+        (["O1"], [FP32], PlanError),
+        ([], [BF16], WorkloadError),
+        (["O1"], [], WorkloadError),
+    ],
+)
+def test_rows_that_do_not_exist_are_errors(levels, lows, error):
+    with pytest.raises(error):
+        entries(levels, lows, CPU, peer=True)
+
+
+def test_an_unknown_format_is_an_error():
+    with pytest.raises(FormatError):
+        level("O1", "fp17")
+
+
+def train(contender, job, steps=3):
+    losses = [contender.train(*batch).item() for batch, _ in zip(job.batches(0), range(steps), strict=False)]
+    contender.observe()
+    return losses
+
+
+def test_o0_is_the_plain_fp32_loop_bit_for_bit():
+    model = TINY.build(0)
+    optimizer = TINY.optimizer(model, fused=True)
+    expected = []
+    for (inputs, targets), _ in zip(TINY.batches(0), range(3), strict=False):
+        optimizer.zero_grad()
+        loss = TINY.loss(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    contender = Entry("O0", FP32, peer=False).start(TINY, 0, CPU)
+    assert train(contender, TINY) == expected
+    contender.close()
+
+
+def test_the_peer_is_the_loop_of_torchs_documentation_bit_for_bit():
+    model = TINY.build(0)
+    optimizer = TINY.optimizer(model, fused=True)
+    expected = []
+    for (inputs, targets), _ in zip(TINY.batches(0), range(3), strict=False):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(inputs)
+        loss = TINY.loss(outputs.float(), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    contender = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
+    assert train(contender, TINY) == expected
+    assert contender.facts().scale == 1.0
+
+
+def test_a_level_trains_in_its_format():
+    contender = Entry("O2", BF16, peer=False).start(TINY, 0, CPU)
+    train(contender, TINY)
+    assert contender.model.head.weight.dtype == torch.bfloat16
+    memory = contender.facts().memory
+    count = contender.model.head.weight.numel()
+    assert contender.model.head.weight.nbytes == 2 * count
+    contender.close()
+    contender.close()
+    assert contender.model.head.weight.dtype == torch.float32
+    assert memory["masters"] > 0
+
+
+class Overflowing(Regression):
+    """Its second batch has an infinite target."""
+
+    def batches(self, seed):
+        for i, (inputs, targets) in enumerate(super().batches(seed)):
+            yield inputs, targets + (torch.inf if i == 1 else 0.0)
+
+
+@pytest.mark.parametrize("peer", [False, True])
+def test_a_skipped_step_is_counted_and_halves_the_scale(peer):
+    job = Overflowing(batch=4, d_in=8, d_out=8)
+    model = job.build(0)
+    contender = AmpContender(job, model, FP16, CPU) if peer else SessionContender(job, model, level("O1", FP16))
+    for batch, _ in zip(job.batches(0), range(3), strict=False):
+        contender.train(*batch)
+        contender.observe()
+    facts = contender.facts()
+    contender.close()
+    assert (facts.skipped, facts.scale) == (1, 32768.0)
+
+
+@pytest.mark.parametrize("peer", [False, True])
+def test_clipping_is_of_the_true_gradients(peer):
+    job = Regression(batch=4, d_in=8, d_out=8, lr=1.0, max_norm=1e-2)
+    before = job.build(0)
+    model = job.build(0)
+    contender = AmpContender(job, model, FP16, CPU) if peer else SessionContender(job, model, level("O1", FP16))
+    contender.train(*next(job.batches(0)))
+    contender.close()
+    moved = [b - a for a, b in zip(before.parameters(), model.parameters(), strict=True)]
+    assert nn.utils.get_total_norm(moved).item() == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_bytes_of_the_peer_are_those_of_fp32_training():
+    contender = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
+    train(contender, TINY, 1)
+    count = sum(p.numel() for p in contender.model.parameters())
+    tensors = len(list(contender.model.parameters()))
+    expected = {"weights": 4 * count, "masters": 0, "gradients": 4 * count, "optimizer": 8 * count + 4 * tensors}
+    assert contender.facts().memory == expected
