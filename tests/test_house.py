@@ -1,6 +1,7 @@
 """What holds for the package as a whole: its imports, its public names, and what no module of it may do."""
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -18,7 +19,6 @@ PACKAGE = ROOT / "halfstep"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PACKAGES = [path for path in MODULES if path.name == "__init__.py"]
 TALKERS = ("cli", "report", "__main__.py")  # what a person sees is printed here and nowhere else
-ENVIRONMENT_READERS = ("adapters",)
 ALLOWED_IMPORTS = {"halfstep", "torch", "numpy", "msgspec", "tomli", "tomli_w"}
 
 
@@ -27,38 +27,38 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def floor_of(path):
-    return path.relative_to(PACKAGE).parts[0]
-
-
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def each(paths):
-    return pytest.mark.parametrize("path", paths, ids=[str(path.relative_to(ROOT)) for path in paths])
+def modules_except(floors):
+    return [path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in floors]
 
 
-def imported_names(tree):
-    aliases = [alias for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    return {alias.asname or alias.name for alias in aliases}
+def places_where(paths, condition):
+    """Returns file, line and source of each syntax node of these modules for which the condition holds."""
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node).splitlines()[0]}"
+        for path in paths
+        for node in ast.walk(tree_of(path))
+        if condition(node)
+    ]
 
 
-def calls(tree):
-    """Yields the dotted name and the line of each call, and of each attribute of `os` that is read."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call | ast.Attribute):
-            yield ast.unparse(node.func if isinstance(node, ast.Call) else node), node.lineno
+def imported_names(path):
+    imports = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
-@each(PACKAGES)
+@pytest.mark.parametrize("path", PACKAGES, ids=name_of)
 def test_all_names_what_the_package_imports_and_nothing_else(path):
     names = getattr(importlib.import_module(name_of(path)), "__all__", [])
     assert len(set(names)) == len(names)
-    assert set(names) == imported_names(tree_of(path)) - {"annotations"}
+    assert set(names) == imported_names(path) - {"annotations"}
 
 
-@each(PACKAGES)
+@pytest.mark.parametrize("path", PACKAGES, ids=name_of)
 def test_an_init_holds_imports_and_all_only(path):
     docstring, *rest = tree_of(path).body
     assert isinstance(docstring, ast.Expr)
@@ -66,34 +66,35 @@ def test_an_init_holds_imports_and_all_only(path):
     assert [text.partition(" = ")[0] for text in others] == (["__all__"] if rest else [])
 
 
-@each(MODULES)
-def test_module_has_a_docstring(path):
-    assert ast.get_docstring(tree_of(path))
+def test_every_module_has_a_docstring():
+    assert [path for path in MODULES if not ast.get_docstring(tree_of(path))] == []
 
 
-@each(MODULES)
-def test_imports_come_from_the_defining_module(path):
-    packages = {name_of(other) for other in PACKAGES}
-    passed_on = [
-        f"{path.name}:{node.lineno} from {node.module} import {alias.name}"
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ImportFrom) and node.module in packages
-        for alias in node.names
-        if f"{node.module}.{alias.name}" not in {name_of(other) for other in MODULES}
-    ]
-    assert not passed_on
+def test_imports_come_from_the_defining_module():
+    packages, known = {name_of(path) for path in PACKAGES}, {name_of(path) for path in MODULES}
+
+    def passed_on(node):
+        return (
+            isinstance(node, ast.ImportFrom)
+            and node.module in packages
+            and any(f"{node.module}.{alias.name}" not in known for alias in node.names)
+        )
+
+    assert places_where(MODULES, passed_on) == []
 
 
-@each([path for path in MODULES if floor_of(path) not in TALKERS])
-def test_only_what_a_person_calls_prints(path):
-    loud = [f"{path.name}:{line} {name}" for name, line in calls(tree_of(path)) if name in ("print", "warnings.warn")]
-    assert not loud
+def test_only_what_a_person_calls_prints():
+    def loud(node):
+        return isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "warnings.warn")
+
+    assert places_where(modules_except(TALKERS), loud) == []
 
 
-@each([path for path in MODULES if floor_of(path) not in ENVIRONMENT_READERS])
-def test_no_module_reads_the_environment(path):
-    read = [f"{path.name}:{line}" for name, line in calls(tree_of(path)) if name in ("os.environ", "os.getenv")]
-    assert not read
+def test_no_module_reads_the_environment():
+    def read(node):
+        return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+
+    assert places_where(MODULES, read) == []
 
 
 def test_import_brings_nothing_outside_the_allow_list():
