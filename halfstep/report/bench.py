@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from statistics import mean, stdev
 
 from rich.console import Group
@@ -47,13 +48,16 @@ def bench_table(result: BenchResult) -> Group:
 
 
 def over_seeds(values: Sequence[float], digits: int = 4) -> str:
-    """Returns the mean over seeds, with the standard deviation where there are several.
+    """Returns the mean over seeds, with the standard deviation where there are several, or how many seeds diverged.
 
     >>> over_seeds([1.0, 3.0]), over_seeds([2.0]), over_seeds([])
     ('2.0000 ± 1.4142', '2.0000', '-')
     """
     if not values:
         return ABSENT
+    lost = sum(not isfinite(value) for value in values)
+    if lost:
+        return f"{lost} of {len(values)} diverged"
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"

@@ -1,0 +1,157 @@
+"""The command line: what it prints, how it refuses, how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from halfstep.__main__ import main
+
+SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
+
+
+@pytest.fixture
+def halfstep(monkeypatch, capsys):
+    """Runs the command and returns exit code, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["halfstep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def test_levels_prints_the_four(halfstep):
+    code, out, _ = halfstep("levels")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["O0", "O1", "O2", "O3"]
+
+
+def test_ops_prints_the_table_with_reasons(halfstep):
+    code, out, _ = halfstep("ops")
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert "matrix product" in rows["linear"]
+    assert "fp32" in rows["softmax"]
+
+
+def test_ops_narrows_to_a_name_and_shows_another_plan(halfstep):
+    _, out, _ = halfstep("ops", "log_softmax", "--plan", "O2")
+    header, row = out.splitlines()
+    assert "at O2" in header
+    assert row.split()[:2] == ["log_softmax", "deny"]
+    assert "as stored" in row
+
+
+def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path):
+    path = tmp_path / "result.json"
+    code, out, err = halfstep("bench", "regression", "--steps", 2, "--seeds", 2, *SMALL, "--json", path)
+    assert (code, err) == (0, "")
+    assert {"O0", "O1 bf16", "O2 bf16", "O3 bf16", "torch.amp bf16"} <= {
+        line[1:19].strip() for line in out.splitlines()
+    }
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["command"].startswith("halfstep bench regression --steps 2")
+    assert result["seeds"] == [0, 1]
+    assert result["settings"]["d_in"] == "8"
+    assert result["machine"]["torch"]
+
+
+def test_bench_runs_the_levels_and_formats_that_were_named(halfstep):
+    _, out, _ = halfstep("bench", "regression", "--levels", "O0, O2", "--low", "bf16", "--steps", 1, *SMALL)
+    names = [line[1:15].strip() for line in out.splitlines()[3:6]]
+    assert names == ["O0", "O2 bf16", "torch.amp bf16"]
+
+
+def test_bench_runs_a_users_workload(halfstep, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from halfstep.workloads.regression import Regression\n"
+        "def mine(batch='2'): return Regression(batch=int(batch), d_in=4, d_out=4)\n",
+        encoding="utf-8",
+    )
+    code, out, _ = halfstep("bench", f"{tmp_path / 'own.py'}:mine", "--levels", "O0", "--steps", 1, "--set", "batch=3")
+    assert code == 0
+    assert "regression: 20 parameters" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "regresion"], "halfstep: unknown workload 'regresion'; did you mean regression?"),
+        (["bench", "regression", "--set", "depth=3"], "halfstep: regression has no setting depth; it has batch"),
+        (["bench", "regression", "--set", "depth"], "halfstep: setting 'depth' is not key=value"),
+        (["bench", "regression", "--levels", "01"], "halfstep: unknown level '01'"),
+        (["bench", "regression", "--levels", ","], "halfstep: a benchmark needs at least one level"),
+        (["bench", "regression", "--low", "fp17"], "halfstep: unknown format 'fp17'"),
+        (
+            ["bench", "regression", "--device", "tpu"],
+            "halfstep: --device 'tpu' is unknown; choose one of auto, cpu, cuda",
+        ),
+        (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; give the folder aclImdb"),
+        (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
+        (["ops", "nothing_of_this_name"], "halfstep: no op of the table contains 'nothing_of_this_name'"),
+        (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
+    ],
+)
+def test_a_bad_request_is_one_message_and_exit_code_2(halfstep, arguments, message):
+    code, out, err = halfstep(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith(message)
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["bench", "--steps", "0"], ["bench", "--seeds", "none"], ["unknown"], ["levels", "x"]]
+)
+def test_a_request_that_is_no_command_is_a_usage_error(halfstep, arguments):
+    code, _, err = halfstep(*arguments)
+    assert code == 2
+    assert "Usage" in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for a child alone")
+def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
+    # a workload that says when it trains, so that the signal comes in the middle of it
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from halfstep.workloads.regression import Regression\n"
+        "class Endless(Regression):\n"
+        "    def batches(self, seed):\n"
+        "        for i, batch in enumerate(super().batches(seed)):\n"
+        "            if i == 20: Path('training').touch()\n"
+        "            yield batch\n"
+        "def mine(): return Endless(batch=2, d_in=4, d_out=4)\n",
+        encoding="utf-8",
+    )
+    command = ["bench", "own.py:mine", "--levels", "O0,O1", "--low", "bf16", "--steps", "1000000", "--json", "out.json"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "halfstep", *command],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 120
+        while not (tmp_path / "training").exists():
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < until, "it never began to train"
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+    assert "Interrupted: what was measured so far" in out
+    assert "O1 bf16" in out
+    result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert result["complete"] is False
+    assert len(result["runs"][0]["times_ms"]) >= 10

@@ -1,0 +1,111 @@
+"""A benchmark as a table and as JSON."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from halfstep.errors import DataError
+from halfstep.records import BenchResult, BenchRun, Machine, Spread
+from halfstep.report.bench import bench_table, over_seeds
+from halfstep.report.json import bench_json, read_bench
+
+MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32", "bf16"), "Linux", "3.11.7", "2.13.0", "0.1.0", "abc")
+O0 = BenchRun(
+    "O0", "O0", "fp32", False, False, (100.0, 104.0), Spread(102.0, 101.0, 103.0, 2), 1.0, None, 3 * 2**20,
+    {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}, (1.5, 1.7), {"loss": (2.0, 2.5), "accuracy": (0.5, 0.5)},
+    (0, 0), (1.0, 1.0),
+)  # fmt: skip
+O1 = replace(
+    O0, name="O1 fp16 (emulated)", level="O1", low="fp16", emulated=True, vs_o0=0.871, vs_amp=0.974,
+    validation={"loss": (math.inf, 2.5), "accuracy": (0.25, 0.25)}, skipped=(1, 3), scale=(32768.0, 65536.0),
+)  # fmt: skip
+LOST = BenchRun("torch.amp fp16", "torch.amp", "fp16", True, False, error="no [fp16] units")
+RESULT = BenchResult(
+    "char_lm", {"d": "256"}, 1234567, 40, 5, (0, 1), (O0, O1, LOST), "bytes of live tensors", ("a note",), True,
+    MACHINE, "halfstep bench", "2026-01-01T00:00:00Z",
+)  # fmt: skip
+
+
+def show(result, width=200):
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(bench_table(result))
+    return capture.get()
+
+
+def row(result, name):
+    (line,) = [line for line in show(result).splitlines() if line.strip().startswith(name + "  ")]
+    return [cell for cell in line.removeprefix(f" {name}").split("  ") if cell.strip()]
+
+
+def test_a_row_has_every_figure_of_its_run():
+    assert [cell.strip() for cell in row(RESULT, "O0")] == [
+        "102.0 (101.0-103.0)", "1.00", "-", "3.0", "16.00", "1.6000 ± 0.1414", "2.2500 ± 0.3536", "0.5000 ± 0.0000",
+        "0", "1",
+    ]  # fmt: skip
+
+
+def test_skips_and_scales_that_differ_by_seed_are_a_range():
+    cells = [cell.strip() for cell in row(RESULT, "O1 fp16 (emulated)")]
+    assert cells[1:3] == ["0.87", "0.97"]
+    assert cells[-2:] == ["1-3", "32768-65536"]
+
+
+def test_what_was_not_run_says_why_below_the_table():
+    text = show(RESULT)
+    assert "torch.amp fp16: not run; no [fp16] units" in text
+    assert "a note" in text
+    assert "Peak memory: bytes of live tensors" in text
+
+
+def test_the_title_says_what_ran_where():
+    assert show(RESULT).startswith("char_lm: 1,234,567 parameters, 40 steps, 2 seeds; cpu, Some Chip, 2 threads")
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_interrupted_benchmark_says_so(complete):
+    assert ("Interrupted" in show(replace(RESULT, complete=complete))) is not complete
+
+
+def test_a_benchmark_with_nothing_measured_is_a_table_of_dashes():
+    empty = replace(RESULT, runs=(BenchRun("O0", "O0", "fp32", False, False),), complete=False)
+    assert {cell.strip() for cell in row(empty, "O0")} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((), "-"),
+        ((0.5,), "0.5000"),
+        ((1.0, 2.0), "1.5000 ± 0.7071"),
+        ((math.nan,), "1 of 1 diverged"),
+        ((math.inf, 2.0), "1 of 2 diverged"),
+    ],
+)
+def test_figures_over_seeds(values, text):
+    assert over_seeds(values) == text
+
+
+def test_json_and_back_is_the_same():
+    assert read_bench(bench_json(RESULT)) == RESULT
+
+
+def test_json_is_standard_also_where_a_loss_is_not_finite():
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    runs = json.loads(bench_json(RESULT), parse_constant=refuse)["runs"]
+    assert runs[1]["validation"]["loss"] == ["inf", 2.5]
+
+
+def test_lists_of_numbers_stay_on_one_line():
+    assert '"times_ms": [ 100.0, 104.0 ]' in bench_json(RESULT)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", bench_json(RESULT).replace('"steps": 40', '"steps": "many"')])
+def test_json_that_is_no_benchmark_is_an_error(text):
+    with pytest.raises(DataError, match="not the JSON of a benchmark"):
+        read_bench(text)
