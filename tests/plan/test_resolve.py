@@ -128,6 +128,10 @@ def test_the_model_is_left_as_it_is():
     )
 
 
+def test_at_o0_the_reason_says_that_nothing_is_touched():
+    assert {formats.reason for formats in resolve(O0, net()).modules} == {"O0: as written"}
+
+
 # norms
 
 
