@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.emulate import Emulation
-from halfstep.cast.enter import Entrances, Gate, gate_of
+from halfstep.cast.enter import CheckpointHook, Entrances, Gate, gate_of
 from halfstep.cast.functions import patch_functions
 from halfstep.cast.modules import cast_buffers, inputs_to, keep_checkpoints_full, outputs_to
 from halfstep.cast.ops import OpEngine
@@ -119,6 +119,9 @@ class Session:
             self._cast_module(module, formats)
         self._parts = [self._make_part(optimizer) for optimizer in optimizers]
         self._buffers = BufferGuard([] if self._plain else self._roots)
+        for root in () if self._plain else self._roots:
+            hook = CheckpointHook(lambda *_: self._buffers.after_step())
+            self._undo.callback(root.register_load_state_dict_post_hook(hook).remove)
         entrances = Entrances()
         for module, formats in pairs if self._engine is not None else ():
             if formats.boundary or any(module is root for root in self._roots):

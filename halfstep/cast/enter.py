@@ -129,7 +129,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     for module in list(twin.modules()):
         module.__dict__.pop(GATE, None)
         module.__class__ = _plain_class(type(module))
-        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
                 del hooks[key]
     rebuild, arguments, *rest = twin.__reduce_ex__(protocol)

@@ -187,5 +187,7 @@ def _set_data(p: Parameter, data: Tensor) -> None:
     grad = p.grad
     p.grad = None
     p.data = data
+    if p.grad_dtype is not data.dtype:
+        p.grad_dtype = None
     if grad is not None:
         p.grad = grad.to(data.dtype)

@@ -8,20 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+_SMALL = 2**16  # elements
+
 
 class BufferGuard:
     """Remembers the buffers of `models` before a step's first training forward and puts them back if it is skipped.
 
-    Every dense buffer is copied, whatever its dtype: version counters would miss `running_mean` and `running_var`,
-    which `native_batch_norm` writes without counting, and all writes through `.data`. The copy costs one pass over the
-    buffers a step and as much memory again. Nothing syncs. Buffers that are registered or replaced later are found.
+    Every dense buffer of up to 65,536 elements is copied, whatever its dtype: version counters would miss
+    `running_mean` and `running_var`, which `native_batch_norm` writes without counting, and all writes through `.data`.
+    A larger one (a mask, a table of rotary frequencies) is copied in its first step and from then on only once its
+    version counter has moved. Nothing syncs. Buffers that are registered or replaced later are found.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
         self._modules = list(modules.values())
         self._groups: list[_Group] = []
-        self._current = False
+        self._first_seen: dict[int, tuple[Tensor, int]] = {}
+        self.after_step()
 
     def refresh(self) -> None:
         """Takes the snapshot before the first training forward of a step; later calls before the step do nothing."""
@@ -30,15 +34,15 @@ class BufferGuard:
             self._current = True
 
     def after_step(self) -> None:
-        """Takes a snapshot now, and at the next `refresh` again.
+        """Takes a snapshot now, and at the next `refresh` again; call it after each load of a model state.
 
-        For models whose forward cannot call `refresh` (compiled ones): call it once at the start, after each step, and
-        after each load of a model state, so that a later skip does not undo the load.
+        So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
+        the load.
         """
         groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for module in self._modules:
             for buffer in module._buffers.values():
-                if buffer is not None and _restorable(buffer):
+                if buffer is not None and _restorable(buffer) and self._changes(buffer):
                     groups.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
         self._groups = [_Group(list(buffers.values())) for buffers in groups.values()]
         self._current = False
@@ -47,11 +51,24 @@ class BufferGuard:
         """Puts every buffer back to the snapshot where `found` (0-dim bool) is true, and leaves it where it is false.
 
         Ends the step: the next `refresh` takes a new snapshot. Until then the old one stays, so that a second
-        optimizer that steps after the same forward can restore too.
+        optimizer that steps after the same forward can restore too; where no `refresh` came, a new one is taken here.
         """
         for group in self._groups:
             group.restore(found)
-        self._current = False
+        if self._current:
+            self._current = False
+        else:
+            self.after_step()
+
+    def _changes(self, buffer: Tensor) -> bool:
+        """Returns whether training may change the buffer: it is small, new, or its version counter has moved."""
+        if buffer.numel() <= _SMALL:
+            return True
+        seen = self._first_seen.setdefault(id(buffer), (buffer, -1))
+        if seen[1] < 0:
+            self._first_seen[id(buffer)] = (buffer, buffer._version)
+            return True
+        return seen[1] != buffer._version
 
 
 class _Group:

@@ -183,7 +183,7 @@ class GradientLedger:
                 if old is not None and param.grad is not None:
                     param.grad = _sum(old, param.grad)
         self._put_back()
-        self._scale, self._source = scale.detach().clone(), None
+        self._scale = scale.detach().clone()
 
     def _put_back(self) -> None:
         for param, grad in self._stash.items():
@@ -216,7 +216,7 @@ class GradientLedger:
     def _narrow(self) -> None:
         """Has autograd make gradients in the parameters' own dtype again, where they hold none."""
         for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
-            param.grad_dtype = param.dtype
+            param.grad_dtype = None  # as it comes: a fixed dtype would outlive the session and a later model.double()
             self._widened.discard(param)
 
     def _flag(self, loss_id: int, found: Tensor) -> None:

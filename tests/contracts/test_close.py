@@ -40,7 +40,9 @@ def fingerprint(model, opt):
         )
         for m in model.modules()
     ]
-    parameters = [(id(p), p.dtype, p.requires_grad, p.grad_dtype, type(p)) for p in model.parameters()]
+    parameters = [
+        (id(p), p.dtype, p.requires_grad, p.grad_dtype in (None, p.dtype), type(p)) for p in model.parameters()
+    ]
     groups = [[id(p) for p in group["params"]] for group in opt.param_groups]
     own = {k: v for k, v in opt.__dict__.items() if k not in ("state", "param_groups", "_opt_called")}
     counts = {h: len(own.pop(h)) for h in OPTIMIZER_HOOKS if h in own}

@@ -68,7 +68,8 @@ def gradients(model, session, x):
     x = x.clone().requires_grad_()
     session.backward(model(x).square().mean())
     session.unscale_()
-    return [x.grad, *(p.grad.clone() for p in model.parameters())]
+    scale = session.status().scales[0]
+    return [x.grad / scale, *(p.grad.clone() for p in model.parameters())]
 
 
 @mixed_plans

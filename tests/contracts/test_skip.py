@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import halfstep
+from halfstep.scale.buffers import BufferGuard
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 
 OPTIMIZERS = {
@@ -76,3 +78,52 @@ def test_a_skip_does_not_undo_a_checkpoint_loaded_before_it():
     train(session, model, opt, [2], poison=[2])
     assert torch.equal(model.norm.running_mean, state["norm.running_mean"])
     session.close()
+
+
+def test_a_compiled_model_is_guarded_too():
+    """Its forward cannot take the snapshot, so the step before, or the load before, has taken it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def step(inputs):
+        opt.zero_grad()
+        session.backward(compiled(inputs).square().mean())
+        return bool(session.step().skipped)
+
+    bad = torch.full((16, 8), torch.inf)
+    assert step(bad)
+    assert torch.equal(model[1].running_mean, torch.zeros(4)), "also in the very first step"
+    assert not step(torch.randn(16, 8))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert before["1.running_mean"].any()
+    assert step(bad)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    model.load_state_dict({k: v + 1 for k, v in before.items()})
+    assert step(bad)
+    assert torch.equal(model[1].running_mean, before["1.running_mean"] + 1)
+    session.close()
+
+
+def test_large_buffers_that_training_never_changes_are_copied_once_only():
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(2**17))
+    model.register_buffer("counts", torch.zeros(2**17))
+    guard = BufferGuard([model])
+
+    def copied():
+        return sum(group.snapshot.numel() for group in guard._groups)
+
+    assert copied() == 2**18
+    guard.refresh()
+    assert copied() == 0
+    model.counts += 1  # from its next step on it is guarded
+    guard.restore(torch.tensor(False))
+    guard.refresh()
+    assert copied() == 2**17
+    model.counts += 1
+    guard.restore(torch.tensor(True))
+    assert torch.equal(model.counts, torch.ones(2**17))

@@ -9,7 +9,6 @@ from torch import nn
 import halfstep
 from tests.contracts.cases import batch
 
-
 FAINT = 2.0**28
 
 
