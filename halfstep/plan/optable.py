@@ -89,8 +89,11 @@ _TABLE: tuple[tuple[Source, Category, str, str], ...] = (
         "torch",
         "deny",
         "resampling",
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+        "upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
+        "upsample_nearest3d.vec _upsample_nearest_exact1d _upsample_nearest_exact1d.vec _upsample_nearest_exact2d "
+        "_upsample_nearest_exact2d.vec _upsample_nearest_exact3d _upsample_nearest_exact3d.vec upsample_linear1d "
+        "upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_trilinear3d "
+        "upsample_trilinear3d.vec upsample_bicubic2d upsample_bicubic2d.vec",
     ),
     (
         "torch",
@@ -120,7 +123,8 @@ _TABLE: tuple[tuple[Source, Category, str, str], ...] = (
         "deny",
         "no low kernel",
         "linalg_matrix_norm linalg_matrix_norm.str_ord nuclear_norm nuclear_norm.dim cdist pdist multi_margin_loss "
-        "multilabel_margin_loss multilabel_margin_loss_forward _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+        "multilabel_margin_loss multilabel_margin_loss_forward _upsample_bilinear2d_aa "
+        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec",
     ),
     (
         "torch",

@@ -137,6 +137,24 @@ DENY = {
         lambda o, t: o(t(*IMAGE), [7, 7], False),
     ),
     "upsample_trilinear3d": lambda o, t: o(t(1, 1, 2, 2, 2), [3, 3, 3], False),
+    **dict.fromkeys(("upsample_nearest1d.vec", "_upsample_nearest_exact1d.vec"), lambda o, t: o(t(1, 2, 4), [7], None)),
+    **dict.fromkeys(
+        ("upsample_nearest2d.vec", "_upsample_nearest_exact2d.vec"), lambda o, t: o(t(*IMAGE), [7, 7], None)
+    ),
+    **dict.fromkeys(
+        ("upsample_nearest3d.vec", "_upsample_nearest_exact3d.vec"), lambda o, t: o(t(1, 1, 2, 2, 2), None, [1.5] * 3)
+    ),
+    "upsample_linear1d.vec": lambda o, t: o(t(1, 2, 4), [7], False, None),
+    **dict.fromkeys(
+        (
+            "upsample_bilinear2d.vec",
+            "upsample_bicubic2d.vec",
+            "_upsample_bilinear2d_aa.vec",
+            "_upsample_bicubic2d_aa.vec",
+        ),
+        lambda o, t: o(t(*IMAGE), [7, 7], False, None),
+    ),
+    "upsample_trilinear3d.vec": lambda o, t: o(t(1, 1, 2, 2, 2), [3, 3, 3], False, None),
     **_unary("fft_fft", "fft_fft2", "fft_fftn", "fft_ifft", "fft_ifft2", "fft_ifftn", "fft_rfft", "fft_rfft2"),
     **_unary("fft_rfftn", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_ihfft", "fft_hfft2", "fft_hfftn"),
     **_unary("fft_ihfft2", "fft_ihfftn"),
