@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,7 +40,8 @@ from halfstep.plan.hardware import default_emulate
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import customize
 from halfstep.plan.optable import effective
-from halfstep.plan.plan import OpChanges, Plan
+from halfstep.plan.plan import Master, OpChanges, Plan
+from halfstep.plan.policy import Width
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
@@ -121,7 +122,8 @@ class Session:
         self._buffers = BufferGuard([] if self._plain else self._roots)
         for root in () if self._plain else self._roots:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
-            self._undo.callback(root.register_load_state_dict_post_hook(hook).remove)
+            handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+            self._undo.callback(handle.remove)
         entrances = Entrances()
         for module, formats in pairs if self._engine is not None else ():
             if formats.boundary or any(module is root for root in self._roots):
@@ -229,14 +231,14 @@ class Session:
         self._counted.discard(loss_id)
         self._awaiting = list(self._parts)
         if self._plain:
-            loss.backward(**kwargs)
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
         not_finite = ~torch.isfinite(loss.detach()).all()
         for part in self._parts:
             part.ledger.before_backward(loss_id, scale.value)
         try:
             with self._backward_context():
-                scaled(loss, scale).backward(**kwargs)
+                scaled(loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             for part in self._parts:
                 part.ledger.undo_backward()
@@ -465,10 +467,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     *,
     low: Format | torch.dtype | str | None = None,
     loss_scale: str | float | Scaling | None = None,
-    norms: str | None = None,
-    master: str | None = None,
+    norms: Width | None = None,
+    master: Master | None = None,
     rules: Sequence[Rule] = (),
-    ops: OpChanges | None = None,
+    ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
     emulate: bool | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Session:

@@ -103,10 +103,10 @@ def _run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies the module with fp32 parameters: an average held in low weights would lose every small update."""
     gate = self.__dict__.get(GATE)
-    for parameter in self.parameters() if gate is not None else ():
-        full = gate.full(parameter)
-        if full is not parameter and id(parameter) not in memo:
-            memo[id(parameter)] = nn.Parameter(full.detach().clone(), parameter.requires_grad)
+    if gate is not None:
+        for parameter in self.parameters():
+            full = gate.full(parameter).detach().clone()
+            memo.setdefault(id(parameter), nn.Parameter(full, parameter.requires_grad))
     twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
     twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -120,7 +120,8 @@ def _copy(self: nn.Module) -> nn.Module:
 
 
 def _plain_class(cls: type) -> type:
-    return cls.__dict__.get("_halfstep_base", cls)  # of the class itself, not of a base
+    plain: type = cls.__dict__.get("_halfstep_base", cls)  # of the class itself, not of a base
+    return plain
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
@@ -132,7 +133,8 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
                 del hooks[key]
-    rebuild, arguments, *rest = twin.__reduce_ex__(protocol)
+    reduced: Any = twin.__reduce_ex__(protocol)
+    rebuild, arguments, *rest = reduced
     if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle would compare the class with that of `self`
         rebuild, arguments = copyreg._reconstructor, (type(twin), object, None)  # type: ignore[attr-defined]
     return (rebuild, arguments, *rest)
@@ -146,7 +148,7 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
         return own
     if sys._getframe(1).f_code is not AveragedModel.update_parameters.__code__:
         return own
-    return (gate.full(parameter) for parameter in own)  # type: ignore[misc]  # tensors, as update_parameters accepts
+    return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 
 
 def make_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -155,7 +157,7 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        gate = self._halfstep_gate
+        gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         if gate is None or not gate.active:
             return base_forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
@@ -174,7 +176,9 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
         "forward": forward,
         "parameters": _parameters,
     }
-    return type(base)(base.__name__, (base,), namespace)
+    metaclass: Any = type(base)
+    swapped: type[nn.Module] = metaclass(base.__name__, (base,), namespace)
+    return swapped
 
 
 class Entrances:

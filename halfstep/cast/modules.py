@@ -65,19 +65,17 @@ def keep_checkpoints_full(module: nn.Module, values: Values32) -> Undo:
     def take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         for name, parameter in _kept(module, values):
             entry = state.get(prefix + name)
-            if entry is None:
-                continue
-            if metadata.get("assign_to_params_buffers", False):
+            if entry is not None and metadata.get("assign_to_params_buffers", False):
                 raise StateError(
                     "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; "
                     "load without assign, or before halfstep.initialize"
                 )
-            if entry.shape == parameter.shape:  # else torch reports the mismatch and copies nothing
+            if entry is not None and entry.shape == parameter.shape:  # else torch reports the mismatch
                 state[prefix + name] = values.load(parameter, entry)
 
     handles = [
-        module.register_state_dict_post_hook(CheckpointHook(give)),
-        module._register_load_state_dict_pre_hook(CheckpointHook(take), True),
+        module.register_state_dict_post_hook(CheckpointHook(give)),  # type: ignore[no-untyped-call]
+        module._register_load_state_dict_pre_hook(CheckpointHook(take), True),  # type: ignore[no-untyped-call]
     ]
 
     def undo() -> None:

@@ -25,6 +25,7 @@ class BufferGuard:
         self._modules = list(modules.values())
         self._groups: list[_Group] = []
         self._first_seen: dict[int, tuple[Tensor, int]] = {}
+        self._current = False
         self.after_step()
 
     def refresh(self) -> None:
