@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, FP16, Format
@@ -113,10 +117,19 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return self._write(func, args, named)
         if func is _POWER and args[1] in _POWERS and args[0].dtype is self._dtype is torch.float16:
             return self._product(func, args, named)
-        if _is_composite(func):  # reaches a mode whole under torch.inference_mode; its parts may be products
-            with self:
-                return func.decompose(*args, **named)
+        if _is_composite(func):
+            return self._decompose(func, args, named)
         return func(*args, **named)
+
+    def _decompose(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a composite operation, which reaches a mode whole under torch.inference_mode, part by part.
+
+        Inside a mode autocast is off. Low inputs beside fp32 weights, as of an LSTM, say that the parts count on it.
+        """
+        dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        counts_on_autocast = self._dtype in dtypes and torch.float32 in dtypes
+        with enable_reentrant_dispatch() if counts_on_autocast else nullcontext(), self:
+            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tells whether every operand is low; attention alone mixes in an fp32 mask and fp32 statistics."""
@@ -169,4 +182,8 @@ class _EagerStance:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    return isinstance(func, OpOverload) and func._can_decompose()
+    key = DispatchKey.CompositeImplicitAutograd
+    if not isinstance(func, OpOverload):
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

@@ -190,6 +190,25 @@ def test_inference_mode_gives_the_bits_of_training(name: str) -> None:
             assert same_bits(function(*inputs).clone(), expected)
 
 
+def test_inference_mode_gives_a_layer_with_bias_the_bits_of_training() -> None:
+    layer, x = nn.Linear(70, 9).half(), low(4, 5, 70)
+    with Emulation(FP16):
+        expected = layer(x)
+        with torch.inference_mode():
+            assert same_bits(layer(x).clone(), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_inference_mode_lets_autocast_reach_inside_recurrent_layers(kind: Any) -> None:
+    layer, x = kind(4, 6), low(3, 2, 4)
+    start = torch.zeros(1, 2, 6, dtype=torch.float16)
+    recorder = Recorder()
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16), recorder, Emulation(FP16):
+        out, _ = layer(x, (start, start) if kind is nn.LSTM else start)
+    assert out.dtype is torch.float16
+    assert recorder.dtypes(aten.addmm.default) == {torch.float32}
+
+
 def test_inference_mode_emulates_attention() -> None:
     q = low(1, 2, 9, 16)
     with Emulation(FP16):
