@@ -134,7 +134,7 @@ class OwnStepper:
     def _fresh_flag(self, p: Parameter, momentum: Tensor, new: bool) -> Tensor:
         held = self._fresh.get(p)
         if held is None or held[0] is not momentum:  # a momentum that was loaded has seen an update
-            held = self._fresh[p] = (momentum, torch.full((), float(new), device=p.device))
+            held = self._fresh[p] = (momentum, torch.full((), float(new), dtype=torch.float32, device=p.device))
         return held[1]
 
     def _unreached(self) -> list[Parameter]:
@@ -155,8 +155,8 @@ class OwnStepper:
 
     def _without_unreached_state(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         unreached = set(self._unreached())
-        order = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-        indices = {i for i, p in enumerate(order) if p in unreached}
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        indices = {i for i, p in enumerate(members) if p in unreached}
         state = {key: value for key, value in state_dict["state"].items() if key not in indices}
         return {**state_dict, "state": state}
 
@@ -181,9 +181,10 @@ def state_names(options: Options) -> tuple[str, ...]:
 
 def _step_count(state: StateDict, device: torch.device) -> Tensor:
     step = state.get("step")
-    if not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32:
-        step = torch.as_tensor(0.0 if step is None else step, dtype=torch.float32, device=device)
-        state["step"] = step
+    if step is None:
+        step = state["step"] = torch.zeros((), dtype=torch.float32, device=device)  # a value from the host would wait
+    elif not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32:
+        step = state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
     return step
 
 

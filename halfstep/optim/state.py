@@ -29,6 +29,8 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
         saved = loading.pop()
         members = [p for group in optimizer.param_groups for p in group["params"]]
         indices = [i for group in saved["param_groups"] for i in group["params"]]
+        if len(members) != len(indices):  # a hook registered later gave torch another dict
+            return
         for p, index in zip(members, indices, strict=True):
             if p in optimizer.state and index in saved["state"]:
                 optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_low(p))

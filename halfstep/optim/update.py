@@ -43,11 +43,11 @@ def update(
 ) -> None:
     """Makes one update of `batch` with the first of `implementations` that takes it."""
     implementation = next(row for row in implementations.values() if row.fits(batch, options))
-    if batch.steps:
-        torch._foreach_add_(batch.steps, (~found).to(torch.float32))
+    if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
+        torch._foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
     implementation.run(batch, options, factor, found, scratch)
     if batch.fresh:
-        torch._foreach_mul_(batch.fresh, found.to(torch.float32))
+        torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
 
 
 def opened(core: Core) -> Run:

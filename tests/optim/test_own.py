@@ -1,0 +1,340 @@
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from halfstep.errors import SessionError
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import OwnStepper
+from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, gradients, own_run, parameters
+from tests.scale.sync import NoSync
+
+BF16 = torch.bfloat16
+KINDS = [None, "none", "copy", "split"]
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def alone(cls, values, kind=None, **options):
+    """A stepper on one parameter of these values."""
+    p = Parameter(torch.as_tensor(values))
+    store = MasterStore(kind or "none", BF16)
+    if kind:
+        store.track(p)
+    optimizer = cls([p], **options)
+    return p, store, optimizer, OwnStepper(optimizer, store)
+
+
+@EACH_KIND
+@pytest.mark.parametrize(("cls", "options"), OWN)
+def test_nothing_is_read_on_the_host(cls, options, kind):
+    run = own_run(cls, options, kind)
+    with NoSync():
+        for seed in range(3):
+            run.step(gradients(run.params, seed), torch.tensor(0.5), torch.tensor(seed == 1))
+        run.step(gradients(run.params, 3))
+
+
+def test_ten_thousand_small_updates_are_lost_without_a_master_and_kept_with_one():
+    """Each is 2^-13 of the weight at first; a bf16 value in [1, 2) is left by 2^-8, half a place, at least."""
+    runs = {kind: alone(SGD, torch.tensor([1.0, -1.0, 1.5]), kind, lr=1.0) for kind in KINDS}
+    direction = torch.tensor([2.0**-13, -(2.0**-13), 1.5 * 2.0**-13])
+    plain = Parameter(torch.tensor([1.0, -1.0, 1.5]))
+    plain.grad = -direction
+    torchs_own = SGD([plain], lr=1.0)
+    for _ in range(10_000):
+        torchs_own.step()
+        for p, _, _, stepper in runs.values():
+            stepper.step([p], [-direction.to(p.dtype)], None, FALSE)
+    full, none, copy, split = (runs[kind][1].full(runs[kind][0]) for kind in KINDS)
+    assert none.tolist() == [1.0, -1.0, 1.5]
+    torch.testing.assert_close(full, torch.tensor([1.0, -1.0, 1.5]) + 10_000 * direction, rtol=1e-4, atol=0)
+    assert_same_bits([full, copy, split], [plain.detach()] * 3)
+    assert_same_bits([runs["copy"][0]], [runs["split"][0]])
+
+
+def test_a_first_momentum_is_the_gradient_also_after_skips_and_with_dampening():
+    p, _, optimizer, stepper = alone(SGD, [1.0], lr=0.5, momentum=0.9, dampening=0.5)
+    for bad in (float("inf"), float("nan")):
+        stepper.step([p], [torch.tensor([bad])], None, TRUE)
+    stepper.step([p], [torch.tensor([2.0])], None, FALSE)
+    assert optimizer.state[p]["momentum_buffer"].tolist() == [2.0]
+    assert p.tolist() == [0.0]
+    stepper.step([p], [torch.tensor([4.0])], None, FALSE)
+    assert optimizer.state[p]["momentum_buffer"].item() == pytest.approx(0.9 * 2.0 + 0.5 * 4.0)
+
+
+def test_a_parameter_without_a_gradient_at_first_has_a_first_momentum_of_its_own():
+    early, late = Parameter(torch.ones(1)), Parameter(torch.ones(1))
+    optimizer = SGD([early, late], lr=1.0, momentum=0.9, dampening=0.5)
+    stepper = OwnStepper(optimizer, MasterStore("none", BF16))
+    grad = torch.tensor([1.0])
+    stepper.step([early, late], [grad, grad], None, TRUE)
+    stepper.step([early], [grad], None, FALSE)
+    assert list(optimizer.state_dict()["state"]) == [0]
+    stepper.step([early, late], [grad, grad], None, FALSE)
+    assert optimizer.state[early]["momentum_buffer"].item() == pytest.approx(0.9 + 0.5)
+    assert optimizer.state[late]["momentum_buffer"].item() == 1.0
+
+
+def test_state_that_no_update_has_reached_is_not_saved_and_goes_at_close():
+    run = own_run(AdamW, {})
+    run.step(gradients(run.params, 0), None, TRUE)
+    assert run.optimizer.state_dict()["state"] == {}
+    assert run.optimizer.state
+    run.stepper.close()
+    assert not run.optimizer.state
+
+
+def test_a_state_dict_hook_goes_at_close():
+    run = own_run(AdamW, {})
+    before = len(AdamW(parameters())._optimizer_state_dict_post_hooks)
+    run.stepper.close()
+    assert len(run.optimizer._optimizer_state_dict_post_hooks) == before
+
+
+def test_torch_goes_on_from_the_state_after_close():
+    run, theirs = own_run(AdamW, {"lr": 0.1}), parameters()
+    peer = AdamW(theirs, lr=0.1)
+    for seed in range(4):
+        grads = gradients(run.params, seed)
+        for params in (run.params, theirs):
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad.clone()
+        peer.step()
+        if seed < 2:
+            run.step(grads)
+        else:
+            run.stepper.close()
+            run.optimizer.step()
+    for p, q in zip(run.params, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"), [(AdamW, {"lr": 0.1}), (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5})]
+)
+def test_state_of_training_before_is_gone_on_from(cls, options):
+    ours, theirs = parameters()[:4], parameters()[:4]
+    optimizers = [cls(params, **options) for params in (ours, theirs)]
+    stepper = None
+    for seed in range(4):
+        grads = gradients(ours, seed)
+        for params in (ours, theirs):
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad.clone()
+        optimizers[1].step()
+        if seed < 2:
+            optimizers[0].step()
+            continue
+        stepper = stepper or OwnStepper(optimizers[0], MasterStore("none", BF16))
+        stepper.step(ours, grads, None, FALSE)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+def test_low_state_becomes_full():
+    p, _, optimizer, stepper = alone(AdamW, [1.0], "copy")
+    optimizer.state[p] = {
+        "step": 3,
+        "exp_avg": torch.tensor([0.5], dtype=BF16),
+        "exp_avg_sq": torch.tensor([0.25], dtype=BF16),
+    }
+    stepper.step([p], [torch.tensor([0.5])], None, FALSE)
+    state = optimizer.state[p]
+    assert state["step"].item() == 4
+    assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.float32
+    assert state["exp_avg"].item() == 0.5
+
+
+@EACH_KIND
+def test_state_of_low_weights_is_full(kind):
+    run = own_run(Adam, {"amsgrad": True}, kind)
+    run.step(gradients(run.params, 0))
+    for entry in run.optimizer.state_dict()["state"].values():
+        assert {value.dtype for value in entry.values()} == {torch.float32}
+
+
+def test_a_group_added_later_trains_in_fp32():
+    run = own_run(AdamW, {"lr": 0.1}, "split")
+    run.step(gradients(run.params, 0))
+    late = Parameter(torch.ones(3))
+    run.optimizer.add_param_group({"params": [late], "lr": 1.0, "weight_decay": 0.0})
+    run.stepper.step([late], [torch.ones(3)], None, FALSE)
+    assert late.dtype is torch.float32
+    torch.testing.assert_close(late, torch.zeros(3), atol=1e-6, rtol=0)
+
+
+def test_groups_keep_options_of_their_own():
+    fast, slow = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    optimizer = SGD([{"params": [fast], "lr": 1.0}, {"params": [slow], "lr": 0.25}], lr=9.0)
+    OwnStepper(optimizer, MasterStore("none", BF16)).step([slow, fast], [torch.ones(1)] * 2, None, FALSE)
+    assert (fast.item(), slow.item()) == (-1.0, -0.25)
+
+
+@EACH_KIND
+def test_parameters_without_a_gradient_stay_and_get_no_state(kind):
+    run = own_run(AdamW, {"weight_decay": 0.5}, kind)
+    before = run.values()
+    run.stepper.step(run.params[:1], gradients(run.params[:1], 0), None, FALSE)
+    assert_same_bits(run.values()[1:], before[1:])
+    assert list(run.optimizer.state_dict()["state"]) == [0]
+
+
+def test_weights_changed_in_place_between_steps_are_gone_on_from():
+    p, store, _, stepper = alone(SGD, [1.0, 2.0], "split", lr=1.0)
+    stepper.step([p], [torch.tensor([2.0**-12] * 2)], None, FALSE)
+    with torch.no_grad():
+        p[0] = 0.0
+    stepper.step([p], [torch.tensor([2.0**-12] * 2)], None, FALSE)
+    assert store.full(p).tolist() == [-(2.0**-12), 2.0 - 2 * 2.0**-12]
+
+
+def test_gradients_are_left_as_they_are():
+    run = own_run(AdamW, {}, "split")
+    grads = gradients(run.params, 0)
+    before = [grad.clone() for grad in grads]
+    run.step(grads, torch.tensor(0.25))
+    assert_same_bits(grads, before)
+
+
+@EACH_KIND
+def test_full_gradients_of_low_weights_are_taken_as_they_are(kind):
+    p, store, _, stepper = alone(SGD, [0.0], kind, lr=1.0)
+    stepper.step([p], [torch.tensor([TINY := 2.0**-30])], torch.tensor(2.0**-100), FALSE)
+    assert store.full(p).item() == -TINY * 2.0**-100
+
+
+def test_complex_parameters_go_as_under_torch():
+    start, grads = torch.randn(5, dtype=torch.complex64), [torch.randn(5, dtype=torch.complex64) for _ in range(3)]
+    for cls, options in ((AdamW, {"lr": 0.1}), (SGD, {"lr": 0.1, "momentum": 0.9})):
+        p, _, _, stepper = alone(cls, start.clone(), **options)
+        q = Parameter(start.clone())
+        peer = cls([q], foreach=False, **options)
+        for grad in grads:
+            q.grad = grad
+            peer.step()
+            stepper.step([p], [grad], None, FALSE)
+        torch.testing.assert_close(p, q)
+
+
+def test_an_empty_parameter_is_no_trouble():
+    p, _, _, stepper = alone(AdamW, torch.zeros(0, 3))
+    stepper.step([p], [torch.zeros(0, 3)], None, FALSE)
+
+
+def test_step_hooks_fire_in_torchs_order():
+    run = own_run(SGD, {"lr": 0.1})
+    seen = []
+
+    def note(name):
+        return lambda optimizer, args, kwargs: seen.append((name, optimizer is run.optimizer))
+
+    handles = [
+        register_optimizer_step_pre_hook(note("global pre")),
+        register_optimizer_step_post_hook(note("global post")),
+    ]
+    run.optimizer.register_step_pre_hook(note("pre"))
+    run.optimizer.register_step_post_hook(note("post"))
+    try:
+        run.step(gradients(run.params, 0))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [(name, True) for name in ("global pre", "pre", "post", "global post")]
+
+
+def test_a_parameter_of_no_group_is_refused_before_anything_changes():
+    run = own_run(AdamW, {})
+    before = run.everything()
+    stranger = Parameter(torch.ones(1))
+    with pytest.raises(SessionError, match="1 parameters to update are in no group of this AdamW"):
+        run.stepper.step([*run.params, stranger], [*gradients(run.params, 0), torch.ones(1)], None, FALSE)
+    assert_same_bits(run.everything(), before)
+
+
+def embedding_gradient(rows, values, size=(6, 2)):
+    """A sparse gradient as `nn.Embedding(sparse=True)` makes it: rows may come twice."""
+    return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(values), size, check_invariants=True)
+
+
+@EACH_KIND
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True, "dampening": 0.0}]
+)
+def test_sparse_gradients_update_as_dense_ones(kind, options):
+    start = torch.randn(6, 2)
+    sparse, dense = (alone(SGD, start.clone(), kind, lr=0.5, **options) for _ in range(2))
+    for rows in ([4, 1, 4], [0, 1, 1]):
+        grad = embedding_gradient(rows, [[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
+        for (p, _, _, stepper), one in ((sparse, grad), (dense, grad.to_dense())):
+            stepper.step([p], [one.to(p.dtype)], torch.tensor(0.5), FALSE)
+    assert_same_bits([sparse[1].full(sparse[0])], [dense[1].full(dense[0])])
+    assert_same_bits([sparse[0]], [dense[0]])
+
+
+@EACH_KIND
+def test_a_skip_leaves_a_table_as_it_was(kind):
+    p, store, _, stepper = alone(SGD, torch.full((6, 2), -0.0), kind, lr=0.5)
+    before = [p.clone(), store.full(p).clone()]
+    stepper.step([p], [embedding_gradient([1, 1, 2], [[float("nan"), 1.0]] * 3)], None, TRUE)
+    assert_same_bits([p, store.full(p)], before)
+
+
+def test_a_sparse_gradient_of_no_rows_is_no_trouble():
+    p, _, _, stepper = alone(SGD, torch.ones(6, 2), lr=0.5)
+    stepper.step([p], [embedding_gradient([4], [[1.0, 1.0]]) * 0], None, FALSE)
+    none = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2)
+    stepper.step([p], [torch.sparse_coo_tensor(*none, (6, 2), check_invariants=True)], None, FALSE)
+    assert torch.equal(p, torch.ones(6, 2))
+
+
+def test_sparse_gradients_of_adam_are_refused_as_torch_does():
+    p, _, _, stepper = alone(AdamW, torch.ones(6, 2))
+    with pytest.raises(SessionError, match="AdamW takes no sparse gradients; use SparseAdam"):
+        stepper.step([p], [embedding_gradient([0], [[1.0, 1.0]])], None, FALSE)
+
+
+@EACH_KIND
+def test_deleting_and_resuming_from_saved_states_is_bit_identical(kind):
+    """Also right after a skip; weights are saved in fp32, as checkpoints hold them."""
+    for cut in range(1, 5):
+        whole, first = (own_run(AdamW, {"lr": 0.1}, kind) for _ in range(2))
+        skips = {0, 2}
+
+        def go(run, seeds, skips=skips):
+            for seed in seeds:
+                run.step(gradients(run.params, seed), torch.tensor(0.5), torch.tensor(seed in skips))
+
+        go(whole, range(6))
+        go(first, range(cut))
+        saved = first.values(), first.optimizer.state_dict()
+        again = own_run(AdamW, {"lr": 0.1}, kind)
+        for p, value in zip(again.params, saved[0], strict=True):
+            again.store.load(p, value)
+        for p, entry in zip(
+            again.params, [saved[1]["state"].get(i, {}) for i in range(len(again.params))], strict=True
+        ):
+            again.optimizer.state[p] = {name: value.clone() for name, value in entry.items()}
+        go(again, range(cut, 6))
+        assert_same_bits(again.everything(), whole.everything())
+
+
+@pytest.mark.gpu
+@EACH_KIND
+@pytest.mark.parametrize(("cls", "options"), OWN)
+def test_a_gpu_gives_what_the_cpu_gives(cls, options, kind):
+    here, there = own_run(cls, options, kind), own_run(cls, options, kind)
+    for p in there.params:
+        p.data = p.data.cuda()
+    for seed in range(4):
+        grads = gradients(here.params, seed)
+        here.step(grads, torch.tensor(0.5), torch.tensor(seed == 1))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            moved = [grad.cuda() for grad in grads], torch.full((), 0.5, device="cuda")
+            there.step(*moved, torch.zeros((), dtype=torch.bool, device="cuda") if seed != 1 else TRUE.cuda())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(here.values(), there.values(), strict=True):
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,126 @@
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import optim
+from torch.nn import Parameter
+
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.state import exact_state_loading
+from halfstep.optim.steppers import make_stepper
+from tests.optim.cases import FALSE, assert_same_bits, bits, gradients, parameters
+
+BF16 = torch.bfloat16
+CASES = {
+    "AdamW": lambda ps: optim.AdamW(ps, lr=0.1, amsgrad=True),
+    "SGD": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9),
+    "RMSprop": lambda ps: optim.RMSprop(ps, lr=0.1, momentum=0.9),
+    "Adagrad": lambda ps: optim.Adagrad(ps, lr=0.1),
+    "Adafactor": lambda ps: optim.Adafactor(ps, lr=0.1),
+}
+
+
+class Training:
+    def __init__(self, name, kind):
+        self.params = parameters()
+        self.optimizer = CASES[name](self.params)
+        self.store = MasterStore(kind, BF16)
+        for p in self.params:
+            self.store.track(p)
+        self.stepper = make_stepper(self.optimizer, self.store, plain=False)
+        self.undo = exact_state_loading(self.optimizer)
+
+    def go(self, seeds):
+        for seed in seeds:
+            self.stepper.step(self.params, gradients(self.params, seed), None, FALSE)
+
+    def weights(self):
+        return [self.store.full(p).clone() for p in self.params]
+
+    def everything(self):
+        state = [
+            v for s in self.optimizer.state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)
+        ]
+        return [bits(t).clone() for t in [*self.params, *self.weights(), *state]]
+
+
+def loaded(name, kind, weights, state, order):
+    training = Training(name, kind)
+    loads = {
+        "weights": lambda: [training.store.load(p, w) for p, w in zip(training.params, weights, strict=True)],
+        "state": lambda: training.optimizer.load_state_dict(state),
+    }
+    for part in order:
+        loads[part]()
+    return training
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["copy", "split"])
+@pytest.mark.parametrize("order", list(itertools.permutations(["weights", "state"])))
+@pytest.mark.parametrize("through_file", [True, False])
+def test_training_resumes_bit_identically(name, kind, order, through_file, tmp_path):
+    whole, first = Training(name, kind), Training(name, kind)
+    whole.go(range(6))
+    first.go(range(3))
+    weights, state = first.weights(), first.optimizer.state_dict()
+    if through_file:
+        torch.save([weights, state], tmp_path / "checkpoint")
+        weights, state = torch.load(tmp_path / "checkpoint", weights_only=True)
+    again = loaded(name, kind, weights, state, order)
+    assert_same_bits(again.everything(), first.everything())
+    again.go(range(3, 6))
+    assert_same_bits(again.everything(), whole.everything())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_loaded_is_not_written_to_later(name):
+    first = Training(name, "copy")
+    first.go(range(2))
+    state = copy.deepcopy(first.optimizer.state_dict())
+    before = copy.deepcopy(state)
+    loaded(name, "copy", first.weights(), state, ["state", "weights"]).go(range(2))
+    for index, entry in before["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(state["state"][index][key], value, rtol=0, atol=0)
+
+
+def test_low_state_of_a_low_weight_becomes_full():
+    training = Training("AdamW", "copy")
+    training.go(range(1))
+    state = copy.deepcopy(training.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].bfloat16()
+    training.optimizer.load_state_dict(state)
+    for p in training.params:
+        assert training.optimizer.state[p]["exp_avg"].dtype is torch.float32
+
+
+def test_full_weights_load_as_torch_does():
+    p = Parameter(torch.ones(2))
+    optimizer = optim.AdamW([p])
+    exact_state_loading(optimizer)
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, dtype=torch.float64), "exp_avg_sq": torch.ones(2)}
+    optimizer.load_state_dict({"state": {0: state}, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert {v.dtype for v in optimizer.state[p].values()} == {torch.float32}
+
+
+def test_a_state_of_another_optimizer_is_refused_as_torch_does_and_the_next_one_loads():
+    training = Training("AdamW", "copy")
+    training.go(range(1))
+    before = training.everything()
+    with pytest.raises(ValueError, match="parameter group"):
+        training.optimizer.load_state_dict(optim.AdamW([Parameter(torch.ones(1))]).state_dict())
+    assert_same_bits(training.everything(), before)
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    assert_same_bits(training.everything(), before)
+
+
+def test_after_undo_torch_loads_as_ever():
+    training = Training("AdamW", "copy")
+    training.go(range(1))
+    state = training.optimizer.state_dict()
+    training.undo()
+    training.optimizer.load_state_dict(state)
+    assert training.optimizer.state[training.params[0]]["exp_avg"].dtype is BF16

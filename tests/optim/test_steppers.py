@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch import optim
+from torch.nn import Parameter
+
+from halfstep.optim.foreign import ForeignStepper
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import OwnStepper
+from halfstep.optim.steppers import PlainStepper, is_own, make_stepper, needs_closure
+
+STORE = MasterStore("none", torch.bfloat16)
+
+
+def one():
+    return [Parameter(torch.ones(2))]
+
+
+class Mine(optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "own"),
+    [
+        (optim.Adam(one()), True),
+        (optim.AdamW(one(), amsgrad=True, fused=True), True),
+        (optim.SGD(one(), momentum=0.9, foreach=True), True),
+        (optim.AdamW(one(), lr=torch.tensor(0.1)), True),
+        (Mine(one()), False),  # may compute something else
+        (optim.RMSprop(one()), False),
+        (optim.NAdam(one()), False),
+        (optim.SGD(one(), differentiable=True), False),
+        (
+            optim.Adam(one(), betas=(torch.tensor(0.9), torch.tensor(0.99)), lr=torch.tensor(0.1), capturable=True),
+            False,
+        ),
+    ],
+)
+def test_halfstep_updates_exactly_torchs_adam_adamw_and_sgd(optimizer, own):
+    assert is_own(optimizer) is own
+    stepper = make_stepper(optimizer, STORE, plain=False)
+    assert isinstance(stepper, OwnStepper if own else ForeignStepper)
+    assert (stepper.predicated, stepper.syncs) == (own, not own)
+
+
+def test_a_plain_stepper_is_the_optimizers_own_step():
+    params, theirs = one(), one()
+    optimizer, peer = optim.AdamW(params, lr=0.1), optim.AdamW(theirs, lr=0.1)
+    stepper = make_stepper(optimizer, STORE, plain=True)
+    assert isinstance(stepper, PlainStepper)
+    assert (stepper.predicated, stepper.syncs) == (False, False)
+    for p in (*params, *theirs):
+        p.grad = torch.tensor([0.5, -1.0])
+    stepper.step([], [], None, torch.tensor(False))
+    peer.step()
+    assert torch.equal(params[0], theirs[0])
+    stepper.close()
+
+
+def test_optimizers_that_cannot_step_without_a_closure_are_known():
+    assert needs_closure(optim.LBFGS(one()))
+    assert not any(needs_closure(make(one())) for make in (optim.AdamW, optim.SGD, optim.RMSprop, optim.Adafactor))
