@@ -154,7 +154,7 @@ class TestStep:
         skipped, plain = weight(), weight()
         fused = torch.optim.SGD([skipped], lr=0.1, momentum=0.9, weight_decay=0.01, fused=True, **arguments)
         wanted = torch.optim.SGD([plain], lr=0.1, momentum=0.9, weight_decay=0.01, fused=True, **arguments)
-        scaler, clean = GradScaler("cpu", init_scale=64.0), GradScaler("cpu", init_scale=64.0)
+        scaler, clean = GradScaler("cpu", init_scale=64.0), Torch("cpu", init_scale=64.0)
         for _ in range(bad):
             iterate(scaler, fused, math.inf)
         for gradient in (0.5, -0.25, 0.125):
@@ -294,7 +294,7 @@ class TestState:
     @pytest.mark.parametrize("used", [True, False])
     def test_every_own_entry_comes_back(self, used):
         old = GradScaler("cpu", init_scale=64.0, min_scale=2.0, max_scale=128.0, hysteresis=3, growth_interval=4)
-        run(old, ".xx.")
+        run(old, ".x.")
         new = GradScaler("cpu")
         if used:
             run(new, "x")

@@ -43,6 +43,12 @@ class TestNorm:
         grads = [torch.randn(3 * LONG).to(dtype), torch.randn(7, 5).to(dtype)]
         assert global_norm(grads)[0].item() == pytest.approx(reference(grads), rel=1e-5)
 
+    def test_a_very_long_tensor_is_as_accurate_where_a_plain_norm_is_not(self):
+        grad = torch.full((2**24,), 1.1)
+        wanted = pytest.approx(4096 * 1.1, rel=1e-4)
+        assert torch.linalg.vector_norm(grad).item() != wanted
+        assert global_norm([grad])[0].item() == wanted
+
     def test_a_low_norm_is_not_rounded_to_the_low_format(self):
         # 256 ones and one more: sqrt(257) lies between two bf16 numbers 0.125 apart.
         assert global_norm([torch.ones(257, dtype=torch.bfloat16)])[0].item() == pytest.approx(math.sqrt(257), rel=1e-5)
@@ -77,7 +83,7 @@ class TestNorm:
         assert [t.item() for t in global_norm([])] == [0.0, False]
 
     def test_squares_that_underflow_do_not_make_the_norm_zero(self):
-        assert global_norm([torch.tensor([1e-30])])[0].item() == pytest.approx(1e-30)
+        assert global_norm([torch.tensor([1e-30, 0.0, 1e-31])])[0].item() == pytest.approx(1e-30)
 
     def test_one_element_whose_square_overflows_has_its_own_norm(self):
         assert global_norm([torch.tensor([-1e30])])[0].item() == pytest.approx(1e30)

@@ -244,6 +244,11 @@ class TestState:
         run(scale, "x..")
         assert scale.state_dict() == {"kind": "dynamic", "scale": 4.0, "clean_steps": 2, "overflows_left": 1}
 
+    def test_further_overflows_leave_one_until_backing_off(self):
+        scale = dynamic(hysteresis=3)
+        run(scale, "xxxxx")
+        assert scale.state_dict()["overflows_left"] == 1
+
     def test_loading_writes_in_place_and_leaves_the_state(self):
         scale, state = dynamic(), {"kind": "dynamic", "scale": 4.0, "clean_steps": 2, "overflows_left": 1}
         value, kept = scale.value, dict(state)
