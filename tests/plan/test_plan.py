@@ -1,6 +1,6 @@
 import copy
 import pickle
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ O0, O1, O2, O3 = (level(name, BF16) for name in ("O0", "O1", "O2", "O3"))
 
 
 def make(**changes):
-    fields = {
+    given = {
         "name": "mine", "low": BF16, "param": "low", "ops": "table", "norms": "full", "master": "split",
         "scale": Scaling("none"),
     }  # fmt: skip
-    return Plan(**{**fields, **changes})
+    return Plan(**{**given, **changes})
 
 
 def test_a_plan_has_fp32_outputs_no_op_changes_and_no_rules_unless_told():
@@ -36,6 +36,13 @@ def test_a_plan_survives_pickle_and_deepcopy(plan):
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert copy.deepcopy(plan) == plan
     assert hash(copy.deepcopy(plan)) == hash(plan)
+
+
+@pytest.mark.parametrize("value", [O2, OpChanges(), OpChange("deny", "exp"), Rule("head", FULL), Scaling("none")])
+def test_values_are_frozen(value):
+    field = fields(value)[0].name
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, field, getattr(value, field))
 
 
 @pytest.mark.parametrize("low", ["fp16", torch.float16, FP16])
