@@ -209,6 +209,14 @@ def test_inference_mode_lets_autocast_reach_inside_recurrent_layers(kind: Any) -
     assert recorder.dtypes(aten.addmm.default) == {torch.float32}
 
 
+def test_inference_mode_keeps_an_operation_full_that_autocast_made_full() -> None:
+    a, b = torch.randn(5, 7), torch.randn(7, 9)
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16), Emulation(FP16):
+        product = torch.linalg.multi_dot([a, b, b.T])
+    assert product.dtype is torch.float32
+    assert torch.equal(product, torch.linalg.multi_dot([a, b, b.T]))
+
+
 def test_inference_mode_emulates_attention() -> None:
     q = low(1, 2, 9, 16)
     with Emulation(FP16):

@@ -142,9 +142,8 @@ def test_weights_are_stored_as_the_level_says(task: str, level: str, low: str) -
     model = TASKS[task].build()
     with initialize(model, None, level, low=low):
         for module in model.modules():
-            keeps_statistics = isinstance(
-                module, nn.BatchNorm2d
-            )  # its kernel takes low weights with low statistics only
+            # BatchNorm's kernel takes low weights with low statistics only
+            keeps_statistics = isinstance(module, nn.BatchNorm2d)
             full = level == "O1" or keeps_statistics or (level == "O2" and type(module).__name__ in NORMS)
             expected = torch.float32 if full else DTYPES[low]
             assert {p.dtype for p in module.parameters(recurse=False)} <= {expected}
