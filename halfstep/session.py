@@ -92,7 +92,7 @@ class Session:
         self._roots = roots
         self._sinks = tuple(sinks)
         self._device = device_of(models, plan)
-        self._plain = plan.ops == "none" and plan.param == "full"
+        self._plain = plan.ops == "none"
         self._undo = ExitStack()
         self._store = MasterStore(plan.master, plan.low.dtype)
         self._emulation = Emulation(plan.low) if emulate else None
@@ -124,16 +124,24 @@ class Session:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
+        if self._engine is None:
+            return
         entrances = Entrances()
-        for module, formats in pairs if self._engine is not None else ():
-            if formats.boundary or any(module is root for root in self._roots):
-                self._undo.callback(entrances.install(module, self._make_gate(module, formats)))
+        entered: set[int] = set()  # modules inside one whose forward is entered already
+        for module, formats in pairs:
+            if formats.boundary:
+                gate = self._make_gate(formats, outermost=id(module) not in entered)
+                self._undo.callback(entrances.install(module, gate))
+                entered.update(id(inner) for inner in module.modules())
 
     def _modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
-        """Yields every module once with what the assignment gives it."""
-        modules = [pair for root in self._roots for pair in root.named_modules()]
-        for (_, module), formats in zip(modules, self.assignment.modules, strict=True):
-            yield module, formats
+        """Yields every module once with what the assignment gives it; models may share modules."""
+        seen: set[int] = set()
+        modules = [module for root in self._roots for module in root.modules()]
+        for module, formats in zip(modules, self.assignment.modules, strict=True):
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
         if formats.buffers is not None:
@@ -164,10 +172,9 @@ class Session:
                 self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
         return _Part(optimizer, parameters, ledger, stepper)
 
-    def _make_gate(self, module: nn.Module, formats: ModuleFormats) -> Gate:
+    def _make_gate(self, formats: ModuleFormats, *, outermost: bool) -> Gate:
         engine = self._engine
         assert engine is not None
-        is_root = any(module is root for root in self._roots)
         full = formats.compute is FP32
         return Gate(
             owner=self,
@@ -177,8 +184,8 @@ class Session:
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=None if formats.output is None else outputs_to(formats.output),
             full=self._store.full,
-            around=self._emulating if self._emulation is not None and is_root else None,
-            before=self._buffers.refresh if is_root else None,
+            around=self._emulating if self._emulation is not None and outermost else None,
+            before=self._buffers.refresh if outermost else None,
         )
 
     def _emulating(self) -> AbstractContextManager[Any]:

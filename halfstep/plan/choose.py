@@ -7,7 +7,7 @@ import os
 import torch
 
 from halfstep.errors import PlanError
-from halfstep.formats import Format, as_format
+from halfstep.formats import BF16, FP16, Format, as_format
 from halfstep.plan.hardware import default_low
 from halfstep.plan.io import load_plan
 from halfstep.plan.levels import LEVELS, customize, level
@@ -31,11 +31,12 @@ def choose_plan(
     if not isinstance(plan, (str, os.PathLike)):
         raise PlanError(f"plan is {plan!r:.80}; give a level ({', '.join(LEVELS)}), a Plan or the path of a plan file")
     name = os.fspath(plan)
-    if name.endswith((".toml", ".json")):
-        loaded = load_plan(name)
-        return (loaded if wanted is None else customize(loaded, low=wanted)), None
+    picked, notice = default_low(device) if wanted is None else (wanted, None)
+    if not name.endswith((".toml", ".json")):
+        chosen = level(name, picked)
+        return chosen, None if chosen.ops == "none" else notice
+    loaded = load_plan(name, low=picked)
     if wanted is not None:
-        return level(name, wanted), None
-    picked, notice = default_low(device)
-    chosen = level(name, picked)
-    return chosen, None if chosen.name == "O0" else notice
+        return customize(loaded, low=wanted), None
+    names_its_own = load_plan(name, low=FP16 if picked is BF16 else BF16).low is loaded.low
+    return loaded, None if names_its_own or loaded.ops == "none" else notice

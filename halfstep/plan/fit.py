@@ -72,7 +72,7 @@ def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
             f"the parameters lie on several kinds of device ({', '.join(sorted(kinds))}); move the model to one"
         )
     (kind, device) = next(iter(kinds.items()))
-    if kind not in SUPPORTED_DEVICES and plan.name != "O0":
+    if kind not in SUPPORTED_DEVICES and plan.ops != "none":
         raise SetupError(
             f"device {kind!r} is not supported; supported are {', '.join(SUPPORTED_DEVICES)} (and any at O0)"
         )
@@ -93,7 +93,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
                 f"{type(model).__name__} is a torch.jit.ScriptModule, whose forward halfstep cannot enter; "
                 "initialize the Python module and use torch.compile instead of torch.jit"
             )
-        if plan.name == "O0":
+        if plan.ops == "none":
             continue
         low = [
             name
