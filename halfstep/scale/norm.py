@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
+
+# Devices whose norm kernel sums low and fp32 elements in float64 at the speed of memory.
+_WIDE_SUMS = ("cuda",)
 
 
 @torch.no_grad()
@@ -37,7 +40,8 @@ def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) 
         return torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     norms, founds = [], []
     for (where, dtype), tensors in groups.items():
-        pieces, finite = _REDUCTIONS.get(where.type, _two_passes)(tensors, dtype)
+        one_pass = dtype is torch.float16 or (where.type in _WIDE_SUMS and dtype is not torch.float64)
+        pieces, finite = (_one_pass if one_pass else _two_passes)(tensors, dtype)
         norms.append(_norm_of_norms(pieces).to(device=device, dtype=torch.float32, non_blocking=True))
         founds.append((~finite).to(device, non_blocking=True))
     if len(norms) == 1:
@@ -67,10 +71,9 @@ def _norm_of_norms(norms: Tensor) -> Tensor:
 
 
 def _one_pass(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns norms and whether all is finite from sums of squares in float64, which no finite fp32 can overflow."""
-    if dtype is torch.float64:
-        return _two_passes(tensors, dtype)
-    norms = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float64)))
+    """Returns norms and whether all is finite from sums of squares so wide that no finite element overflows them."""
+    wide = torch.float32 if dtype is torch.float16 else torch.float64
+    norms = torch.stack(list(torch._foreach_norm([piece for t in tensors for piece in _pieces(t)], 2, dtype=wide)))
     return norms, torch.isfinite(norms).all()
 
 
@@ -90,11 +93,7 @@ def _two_passes(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensor, or where it is long and contiguous its flat pieces."""
-    if tensor.numel() <= _PIECE or not tensor.is_contiguous():
+    """Returns the tensor, or where it is long, contiguous and on a CPU its flat pieces."""
+    if tensor.numel() <= _PIECE or not tensor.is_cpu or not tensor.is_contiguous():
         return (tensor,)
     return torch.split(tensor.view(-1), _PIECE)
-
-
-_Reduction = Callable[[list[Tensor], torch.dtype], tuple[Tensor, Tensor]]
-_REDUCTIONS: dict[str, _Reduction] = {"cuda": _one_pass}
