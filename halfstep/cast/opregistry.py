@@ -11,6 +11,7 @@ import hashlib
 import sys
 import threading
 import warnings
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +84,7 @@ class Registry:
         self._devices: dict[str, _Device] = {}
         self._last: dict[str, Table] = {}
         self._fast_path = True
-        self._cache_tag = ""
+        self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
         """Returns the marker of a table, whose kernels are in place from now on.
@@ -150,7 +151,7 @@ class Registry:
         return free[0]
 
     def _enter_process(self) -> None:
-        self._cache_tag = torch.compiler.config.cache_key_tag
+        self._cache_tag = _cache_tag()
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(
             False
@@ -159,7 +160,8 @@ class Registry:
     def _tag_caches(self) -> None:
         """Tells torch.compile's caches on disk, which know the markers, which tables these stand for."""
         tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
-        torch.compiler.config.cache_key_tag = ",".join([self._cache_tag, *tables]) if tables else self._cache_tag
+        before = self._cache_tag if isinstance(self._cache_tag, str) else ""
+        _set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
 
     def _install(self, marker: str, table: Table) -> None:
         device = self._devices.setdefault(table.device_type, _Device())
@@ -201,6 +203,29 @@ def _deviates(action: Action, own: Action | None) -> bool:
     Where it promotes, it raises on a third format, such as fp16 in a bf16 region.
     """
     return action != (own or "pass") or own == "promote"
+
+
+def _cache_tag() -> Any:
+    entry = _process_wide_tag()
+    return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
+
+
+def _set_cache_tag(tag: Any) -> None:
+    entry = _process_wide_tag()
+    if entry is None:
+        torch.compiler.config.cache_key_tag = tag
+    else:
+        entry.env_value_default = tag
+
+
+def _process_wide_tag() -> Any:
+    """Returns the config entry whose default holds in every thread; None where setting the config does (torch 2.11).
+
+    A config that is set holds in one context only since torch 2.13, so not in another thread or notebook cell.
+    """
+    entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
+    per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
+    return entry if per_context and hasattr(entry, "env_value_default") else None
 
 
 def _accelerator() -> str | None:
