@@ -107,7 +107,7 @@ class StaticScale:
         """Refuses a scale above `maximum`."""
         if self._scale > maximum:
             raise SessionError(
-                f"the static loss scale {self._scale:g} is above {maximum:g}, the most that the format of the loss takes:"
+                f"the static loss scale {self._scale:g} is above {maximum:g}, the most that the loss format takes:"
                 " its gradients would be infinite; pass loss.float() to backward or choose a smaller scale"
             )
 
@@ -160,8 +160,8 @@ class DynamicScale:
             return
         if self._schedule.min > maximum:
             raise SessionError(
-                f"the floor of the loss scale, {self._schedule.min:g}, is above {maximum:g}, the most that the format of"
-                " the loss takes: its gradients would be infinite; pass loss.float() to backward or lower min"
+                f"the floor of the loss scale, {self._schedule.min:g}, is above {maximum:g}, the most that the"
+                " format of the loss takes: its gradients would be infinite; pass loss.float() to backward or lower min"
             )
         self._schedule = replace(self._schedule, max=maximum)
         self.value.clamp_(max=maximum)
