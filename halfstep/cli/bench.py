@@ -68,7 +68,8 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             command=shlex.join(["halfstep", *sys.argv[1:]]),
             progress=progress,
         )
-    stdout().print(bench_table(result))
+    screen = stdout()
+    screen.print(bench_table(result, width=screen.width))
     if json is not None:
         json.write_text(bench_json(result), encoding="utf-8")
     if not result.complete:

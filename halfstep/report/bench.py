@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from statistics import mean, stdev
 
@@ -16,35 +16,61 @@ from halfstep.records import BenchResult, BenchRun
 MIB = 2**20
 ABSENT = "-"
 
-# header, and how a run fills the column
-COLUMNS: tuple[tuple[str, Callable[[BenchRun], str]], ...] = (
+Column = tuple[str, Callable[[BenchRun], str]]  # the header, and how a run fills it
+
+BEFORE: tuple[Column, ...] = (
     ("step ms\n(quartiles)", lambda run: _step(run)),
     ("speed\nx O0", lambda run: _ratio(run.vs_o0)),
     ("speed x\ntorch.amp", lambda run: _ratio(run.vs_amp)),
     ("peak\nMiB", lambda run: ABSENT if run.peak_bytes is None else f"{run.peak_bytes / MIB:,.1f}"),
-    (
-        "bytes a\nparameter",
-        lambda run: f"{sum(run.bytes_per_parameter.values()):.2f}" if run.bytes_per_parameter else ABSENT,
-    ),
+    ("bytes a\nparameter", lambda run: _bytes(run.bytes_per_parameter)),
     ("train\nloss", lambda run: over_seeds(run.train_loss)),
 )
-LAST_COLUMNS: tuple[tuple[str, Callable[[BenchRun], str]], ...] = (
+AFTER: tuple[Column, ...] = (
     ("skipped\nsteps", lambda run: _range(run.skipped)),
     ("final\nscale", lambda run: _range(run.scale)),
 )
 
 
-def bench_table(result: BenchResult) -> Group:
-    """Returns what a benchmark measured: a row a run, and below it what the figures mean and why a run is missing."""
-    columns = (*COLUMNS, *_validation_columns(result), *LAST_COLUMNS)
-    table = Table(title=_title(result), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
+def bench_table(result: BenchResult, *, width: int) -> Group:
+    """Returns what a benchmark measured: a row a run, and below it what the figures mean and why a run is missing.
+
+    Columns that do not fit into `width` go on in a second table below the first.
+    """
+    runs = [run for run in result.runs if run.error is None]
+    columns = (*BEFORE, *_validation(result), *AFTER)
+    cells = {header: [header, *(fill(run) for run in runs)] for header, fill in columns}
+    names = ["", *(run.name for run in runs)]
+    tables = [_table(names, {header: cells[header] for header in group}) for group in _fitting(names, cells, width)]
+    parts = [part for table in tables for part in (table, Text())]
+    return Group(Text(_title(result)), *parts, *(Text(line) for line in _below(result)))
+
+
+def _fitting(names: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[str]]:
+    """Yields the headers of as many columns as fit into `width` beside the names, until all are given."""
+    group: list[str] = []
+    taken = _width(names)
+    for header, column in cells.items():
+        if group and taken + _width(column) > width:
+            yield group
+            group, taken = [], _width(names)
+        group.append(header)
+        taken += _width(column)
+    yield group
+
+
+def _width(column: Sequence[str]) -> int:
+    return 2 + max(len(line) for cell in column for line in cell.split("\n"))
+
+
+def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
+    table = Table(box=None, padding=(0, 1))
     table.add_column("", no_wrap=True)
-    for header, _ in columns:
+    for header in cells:
         table.add_column(header, justify="right", no_wrap=True)
-    for run in result.runs:
-        if run.error is None:
-            table.add_row(escape(run.name), *(fill(run) for _, fill in columns))
-    return Group(table, *(Text(line) for line in _below(result)))
+    for row in list(zip(names, *cells.values(), strict=True))[1:]:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def over_seeds(values: Sequence[float], digits: int = 4) -> str:
@@ -63,9 +89,8 @@ def over_seeds(values: Sequence[float], digits: int = 4) -> str:
     return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
 
 
-def _validation_columns(result: BenchResult) -> Iterator[tuple[str, Callable[[BenchRun], str]]]:
-    figures = list(dict.fromkeys(name for run in result.runs for name in run.validation))
-    for name in figures:
+def _validation(result: BenchResult) -> Iterator[Column]:
+    for name in dict.fromkeys(name for run in result.runs for name in run.validation):
         yield f"validation\n{name}", lambda run, name=name: over_seeds(run.validation.get(name, ()))  # type: ignore[misc]
 
 
@@ -73,6 +98,10 @@ def _step(run: BenchRun) -> str:
     if run.step_ms is None:
         return ABSENT
     return f"{run.step_ms.median:.1f} ({run.step_ms.low:.1f}-{run.step_ms.high:.1f})"
+
+
+def _bytes(parts: Mapping[str, float]) -> str:
+    return f"{sum(parts.values()):.2f}" if parts else ABSENT
 
 
 def _ratio(value: float | None) -> str:
@@ -89,8 +118,8 @@ def _range(values: Sequence[float]) -> str:
 def _title(result: BenchResult) -> str:
     seeds = f"seed {result.seeds[0]}" if len(result.seeds) == 1 else f"{len(result.seeds)} seeds"
     return (
-        f"{escape(result.workload)}: {result.parameters:,} parameters, {result.steps} steps, {seeds}; "
-        f"{escape(result.machine.device)}, {escape(result.machine.processor)}, {result.machine.threads} threads"
+        f"{result.workload}: {result.parameters:,} parameters, {result.steps} steps, {seeds}; "
+        f"{result.machine.device}, {result.machine.processor}, {result.machine.threads} threads"
     )
 
 

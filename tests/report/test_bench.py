@@ -32,7 +32,7 @@ RESULT = BenchResult(
 def show(result, width=200):
     console = Console(width=width, highlight=False)
     with console.capture() as capture:
-        console.print(bench_table(result))
+        console.print(bench_table(result, width=width))
     return capture.get()
 
 
@@ -63,6 +63,16 @@ def test_what_was_not_run_says_why_below_the_table():
 
 def test_the_title_says_what_ran_where():
     assert show(RESULT).startswith("char_lm: 1,234,567 parameters, 40 steps, 2 seeds; cpu, Some Chip, 2 threads")
+
+
+@pytest.mark.parametrize(("width", "tables"), [(149, 1), (148, 2), (80, 3), (79, 3)])
+def test_a_narrow_screen_gets_further_tables_and_every_figure(width, tables):
+    text = show(RESULT, width)
+    rows = [line for line in text.splitlines() if line.startswith(" O0 ")]
+    assert len(rows) == tables
+    assert "…" not in text
+    for figure in ("102.0 (101.0-103.0)", "16.00", "1.6000 ± 0.1414", "0.5000 ± 0.0000", "32768-65536"):
+        assert figure in text
 
 
 @pytest.mark.parametrize("complete", [True, False])
