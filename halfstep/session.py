@@ -214,7 +214,10 @@ class Session:
         if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
             raise SessionError(f"loss_id is {loss_id!r}; give each loss an integer from 0 up")
         if loss_id not in self._scales:
-            self._scales[loss_id] = make_scale(self.plan.scale, self._device)
+            shared = self.plan.scale.kind != "dynamic" and self._scales  # one constant for all losses adds up in place
+            self._scales[loss_id] = (
+                next(iter(self._scales.values())) if shared else make_scale(self.plan.scale, self._device)
+            )
         return self._scales[loss_id]
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:

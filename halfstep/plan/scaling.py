@@ -20,7 +20,7 @@ class Scaling:
     """The kind of loss scale and, for a dynamic one, its schedule (Micikevicius et al. 2018, section 3.2).
 
     A dynamic scale starts at `init`, is multiplied by `growth` after `growth_interval` steps in a row without overflow
-    and by `backoff` once `hysteresis` overflows were seen since it last changed, and stays within [`min`, `max`]. For a
+    and by `backoff` once `hysteresis` overflows were seen since it last grew, and stays within [`min`, `max`]. For a
     static one `init` is the scale. Scales and their inverses are fp32 normal numbers, so they lie in [2**-126, 2**126].
 
     Raises:
