@@ -93,6 +93,8 @@ def _progress_bar() -> Iterator[Report]:
     """Gives a function that shows what is going on and how far it is; silent where no one looks."""
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=1, disable=not console.is_terminal
+    ) as bar:  # rarely, as drawing takes time from what is measured
         task = bar.add_task("starting", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
