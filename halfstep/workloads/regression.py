@@ -15,7 +15,7 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Workload):
-    """One linear layer under SGD on fixed random data; `layers=2` puts a hidden layer with ReLU before it."""
+    """One linear layer under SGD on fixed random data; `layers=2` puts a hidden layer with ReLU before it, and so on."""
 
     name: ClassVar[str] = "regression"
     batch: int = 64
@@ -25,13 +25,8 @@ class Regression(Workload):
     layers: int = 1
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the linear layer, or the two-layer network."""
-        if self.layers == 1:
-            return seeded(seed, lambda: nn.Linear(self.d_in, self.d_out))
-        return seeded(
-            seed,
-            lambda: nn.Sequential(nn.Linear(self.d_in, self.d_in), nn.ReLU(), nn.Linear(self.d_in, self.d_out)),
-        )
+        """Returns the linear layer, or the network that ends in it."""
+        return seeded(seed, self._network)
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
         """Returns plain SGD, as in the talk."""
@@ -50,6 +45,11 @@ class Regression(Workload):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean squared error."""
         return F.mse_loss(outputs, targets)
+
+    def _network(self) -> nn.Module:
+        hidden = [part for _ in range(self.layers - 1) for part in (nn.Linear(self.d_in, self.d_in), nn.ReLU())]
+        last = nn.Linear(self.d_in, self.d_out)
+        return nn.Sequential(*hidden, last) if hidden else last
 
     def _draw(self, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)

@@ -20,8 +20,9 @@ def test_it_is_the_example_of_the_talk():
     assert job.loss(torch.zeros(2, 2), torch.full((2, 2), 3.0)).item() == 9.0
 
 
-def test_two_layers_have_a_hidden_one():
+def test_further_layers_are_hidden_ones():
     assert [type(m) for m in Regression(layers=2).build(0)] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert [type(m) for m in Regression(layers=3).build(0)] == [nn.Linear, nn.ReLU] * 2 + [nn.Linear]
 
 
 def test_the_batch_stays_the_same_and_depends_on_the_seed():
