@@ -39,6 +39,11 @@ def overload_name(overload: OpOverload) -> str:
     return f"{name}.{schema.overload_name}" if schema.overload_name else name
 
 
+def is_composite(name: str) -> bool:
+    """Tells whether an overload is made of other ops, to which autocast applies in turn."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _COMPOSITE.name))
+
+
 class OpSite:
     """One overload on one device: where its kernels are, and which of its arguments a cast looks at."""
 
@@ -50,9 +55,7 @@ class OpSite:
         key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
         self._keys = torch._C.DispatchKeySet(key)
         self._after = torch._C._dispatch_keyset_full_after(key)
-        self._composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"aten::{overload_name(overload)}", _COMPOSITE.name
-        )
+        self._composite = is_composite(overload_name(overload))
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op under autocast, which for this op itself does nothing."""
@@ -107,7 +110,7 @@ class OpSite:
 
 def make_act(site: OpSite, action: Action) -> Act:
     """Returns the function that carries out `action` for one overload."""
-    if site.name in _STATISTICS and action != "pass":
+    if site.name in _STATISTICS and action not in ("pass", "infer"):
         return _statistics(site, action)
     return _MAKERS[action](site)
 
@@ -227,6 +230,13 @@ def _pass(site: OpSite) -> Act:
     return site.below
 
 
+def _infer(site: OpSite) -> Act:
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return site.excluded(args, kwargs)
+
+    return act
+
+
 _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "low": _low,
     "full": _full,
@@ -234,4 +244,5 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "norm": _norm,
     "refuse": _refuse,
     "pass": _pass,
+    "infer": _infer,
 }

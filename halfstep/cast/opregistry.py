@@ -19,7 +19,7 @@ import torch
 import torch.compiler.config
 from torch._ops import OpOverload
 
-from halfstep.cast.opkernels import Act, OpSite, make_act
+from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
 from halfstep.errors import PlanError
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
 
@@ -169,7 +169,7 @@ class Registry:
         for name, action in wanted.items():
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
-            if ":" in name or not _deviates(action, own):
+            if ":" in name or not _deviates(name, action, own):
                 continue
             site = site or self._register(device, name, table.device_type, own)
             if site is not None:
@@ -197,12 +197,14 @@ def find_overload(name: str) -> OpOverload | None:
     return found if isinstance(found, OpOverload) else None
 
 
-def _deviates(action: Action, own: Action | None) -> bool:
+def _deviates(name: str, action: Action, own: Action | None) -> bool:
     """Tells whether torch's own autocast, which does `own`, leaves something to do.
 
     Where it promotes, it raises on a third format, such as fp16 in a bf16 region.
     """
-    return action != (own or "pass") or own == "promote"
+    if action == "infer" and own is None:
+        return is_composite(name)
+    return own == "promote" or action != (own or "pass")
 
 
 def _cache_tag() -> Any:

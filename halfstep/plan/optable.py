@@ -17,7 +17,9 @@ from halfstep.errors import PlanError
 from halfstep.plan.plan import OpChanges, Plan
 
 Category = Literal["allow", "deny", "infer", "promote"]
-Action = Literal["low", "full", "promote", "norm", "refuse", "pass"]
+Action = Literal["low", "full", "promote", "norm", "refuse", "pass", "infer"]
+"""What happens to an overload: "pass" leaves it as written and its parts to their own rows, "infer" those too."""
+
 Source = Literal["torch", "halfstep"]
 
 
@@ -275,7 +277,8 @@ def effective(plan: Plan) -> Mapping[str, Action]:
                 f"use {REFUSED[op]}, or deny it, so that it computes in fp32"
             )
         overloads = (op,) if ":" in op else find(op)
-        actions.update((overload, _BY_CATEGORY[category]) for overload in overloads)
+        action = "infer" if category == "infer" else _BY_CATEGORY[category]
+        actions.update((overload, action) for overload in overloads)
     return actions
 
 

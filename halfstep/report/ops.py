@@ -15,6 +15,7 @@ WORDS: Mapping[Action | None, str] = {
     "norm": "fp32 where formats mix",
     "refuse": "refused on low",
     "pass": "as stored",
+    "infer": "as its inputs",
     None: "as written",
 }
 

@@ -196,7 +196,7 @@ def test_a_users_changes_act_fully_at_every_level(name):
     actions = effective(replace(level(name, BF16), op_changes=changes))
     assert actions["layer_norm"] == "low"
     assert actions["gelu"] == actions["linear"] == actions["softmax.int"] == "full"
-    assert actions["exp"] == actions["bmm"] == "pass"
+    assert actions["exp"] == actions["bmm"] == "infer"
     assert actions["cat"] == "promote"
 
 

@@ -1,0 +1,339 @@
+"""The op engine's regions: what they cast, where they end, and that nothing of them is left."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.cast.opregistry import MARKERS, REGISTRY
+from halfstep.errors import OpError, PlanError, SessionError
+from tests.cast.engines import make_engine, opened
+from tests.cast.op_samples import ALLOW, DENY, PROMOTE
+from tests.cast.test_ops_rows import Tensors, run
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def low(*shape):
+    return torch.rand(*shape).to(BF16)
+
+
+def autocast_state():
+    return [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda", *MARKERS)]
+
+
+def dispatcher():
+    """Returns the kernels at the autocast keys, op by op, as the dispatcher prints them."""
+    keys = ("AutocastCPU", "AutocastCUDA")
+    names = {name for key in keys for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+    return {name: torch._C._dispatch_dump(name) for name in names | {"aten::exp", "aten::softmax.int"}}
+
+
+def test_a_region_casts_by_the_table_and_ends():
+    with opened() as engine:
+        with engine.region():
+            assert torch.exp(low(3)).dtype == FP32
+            assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == BF16
+        assert torch.exp(low(3)).dtype == BF16
+        assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == FP32
+
+
+def test_a_region_that_is_not_enabled_runs_ops_as_stored():
+    with opened() as engine, engine.region():
+        with engine.region(enabled=False):
+            assert torch.exp(low(3)).dtype == BF16
+            assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == FP32
+            with engine.region():
+                assert torch.exp(low(3)).dtype == FP32
+        assert torch.exp(low(3)).dtype == FP32
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_enter_and_leave_do_what_region_does(enabled):
+    with opened(low=FP16) as engine:
+        before = autocast_state()
+        with engine.region(enabled):
+            expected = autocast_state()
+        token = engine.enter(enabled)
+        assert autocast_state() == expected
+        inner = engine.enter(not enabled)
+        engine.leave(inner)
+        assert autocast_state() == expected
+        engine.leave(token)
+        assert autocast_state() == before
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_region_left_by_an_exception_is_left(error):
+    before = autocast_state()
+    with opened() as engine:
+        with pytest.raises(error), engine.region():
+            raise error
+        assert autocast_state() == before
+
+
+def test_a_region_inside_the_users_autocast_gives_it_back():
+    with opened() as engine, torch.autocast("cpu", dtype=FP16):
+        token = engine.enter()
+        assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == BF16
+        engine.leave(token)
+        assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == FP16
+        assert torch.exp(low(3)).dtype == BF16
+
+
+def test_the_users_autocast_off_inside_a_region_switches_casting_off():
+    with opened() as engine, engine.region(), torch.autocast("cpu", enabled=False):
+        assert torch.exp(low(3)).dtype == BF16
+
+
+@pytest.mark.parametrize("group", [ALLOW, DENY, PROMOTE], ids=["allow", "deny", "promote"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_plain_autocast_elsewhere_does_what_it_did(group):
+    def plain():
+        results = {}
+        for name, sample in group.items():
+            try:
+                out, gradients = run(name, sample, Tensors(BF16), torch.autocast("cpu", dtype=BF16))
+                results[name] = [(t.dtype, t.detach()) for t in (*out, *gradients) if t is not None]
+            except RuntimeError as error:
+                results[name] = str(error).splitlines()[0]
+        return results
+
+    before = plain()
+    with opened("O1"), opened("O2"), opened(deny=("linear", "conv2d")):
+        between = plain()
+    assert before.keys() == between.keys()
+    for name, expected in before.items():
+        if isinstance(expected, str):
+            assert between[name] == expected, name
+            continue
+        for (dtype, value), (dtype_now, value_now) in zip(expected, between[name], strict=True):
+            assert dtype == dtype_now, name
+            torch.testing.assert_close(value, value_now, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
+
+
+def test_two_engines_with_different_tables_do_not_see_each_other():
+    with opened("O1") as first, opened("O2") as second, opened("O1", deny=("gelu",)) as third:
+        for engine, exp, gelu in ((first, FP32, BF16), (second, BF16, BF16), (third, FP32, FP32)):
+            with engine.region():
+                assert (torch.exp(low(3)).dtype, F.gelu(low(3)).dtype) == (exp, gelu)
+
+
+def test_the_innermost_region_decides():
+    with opened("O1") as first, opened("O2") as second:
+        for outer, inner, dtype in ((first, second, BF16), (second, first, FP32)):
+            before = autocast_state()
+            with outer.region(), inner.region():
+                assert torch.exp(low(3)).dtype == dtype
+            token = outer.enter()
+            inner_token = inner.enter()
+            assert torch.exp(low(3)).dtype == dtype
+            inner.leave(inner_token)
+            outer.leave(token)
+            assert autocast_state() == before
+
+
+def test_engines_with_equal_tables_share_and_the_last_close_ends_it():
+    first, second = make_engine(), make_engine()
+    first.open()
+    second.open()
+    first.close()
+    with second.region():
+        assert torch.exp(low(3)).dtype == FP32
+    second.close()
+    assert not torch.is_autocast_enabled("ipu")
+
+
+def test_engines_in_different_formats_share_a_table():
+    with opened(low=BF16) as first, opened(low=FP16) as second:
+        for engine, dtype in ((first, BF16), (second, FP16)):
+            with engine.region():
+                assert nn.GRU(3, 3)(torch.rand(2, 3))[0].dtype == dtype
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_after_the_last_close_the_process_is_as_before(order):
+    before, fast_path = dispatcher(), torch.backends.mha.get_fastpath_enabled()
+    tag = torch.compiler.config.cache_key_tag
+    engines = [make_engine("O1"), make_engine("O2"), make_engine("O2", low=FP16, deny=("linear",))]
+    for engine in engines:
+        engine.open()
+    assert dispatcher() != before
+    assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.compiler.config.cache_key_tag != tag
+    for i in order:
+        engines[i].close()
+    assert dispatcher() == before
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
+    assert torch.compiler.config.cache_key_tag == tag
+    assert not REGISTRY._slots
+    assert not REGISTRY._devices
+
+
+def test_a_fast_path_that_the_user_switched_off_stays_off():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with opened():
+            pass
+        assert not torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_more_tables_than_markers_are_refused_and_nothing_is_left():
+    names = ("gelu", "relu", "silu", "mish", "celu", "selu")
+    engines = [make_engine(deny=(name,)) for name in names]
+    for engine in engines[: len(MARKERS)]:
+        engine.open()
+    try:
+        with pytest.raises(PlanError, match="different op tables are open"):
+            engines[-1].open()
+        again = make_engine(deny=names[:1])  # a table that is open needs no marker
+        again.open()
+        again.close()
+    finally:
+        for engine in engines:
+            engine.close()
+    assert not REGISTRY._slots
+
+
+def test_opening_and_closing_twice_is_once():
+    before = dispatcher()
+    engine = make_engine()
+    engine.open()
+    engine.open()
+    engine.close()
+    engine.close()
+    assert dispatcher() == before
+
+
+def test_a_closed_engine_has_no_regions():
+    engine = make_engine()
+    for use in (engine.enter, engine.region().__enter__, engine.backward_region().__enter__):
+        with pytest.raises(SessionError, match="closed"):
+            use()
+
+
+def test_a_region_belongs_to_its_thread():
+    seen = {}
+
+    def look(name):
+        seen[name] = torch.exp(low(3)).dtype
+
+    def enter():
+        with engine.region():
+            look("own region")
+
+    with opened() as engine, engine.region():
+        for run_in_thread in (lambda: look("another thread"), enter):
+            thread = threading.Thread(target=run_in_thread)
+            thread.start()
+            thread.join()
+        look("this thread")
+    assert seen == {"another thread": BF16, "own region": FP32, "this thread": FP32}
+
+
+def test_active_tells_whether_casts_happen():
+    with opened("O1") as engine, opened("O2") as other:
+        assert not engine.active()
+        with engine.region():
+            assert engine.active()
+            assert not other.active()
+            with engine.region(enabled=False):
+                assert not engine.active()
+
+
+def test_the_cast_of_a_weight_is_kept_while_a_region_is_open_and_cleared_on_demand():
+    weight = nn.Parameter(torch.ones(2, 2))
+    with opened() as engine, engine.region():
+        x = torch.ones(1, 2)
+        assert F.linear(x, weight).tolist() == [[2, 2]]
+        with torch.no_grad():
+            weight.mul_(2)
+        engine.clear_cache()
+        assert F.linear(x, weight).tolist() == [[4, 4]]
+
+
+def test_leaving_the_outermost_region_drops_the_casts_of_weights():
+    weight = nn.Parameter(torch.ones(2, 2))
+    with opened() as engine:
+        for expected in (2, 4):
+            token = engine.enter()
+            assert F.linear(torch.ones(1, 2), weight).tolist() == [[expected] * 2]
+            engine.leave(token)
+            with torch.no_grad():
+                weight.mul_(2)
+
+
+@pytest.mark.parametrize("table", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_binary_cross_entropy_on_low_inputs_is_refused_with_the_op_to_use(table, dtype):
+    p = torch.rand(3)
+    with opened(table, low=dtype) as engine, engine.region():
+        with pytest.raises(OpError, match="binary_cross_entropy_with_logits"):
+            F.binary_cross_entropy(p.to(dtype), torch.ones(3))
+        assert F.binary_cross_entropy(p, torch.ones(3, dtype=dtype)).dtype == FP32
+    assert F.binary_cross_entropy(p.to(dtype), torch.ones(3, dtype=dtype)).dtype == dtype
+
+
+def test_float64_complex_and_integers_are_never_cast():
+    with opened() as engine, engine.region():
+        x = torch.rand(3, 3, dtype=FP64)
+        assert torch.mm(x, x).dtype == FP64
+        assert torch.softmax(x, -1).dtype == FP64
+        assert torch.sum(torch.ones(3, dtype=torch.int32)).dtype == torch.int64
+        c = torch.rand(3, 3, dtype=torch.complex64)
+        assert torch.mm(c, c).dtype == torch.complex64
+        assert torch.exp(c).dtype == torch.complex64
+
+
+def test_a_dtype_that_the_caller_gives_wins():
+    with opened() as engine, engine.region():
+        assert torch.softmax(low(3), -1, dtype=FP64).dtype == FP64
+        assert torch.sum(low(3), dtype=BF16).dtype == BF16
+        assert torch.softmax(low(3), -1, BF16).dtype == BF16
+
+
+def test_what_only_the_cpu_runs_full_stays_as_written():
+    x = low(1, 2, 4, 4)
+    with opened() as engine, engine.region():
+        assert F.pad(x, (1, 1, 1, 1), "reflect").dtype == BF16
+        assert F.pad(x, (1, 1, 1, 1), "replicate").dtype == BF16
+        assert F.max_pool3d(x, 2).dtype == BF16
+        assert torch.cat([x, x]).dtype == BF16
+        assert torch.cat([x, x.float()]).dtype == FP32
+        assert torch.stack([x, x]).dtype == BF16
+        assert low(3, 3).trace().dtype == BF16
+
+
+def test_a_tensor_on_another_device_is_left_alone():
+    with opened() as engine, engine.region():
+        assert torch.exp(torch.ones(3, dtype=BF16, device="meta")).dtype == BF16
+
+
+@pytest.mark.parametrize("table", ["O1", "O2"])
+def test_a_mixed_index_assignment_takes_the_format_written_into(table):
+    with opened(table) as engine, engine.region():
+        full, mask = torch.zeros(3), torch.tensor([True, False, True])
+        full[mask] = low(2)
+        full[torch.tensor([1])] = low(1)
+        assert full.dtype == FP32
+
+
+def test_vmap_and_functional_gradients_go_through_the_kernels():
+    with opened() as engine, engine.region():
+        assert torch.vmap(torch.exp)(low(2, 3)).dtype == FP32
+        gradient = torch.func.grad(lambda x: torch.softmax(x, -1)[0])(low(3))
+        assert gradient.dtype == BF16
+
+
+def test_overriding_torchs_kernels_warns_nobody():
+    code = "import tests.cast.engines as e\nwith e.opened('O2', deny=('linear',)) as engine: pass"
+    run_strict = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(run_strict, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
