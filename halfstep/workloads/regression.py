@@ -15,7 +15,7 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Workload):
-    """One linear layer under SGD on fixed random data; `layers=2` puts a hidden layer with ReLU before it, and so on."""
+    """One linear layer under SGD on fixed random data; each further layer is a hidden one with ReLU."""
 
     name: ClassVar[str] = "regression"
     batch: int = 64
