@@ -26,7 +26,7 @@ from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 DEVICES = ("auto", "cpu", "cuda")
 
-Name = Annotated[str, typer.Argument(metavar="[WORKLOAD]", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
+Name = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]

@@ -13,7 +13,7 @@ from halfstep.plan.choose import choose_plan
 from halfstep.plan.optable import ROWS, device_note, effective
 from halfstep.report.ops import op_table
 
-Text = Annotated[str, typer.Argument(metavar="[TEXT]", help="Only ops whose name contains this.")]
+Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose treatment of each op is shown.")]
 Low = Annotated[str, typer.Option("--low", help="The low format: bf16 or fp16.")]
 
