@@ -266,6 +266,9 @@ class Session:
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         directions = (None,) * len(outputs) if grad_outputs is None else grad_outputs
         directions = (directions,) if isinstance(directions, Tensor) else tuple(directions)
+        for out, direction in zip(outputs, directions, strict=True):
+            if direction is None and out.numel() != 1:
+                raise SessionError(f"an output has shape {tuple(out.shape)}; give grad_outputs for what is no scalar")
         scale = self._scale(0)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)

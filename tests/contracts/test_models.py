@@ -1,0 +1,245 @@
+"""What real models and training loops bring along: adapters on frozen weights, sparse gradients, custom batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import FULL, LOW, Rule, SessionError
+from tests.contracts.cases import batch, mixed_plans
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen low matrix and a trainable fp32 product of two thin ones."""
+
+    def __init__(self, low):
+        super().__init__()
+        self.base = nn.Linear(8, 4, dtype=low).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x):
+        return self.base(x.to(self.base.weight.dtype)) + self.up(self.down(x))
+
+
+@mixed_plans
+def test_frozen_low_weights_stay_as_they_are_and_the_adapter_trains(name, low):
+    torch.manual_seed(0)
+    dtype = halfstep.formats.as_format(low).dtype
+    model = Adapter(dtype)
+    base = model.base.weight.detach().clone()
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    session = halfstep.initialize(model, opt, name, low=low)
+    losses = []
+    for _ in range(30):
+        opt.zero_grad()
+        loss = nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1])
+        session.backward(loss)
+        session.step()
+        losses.append(loss.detach())
+    assert losses[-1] < 0.8 * losses[0]
+    session.close()
+    assert model.base.weight.dtype is dtype
+    assert torch.equal(model.base.weight, base)
+    assert model.up.weight.dtype is torch.float32
+
+
+@mixed_plans
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_embedding_gradients_train(name, low, optimizer):
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(16, 4, sparse=True, mode="mean")
+    opt = optimizer(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, name, low=low)
+    rows, target = torch.arange(8).view(4, 2), torch.randn(4, 4)
+    losses = []
+    for _ in range(20):
+        opt.zero_grad()
+        loss = nn.functional.mse_loss(model(rows), target)
+        session.backward(loss)
+        assert not bool(session.step().skipped)
+        losses.append(loss.detach())
+    assert losses[-1] < 0.99 * losses[0]
+    assert torch.isfinite(model.weight).all()
+    session.close()
+
+
+@mixed_plans
+def test_a_param_group_added_later_trains(name, low):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    opt = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+    session = halfstep.initialize(model, opt, name, low=low)
+
+    def step():
+        opt.zero_grad()
+        model.zero_grad()
+        session.backward(nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1]))
+        session.step()
+
+    step()
+    before = model.state_dict()["0.weight"].clone()
+    step()
+    assert torch.equal(model.state_dict()["0.weight"], before)
+    opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+    step()
+    assert not torch.equal(model.state_dict()["0.weight"], before)
+    session.close()
+
+
+@mixed_plans
+def test_parameters_without_a_gradient_this_step_stay_as_they_are(name, low):
+    model = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, name, low=low)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    session.backward(model["a"](batch(0)[0]).square().mean())
+    session.step()
+    after = model.state_dict()
+    assert {k for k in before if not torch.equal(before[k], after[k])} == {"a.weight", "a.bias"}
+    session.close()
+
+
+def test_float64_and_complex_parameters_keep_their_dtype():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single = nn.Linear(8, 4)
+            self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+            self.wave = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return self.single(x) * self.wide * self.wave.abs()
+
+    model = Mixed()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O2", low="bf16")
+    assert (model.single.weight.dtype, model.wide.dtype, model.wave.dtype) == (
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+    )
+    session.backward(model(batch(0)[0]).square().mean().float())
+    session.step()
+    assert not torch.equal(model.wide, torch.ones(4, dtype=torch.float64))
+    assert not torch.equal(model.wave, torch.ones(4, dtype=torch.complex64))
+    session.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    inputs: torch.Tensor
+    lengths: torch.Tensor
+    name: str
+
+
+@mixed_plans
+def test_nested_and_custom_batches_go_through_the_model(name, low):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, sample, options):
+            assert sample.lengths.dtype is torch.int64
+            return {"out": self.layer(sample.inputs) + self.layer(options["more"][0]), "name": sample.name}
+
+    model = Takes()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
+    sample = Sample(batch(0)[0], torch.arange(3), "first")
+    out = model(sample, options={"more": [batch(1)[0]]})
+    assert out["out"].dtype is torch.float32
+    assert out["name"] == "first"
+    assert sample.inputs.dtype is torch.float32
+    session.close()
+
+
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")])
+def test_a_module_kept_full_gives_its_output_the_format_of_its_input(name, low):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    session = halfstep.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, rules=[Rule("1", FULL)]
+    )
+    dtype = session.plan.low.dtype
+    model(batch(0)[0])
+    assert seen[1] == (dtype, dtype)
+    assert model[1].weight.dtype is torch.float32
+    session.close()
+
+
+def test_a_low_module_inside_a_full_one_computes_low():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4))
+    rules = [Rule("0", FULL), Rule("0.1", LOW)]
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16", rules=rules)
+    assert [p.dtype for p in model.parameters()][::2] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    seen = []
+    model[0][1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    assert model(batch(0)[0]).dtype is torch.float32
+    assert seen == [torch.bfloat16]
+    session.close()
+
+
+def test_a_loss_with_weights_runs_under_the_plan_in_autocast():
+    model, head = nn.Linear(8, 8), nn.Linear(8, 1)
+    opt = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    session = halfstep.initialize([model, head], opt, "O1", low="bf16")
+    with session.autocast():
+        assert (model(batch(0)[0]) @ torch.randn(8, 2)).dtype is torch.bfloat16
+        assert torch.exp(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32
+    session.close()
+
+
+def test_binary_cross_entropy_on_low_inputs_names_the_safe_op():
+    model = nn.Linear(8, 1)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
+    with session.autocast(), pytest.raises(Exception, match="binary_cross_entropy_with_logits"):
+        nn.functional.binary_cross_entropy(torch.rand(4).bfloat16(), torch.ones(4).bfloat16())
+    loss = nn.functional.binary_cross_entropy(torch.sigmoid(model(batch(0)[0])), torch.ones(16, 1))
+    session.backward(loss)
+    session.step()
+    session.close()
+
+
+def test_grad_of_what_is_no_scalar_needs_directions():
+    model = nn.Linear(8, 1)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="fp16", loss_scale=128)
+    x = batch(0)[0].requires_grad_()
+    with pytest.raises(SessionError, match=r"shape \(16, 1\).*grad_outputs"):
+        session.grad(model(x), x)
+    (g,) = session.grad(model(x), x, grad_outputs=torch.ones(16, 1))
+    torch.testing.assert_close(g, model.weight.detach().expand(16, 8), rtol=1e-3, atol=1e-4)
+    session.close()
+
+
+def test_weights_written_behind_the_session_are_adopted():
+    model = nn.Linear(8, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O2", low="bf16", master="copy")
+    model.weight.data.fill_(0.5)
+    session.adopt_weights()
+    assert torch.equal(model.state_dict()["weight"], torch.full((4, 8), 0.5))
+    session.close()
+    assert torch.equal(model.weight, torch.full((4, 8), 0.5))
+
+
+def test_status_names_what_is_not_finite_and_counts_bytes():
+    model = nn.Linear(8, 4)
+    opt = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, opt, "O2", low="bf16")
+    session.backward(model(batch(0)[0]).sum())
+    session.step()
+    status = session.status()
+    assert status.memory == {"weights": 72, "masters": 72, "gradients": 72, "optimizer": 36 * 8 + 2 * 4}
+    assert (status.level, status.low, status.steps, status.skipped) == ("O2", "bf16", 1, 0)
+    assert status.nonfinite_parameters == ()
+    with torch.no_grad():
+        model.bias[0] = torch.nan
+    assert session.status().nonfinite_parameters == ("bias",)
+    assert "non-finite parameters: bias" in str(session.status())
+    session.close()
