@@ -77,11 +77,14 @@ class Scratch:
     """Flat working memory that is used again from step to step, so that a step allocates nothing large."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
         self._views: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}
 
     def views(self, role: str, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Returns uninitialised flat memory and views of it in the shapes of `like`; a role has one user at a time."""
+        """Returns uninitialised flat memory and views of it in the shapes of `like`.
+
+        A role has one user at a time; in dtypes of one size it is the same memory.
+        """
         device = like[0].device
         key = (role, device, dtype, *[t.shape for t in like])
         made = self._views.get(key)
@@ -92,12 +95,14 @@ class Scratch:
         return made
 
     def _flat(self, role: str, device: torch.device, dtype: torch.dtype, numel: int) -> Tensor:
-        key = (role, device, dtype)
+        key = (role, device, dtype.itemsize)
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < numel or len(self._views) >= _MOST_VIEWS:
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        if buffer is None or buffer.numel() < numel:
             self._views.clear()  # they would keep the smaller buffer
             buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel]
+        return buffer[:numel].view(dtype)
 
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:

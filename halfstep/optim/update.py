@@ -103,9 +103,8 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
         torch._foreach_copy_(views, full)
     bits = flat.view(torch.int32)
     if part.layout == "split":
-        low_bits, remainders = scratch.views("remainders", torch.int16, part.extras)
-        low_bits.copy_(bits)
-        torch._foreach_copy_(part.extras, remainders)
+        _, bit_views = scratch.views("full", torch.int32, full)
+        torch._foreach_copy_(part.extras, bit_views)  # integers are cast by dropping the high bits
     bits.add_(0x8000).bitwise_and_(-0x10000)  # round_half_away; the cast below is then exact
     torch._foreach_copy_(part.weights, views)
 

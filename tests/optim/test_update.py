@@ -223,6 +223,15 @@ def test_scratch_memory_is_used_again_and_grows():
     assert scratch.views("grads", torch.float32, few)[0].data_ptr() == grown.data_ptr()
 
 
+def test_scratch_memory_stays_where_it_is_however_many_shapes_come():
+    scratch = Scratch()
+    first, _ = scratch.views("full", torch.float32, [torch.zeros(5000)])
+    for numel in range(1, 5000):
+        flat, _ = scratch.views("full", torch.int32, [torch.zeros(numel)])
+        assert flat.data_ptr() == first.data_ptr()
+    assert len(scratch._views) <= 4096
+
+
 @EACH_IMPLEMENTATION
 @pytest.mark.parametrize("kind", [None, "copy", "split", "none"])
 @pytest.mark.parametrize(("cls", "options"), [ADAMS[0], ADAMS[4], SGDS[1], SGDS[3]])
