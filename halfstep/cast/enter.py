@@ -28,8 +28,9 @@ class Gate:
 
     `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
     `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
-    `around` is a context for eager calls only (emulation). `before` is called before each eager training forward.
-    `full` gives the fp32 value of a parameter whose stored form is low. `owner` is the session.
+    `around` is a context for eager calls only (emulation), with which torch.compile runs `uncompiled` instead. `before`
+    is called before each eager training forward. `full` gives the fp32 value of a parameter whose stored form is low.
+    `owner` is the session.
     """
 
     owner: object
@@ -42,6 +43,7 @@ class Gate:
     around: Callable[[], AbstractContextManager[Any]] | None = None
     before: Callable[[], None] | None = None
     active: bool = True
+    uncompiled: Callable[..., Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self
@@ -160,6 +162,8 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
         gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         if gate is None or not gate.active:
             return base_forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling() and gate.uncompiled is not None:
+            return gate.uncompiled(gate, base_forward, self, args, kwargs)
         if torch.compiler.is_compiling():
             return _run_traced(gate, base_forward, self, args, kwargs)
         return _run_eager(gate, base_forward, self, args, kwargs)
@@ -191,6 +195,9 @@ class Entrances:
         """Sends the module's forward through the gate and returns the undo."""
         base = type(module)
         swapped = self._classes.setdefault(base, make_class(base))
+        if gate.around is not None:
+            reason = "a low format is emulated here, in a dispatch mode that compiled code would go round"
+            gate.uncompiled = torch.compiler.disable(_run_eager, reason=reason)  # type: ignore[no-untyped-call]
         module.__dict__[GATE] = gate
         module.__class__ = swapped
 

@@ -239,3 +239,20 @@ def test_no_op_of_a_model_mixes_floating_dtypes(name, low):
         session.backward(loss)
     session.step()
     session.close()
+
+
+def test_emulation_excludes_compilation_and_says_so():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Plain()
+    session = session_on(model, "O1", "fp16")
+    x = torch.randn(3, 5, 8)
+    want = model(x)
+    calls = []
+    compiled = torch.compile(model, backend=lambda graph, inputs: calls.append(graph) or graph.forward)
+    assert torch.equal(compiled(x), want)
+    assert calls == []
+    strict = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"emulated|dispatch mode|force_eager|fullgraph"):
+        strict(x)
+    session.close()
