@@ -82,7 +82,7 @@ class Registry:
         self._lock = threading.RLock()
         self._slots: dict[str, _Slot] = {}
         self._devices: dict[str, _Device] = {}
-        self._last: dict[str, Table] = {}
+        self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
         self._cache_tag: Any = ""
 
@@ -100,6 +100,7 @@ class Registry:
             slot.users += 1
             try:
                 if slot.users == 1:
+                    self._last.pop(marker, None)
                     self._last[marker] = table
                     self._install(marker, table)
                 self._tag_caches()
@@ -148,7 +149,7 @@ class Registry:
                 return marker
         if "torch._dynamo" in sys.modules:  # graphs compiled under this marker hold another table's casts
             torch._dynamo.reset()
-        return free[0]
+        return next(marker for marker in self._last if marker in free)  # the one that was used longest ago
 
     def _enter_process(self) -> None:
         self._cache_tag = _cache_tag()

@@ -15,6 +15,7 @@ from tests.cast.engines import make_engine, opened
 from tests.cast.op_samples import ALLOW, DENY, PROMOTE
 from tests.cast.test_ops_rows import Tensors, run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from halfstep.errors import OpError
 from tests.cast.engines import opened
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cast.engines import Record, opened
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOWS = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
 TABLES = pytest.mark.parametrize("table", ["O1", "O2"])

@@ -13,7 +13,7 @@ from halfstep.plan.optable import ROWS, effective
 from tests.cast.op_samples import ALLOW, DENY, IN_PLACE, INFER, PROMOTE, UNREACHABLE
 
 # deprecated ops say so, rnns in other formats than their weights too
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = (FP32, BF16, FP16, FP64)
