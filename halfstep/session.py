@@ -93,6 +93,7 @@ class Session:
         self._sinks = tuple(sinks)
         self._device = device_of(models, plan)
         self._plain = plan.ops == "none"
+        self._constant_one = plan.scale.kind == "none"
         self._undo = ExitStack()
         self._store = MasterStore(plan.master, plan.low.dtype)
         self._emulation = Emulation(plan.low) if emulate else None
@@ -359,7 +360,9 @@ class Session:
         ).any()
         clip = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for part, held in zip(parts, collected, strict=True):
-            factor = held.inverse.to(self._device) if clip is None else held.inverse.to(self._device) * clip
+            factor = None if self._constant_one else held.inverse.to(self._device)
+            if clip is not None:
+                factor = clip if factor is None else factor * clip
             part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
         self._buffers.restore(found)
@@ -416,7 +419,9 @@ class Session:
     def adopt_weights(self) -> None:
         """Takes over weights that were written behind halfstep's back (`p.data.clamp_()` and the like).
 
-        The masters become what the stored weights are now. `model.load_state_dict` and the optimizer need no such call.
+        The masters become what the stored weights are now; a master that rounds to its stored weight keeps its further
+        bits. `model.load_state_dict`, the optimizer and in-place operations on the parameters themselves need no such
+        call.
         """
         self._check_open()
         for parameter in self._store:
