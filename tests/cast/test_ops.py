@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from halfstep.cast.opkernels import OpSite
 from halfstep.cast.opregistry import MARKERS, REGISTRY
 from halfstep.errors import OpError, PlanError, SessionError
 from tests.cast.engines import make_engine, opened
@@ -147,6 +148,25 @@ def test_engines_with_equal_tables_share_and_the_last_close_ends_it():
         assert torch.exp(low(3)).dtype == FP32
     second.close()
     assert not torch.is_autocast_enabled("ipu")
+
+
+def test_a_closed_engine_leaves_no_casts_in_kernels_that_others_need():
+    with opened("O2"):
+        engine = make_engine("O1")
+        engine.open()
+        marker = engine._marker
+        engine.close()
+        with torch.autocast("cpu", dtype=BF16), torch.autocast(marker):
+            assert torch.exp(low(3)).dtype == BF16
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_casts_happen_where_no_gradients_are_recorded(mode):
+    with opened() as engine, mode(), engine.region():
+        assert torch.exp(low(3)).dtype == FP32
+        assert F.layer_norm(low(3), (3,)).dtype == FP32
+        assert F.linear(torch.rand(2, 2), torch.rand(2, 2)).dtype == BF16
+        assert nn.LSTM(2, 2)(torch.rand(1, 2))[0].dtype == BF16
 
 
 def test_engines_in_different_formats_share_a_table():
@@ -312,8 +332,10 @@ def test_what_only_the_cpu_runs_full_stays_as_written():
 
 
 def test_a_tensor_on_another_device_is_left_alone():
-    with opened() as engine, engine.region():
-        assert torch.exp(torch.ones(3, dtype=BF16, device="meta")).dtype == BF16
+    site = OpSite(torch.ops.aten.index_put.default, "cpu")
+    here, there = low(3), torch.ones(3, dtype=BF16, device="meta")
+    assert [t.dtype for t in site.cast([here, there], FP32)] == [FP32, BF16]
+    assert site.dtypes([here.float(), there], {}) == {FP32}
 
 
 @pytest.mark.parametrize("table", ["O1", "O2"])

@@ -181,6 +181,8 @@ def test_caches_on_disk_know_the_table():
             tags.add(torch.compiler.config.cache_key_tag)
     assert len(tags) == 2
     assert before not in tags
+    with opened() as engine:
+        assert engine._table.digest() in torch.compiler.config.cache_key_tag
     table = Table("cpu", frozenset({("exp", "full"), ("linear", "low")}))
     assert table.digest() == Table("cpu", frozenset({("linear", "low"), ("exp", "full")})).digest()
     assert table.digest() != Table("cpu", frozenset({("exp", "low"), ("linear", "low")})).digest()
