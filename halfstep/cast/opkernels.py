@@ -23,9 +23,10 @@ CASTABLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 LOW = frozenset((torch.bfloat16, torch.float16))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _STATISTICS = ("batch_norm", "instance_norm")
-# kernels that take a low input with fp32 parameters and compute in fp32, in 0.4 of the time that two casts around cost
-_MIXED_ON_CPU = ("layer_norm", "native_layer_norm", "group_norm")
-_FP32_ONLY = {torch.float32}
+# takes a low input with fp32 parameters and computes in fp32, in 0.4 of the time that two casts around cost
+_MIXED_ON_CPU = ("group_norm",)
+# adds up the gradients of its parameters in the format of its input, whatever theirs is (torch 2.13)
+_LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
 _TRACING = torch._C.DispatchKey.PythonDispatcher
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # refuse low tensors whatever dtype says
@@ -177,14 +178,23 @@ def _promote(site: OpSite) -> Act:
 
 
 def _norm(site: OpSite) -> Act:
-    """Computes in fp32 where parameters and input differ in format, and returns the format of the input."""
-    mixed = site.device_type == "cpu" and site.name in _MIXED_ON_CPU
+    """Computes in fp32 where parameters and input differ in format, and returns the format of the input.
+
+    On a CPU also where they do not: the gradients of low parameters would be added up in the low format.
+    """
+    on_cpu = site.device_type == "cpu"
+    mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
+    first = site.arguments.index("weight")
+    parameters = slice(first, first + 2 if "bias" in site.arguments else first + 1)
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = site.dtypes(args, kwargs)
-        if len(found) <= 1 or (mixed and args[0].dtype in LOW and site.dtypes(args[1:], kwargs) == _FP32_ONLY):
-            return site.below(keyset, args, kwargs)
         given = args[0].dtype
+        has = [p is not None for p in args[parameters]]
+        if mixed and given in LOW and all(has):
+            wide, named = site.cast_all(args[1:], kwargs, torch.float32)
+            return site.below(keyset, (args[0], *wide), named)
+        if len(site.dtypes(args, kwargs)) <= 1 and not (low_sums and given in LOW and any(has)):
+            return site.below(keyset, args, kwargs)
         out = site.excluded(*site.cast_all(args, kwargs, torch.float32))
         if isinstance(out, Tensor):
             return site.cast(out, given)
@@ -226,6 +236,30 @@ def _refuse(site: OpSite) -> Act:
     return act
 
 
+def _gather(site: OpSite) -> Act:
+    """Reads rows of a low weight through fp32, so that backward adds up the gradients of a row in fp32.
+
+    torch's CPU kernels add them one by one in the low format, and a bf16 sum of ones stops at 256. Sparse gradients are
+    added up later, by the optimizer's step. What is gathered from activations passes: rows seldom meet there.
+    """
+    sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        weight, *rest = args
+        if weight.dtype not in LOW or not weight.requires_grad or (sparse is None and not weight.is_leaf):
+            return site.below(keyset, args, kwargs)
+        if sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False)):
+            return site.below(keyset, args, kwargs)
+        if site.name == "embedding_bag":  # per-sample weights have the format of the table
+            rest, kwargs = site.cast_all(rest, kwargs, torch.float32)
+        out = site.below(keyset, (weight.float(), *rest), kwargs)
+        if isinstance(out, Tensor):
+            return out.to(weight.dtype)
+        return (out[0].to(weight.dtype), *out[1:])
+
+    return act
+
+
 def _pass(site: OpSite) -> Act:
     return site.below
 
@@ -242,6 +276,7 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "full": _full,
     "promote": _promote,
     "norm": _norm,
+    "gather": _gather,
     "refuse": _refuse,
     "pass": _pass,
     "infer": _infer,

@@ -170,8 +170,8 @@ class Registry:
         for name, action in wanted.items():
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
-            if ":" in name or not _deviates(name, action, own):
-                continue
+            if ":" in name or not _deviates(name, action, own) or (action == "gather" and table.device_type != "cpu"):
+                continue  # other devices add up in fp32 themselves
             site = site or self._register(device, name, table.device_type, own)
             if site is not None:
                 site.acts = (*site.acts, (marker, make_act(site.site, action)))

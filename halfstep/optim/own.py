@@ -14,7 +14,7 @@ from halfstep.errors import SessionError
 from halfstep.optim.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
 from halfstep.optim.hooks import run_post_hooks, run_pre_hooks
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.rows import Rows, by_rows
+from halfstep.optim.rows import Rows, by_rows, widened
 from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
 
 StateDict = dict[str, Any]
@@ -93,6 +93,7 @@ class OwnStepper:
             weight = _real(p.detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
             if grad.is_sparse:
+                grad = widened(grad)
                 rows = by_rows(layout, weight, extra, grad, options)
                 if rows is not None:
                     sparse.append(rows)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from halfstep.optim.batch import Batch, Options, Sgd
-from halfstep.optim.masters import Layout
+from halfstep.optim.masters import Layout, is_low
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,11 @@ def by_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, o
     if not weights.numel():
         return None
     return Rows(Batch(layout, [weights], extras, [merged.values()]), tables, index)
+
+
+def widened(grad: Tensor) -> Tensor:
+    """Returns a sparse gradient with low values in fp32, so that the values of one row add up in fp32."""
+    if not is_low(grad) or grad.is_coalesced():
+        return grad
+    indices, values = grad._indices(), grad._values().float()
+    return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)

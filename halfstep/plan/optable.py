@@ -17,7 +17,7 @@ from halfstep.errors import PlanError
 from halfstep.plan.plan import OpChanges, Plan
 
 Category = Literal["allow", "deny", "infer", "promote"]
-Action = Literal["low", "full", "promote", "norm", "refuse", "pass", "infer"]
+Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]
 """What happens to an overload: "pass" leaves it as written and its parts to their own rows, "infer" those too."""
 
 Source = Literal["torch", "halfstep"]
@@ -196,6 +196,9 @@ _CPU_ONLY = (
 AS_WRITTEN = tuple(_CPU_ONLY.split())
 """Overloads that torch's list for CPU runs full or promotes, and the table, as on CUDA, leaves as written."""
 
+GATHERS = ("embedding", "embedding_bag", "embedding_bag.padding_idx", "index.Tensor")
+"""Overloads whose backward on a CPU adds up low gradients one by one in the low format, so that sums stop growing."""
+
 _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cpu", "grid_sampler"): "full",
     ("cpu", "binary_cross_entropy"): "full",
@@ -254,7 +257,8 @@ def effective(plan: Plan) -> Mapping[str, Action]:
     """Returns what the plan does to each aten overload (and "module:function") that does not run as written.
 
     Where weights are fp32, rows act by category. Where they are low, deny rows run as stored, unless an op has no low
-    kernel, and norms take parameters wider or narrower than their input. The plan's own op changes act at every level.
+    kernel, norms take parameters wider or narrower than their input, and gathers from weights have their gradients
+    summed in fp32. The plan's own op changes act at every level.
 
     Raises:
         PlanError: an op change that names nothing that can be cast.
@@ -268,6 +272,8 @@ def effective(plan: Plan) -> Mapping[str, Action]:
             action = "pass"
         for overload in row.overloads:
             actions[overload] = "norm" if plan.param == "low" and overload in NORMS else action
+    if plan.param == "low":
+        actions.update((overload, "gather") for overload in GATHERS)
     actions.update((overload, "pass") for overload in AS_WRITTEN)
     actions.update((overload, "refuse") for overload in REFUSED)
     for category, op in _changes(plan.op_changes):
