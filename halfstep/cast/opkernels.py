@@ -246,12 +246,13 @@ def _gather(site: OpSite) -> Act:
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weight, *rest = args
+        if site.name == "embedding_bag" and len(site.dtypes(args, kwargs)) > 1:  # with per-sample weights
+            return site.excluded(*site.cast_all(args, kwargs, torch.float32))
         if weight.dtype not in LOW or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
         if sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False)):
             return site.below(keyset, args, kwargs)
-        if site.name == "embedding_bag":  # per-sample weights have the format of the table
-            rest, kwargs = site.cast_all(rest, kwargs, torch.float32)
+        rest, kwargs = site.cast_all(rest, kwargs, torch.float32)
         out = site.below(keyset, (weight.float(), *rest), kwargs)
         if isinstance(out, Tensor):
             return out.to(weight.dtype)
