@@ -7,6 +7,7 @@ autocast stays on for them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,13 +131,19 @@ def _low(site: OpSite) -> Act:
 def _recurrent(site: OpSite) -> Act:
     """Casts sequences and states; the products inside cast weights themselves, with autocast's cache.
 
-    An fp32 sequence would send fp16 on a CPU to a oneDNN kernel that the CPU may not have.
+    An fp32 sequence would send fp16 on a CPU to a oneDNN kernel that the CPU may not have. On CUDA torch's own autocast
+    casts what cuDNN runs to fp16, whatever the region's format (ATen/cudnn/AutocastRNN.cpp), so that bf16 is cast here.
     """
     weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
     device_type = site.device_type
+    by_cudnn = device_type == "cuda" and not site.name.endswith("_cell")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         low = torch.get_autocast_dtype(device_type)
+        if by_cudnn and low is not torch.float16:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # cast weights are no one chunk of memory, and cuDNN warns each time
+                return site.excluded(*site.cast_all(args, kwargs, low))
         return site.below(keyset, (*(site.cast(a, low) for a in args[:weights]), *args[weights:]), kwargs)
 
     return act

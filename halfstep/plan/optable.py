@@ -202,6 +202,9 @@ GATHERS = ("embedding", "embedding_bag", "embedding_bag.padding_idx", "index.Ten
 _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cpu", "grid_sampler"): "full",
     ("cpu", "binary_cross_entropy"): "full",
+    # asks for an fp32 result of a low input, which these refuse
+    ("cuda", "linalg_matrix_norm"): "pass",
+    ("cuda", "linalg_matrix_norm.str_ord"): "pass",
 }
 _BY_CATEGORY: Mapping[Category, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
 _NO_KERNEL = "no low kernel"
@@ -256,9 +259,9 @@ def device_note(row: Row, device_type: str) -> str:
 def effective(plan: Plan) -> Mapping[str, Action]:
     """Returns what the plan does to each aten overload (and "module:function") that does not run as written.
 
-    Where weights are fp32, rows act by category. Where they are low, deny rows run as stored, unless an op has no low
-    kernel, norms take parameters wider or narrower than their input, and gathers from weights have their gradients
-    summed in fp32. The plan's own op changes act at every level.
+    Where weights are fp32, rows act by category. Where they are low, deny rows run as stored, but for ops without a low
+    kernel; losses widen to the widest format that they get, norms take parameters wider or narrower than their input,
+    and gathers from weights have their gradients summed in fp32. The plan's own op changes act at every level.
 
     Raises:
         PlanError: an op change that names nothing that can be cast.
@@ -269,7 +272,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
     for row in ROWS:
         action = _BY_CATEGORY[row.category]
         if plan.param == "low" and action == "full" and row.why != _NO_KERNEL:
-            action = "pass"
+            action = "promote" if row.why == "loss" else "pass"  # class weights of a loss are full buffers
         for overload in row.overloads:
             actions[overload] = "norm" if plan.param == "low" and overload in NORMS else action
     if plan.param == "low":
