@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.emulate import Emulation
-from halfstep.cast.enter import CheckpointHook, Entrances, Gate, gate_of
-from halfstep.cast.functions import patch_functions
-from halfstep.cast.modules import cast_buffers, inputs_to, keep_checkpoints_full, outputs_to
+from halfstep.cast.enter import CheckpointHook, Entrances, Gate, mark, owners
+from halfstep.cast.functions import check_functions, patch_functions
+from halfstep.cast.modules import CastOut, cast_buffers, inputs_to, keep_checkpoints_full, outputs_to
 from halfstep.cast.ops import OpEngine
+from halfstep.cast.tree import map_tensors
 from halfstep.errors import SessionError, SetupError
-from halfstep.formats import FP32, Format
+from halfstep.formats import FP16, FP32, Format
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
@@ -36,6 +37,7 @@ from halfstep.plan.fit import (
     first_device,
     unwrap,
 )
+from halfstep.plan.forwards import check_forwards
 from halfstep.plan.hardware import default_emulate
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import customize
@@ -48,7 +50,7 @@ from halfstep.plan.scaling import Scaling
 from halfstep.records import Status, StepRecord
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected, GradientLedger
-from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, scaled, true_gradient
+from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, scaled, true_gradient
 from halfstep.scale.norm import global_norm
 from halfstep.scale.scaling import Scale, make_scale
 
@@ -100,6 +102,7 @@ class Session:
         self._scales: dict[int, Scale] = {}
         self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
         self._awaiting: list[_Part] = []  # parts with a backward since their last step
+        self._scale_ceiling: float | None = None
         self._steps = 0
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._engine: OpEngine | None = None
@@ -115,6 +118,7 @@ class Session:
             self._engine.open()
             self._undo.callback(self._engine.close)
             self._undo.callback(patch_functions(self.plan.op_changes, self._engine))
+        self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
         pairs = list(self._modules())
         for module, formats in pairs:
@@ -178,16 +182,30 @@ class Session:
         assert engine is not None
         full = formats.compute is FP32
         return Gate(
-            owner=self,
             region=lambda: engine.region(enabled=not full),
             enter=lambda: engine.enter(enabled=not full),
             leave=engine.leave,
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
-            cast_out=None if formats.output is None else outputs_to(formats.output),
+            cast_out=self._cast_out(formats),
             full=self._store.full,
             around=self._emulating if self._emulation is not None and outermost else None,
             before=self._buffers.refresh if outermost else None,
         )
+
+    def _cast_out(self, formats: ModuleFormats) -> CastOut | None:
+        """Returns what a module's output goes through: its cast, and a look for fp16 losses, which cap the scale."""
+        cast = None if formats.output is None else outputs_to(formats.output)
+        if self.plan.low is not FP16 or self.plan.scale.kind == "none" or formats.output is not FP32 or cast is None:
+            return cast
+
+        def look(value: Tensor) -> Tensor:
+            if value.dtype is torch.float16 and value.dim() == 0 and value.requires_grad:
+                self._scale_ceiling = FP16_LOSS_CEILING
+                for scale in self._scales.values():
+                    scale.limit(FP16_LOSS_CEILING)
+            return value
+
+        return lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs)
 
     def _emulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._emulation is None else self._emulation
@@ -197,6 +215,8 @@ class Session:
         self._check_open()
         if self._engine is None:
             return nullcontext()
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._buffers.refresh()
         if self._emulation is None:
             return self._engine.region()
         return self._with_emulation(self._engine.region)
@@ -219,6 +239,8 @@ class Session:
             self._scales[loss_id] = (
                 next(iter(self._scales.values())) if shared else make_scale(self.plan.scale, self._device)
             )
+            if self._scale_ceiling is not None:
+                self._scales[loss_id].limit(self._scale_ceiling)
         return self._scales[loss_id]
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
@@ -239,10 +261,9 @@ class Session:
         scale = self._scale(loss_id)
         if loss.dtype == torch.float16:
             scale.limit(FP16_LOSS_CEILING)
-        self._counted.discard(loss_id)
-        self._awaiting = list(self._parts)
         if self._plain:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._awaiting = list(self._parts)
             return
         not_finite = ~torch.isfinite(loss.detach()).all()
         for part in self._parts:
@@ -256,21 +277,24 @@ class Session:
             raise
         for part in self._parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
+        self._counted.discard(loss_id)
+        self._awaiting = list(self._parts)
 
-    def grad(self, outputs: Any, inputs: Any, *, grad_outputs: Any = None, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    def grad(
+        self, outputs: Any, inputs: Any, *, loss_id: int = 0, grad_outputs: Any = None, **kwargs: Any
+    ) -> tuple[Tensor | None, ...]:
         """Does what `torch.autograd.grad` does, with the loss scale in on the way down and out of the results.
 
         Returns true gradients in fp32 (float64 and complex stay), so that a penalty on them can be added to the loss
-        (`create_graph=True`). `kwargs` are those of `torch.autograd.grad`.
+        (`create_graph=True`). `loss_id` is that of this loss: its scale is used, and backs off where these gradients
+        overflow. `kwargs` are those of `torch.autograd.grad`.
+
+        Raises:
+            SessionError: the session is closed, or an output is no tensor, or no scalar and has no `grad_outputs`.
         """
         self._check_open()
-        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        directions = (None,) * len(outputs) if grad_outputs is None else grad_outputs
-        directions = (directions,) if isinstance(directions, Tensor) else tuple(directions)
-        for out, direction in zip(outputs, directions, strict=True):
-            if direction is None and out.numel() != 1:
-                raise SessionError(f"an output has shape {tuple(out.shape)}; give grad_outputs for what is no scalar")
-        scale = self._scale(0)
+        outputs, directions = pair_outputs(outputs, grad_outputs)
+        scale = self._scale(loss_id)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
         value = scale.value.clone()
@@ -303,6 +327,8 @@ class Session:
         self._steps += 1
         record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
         self._awaiting = [part for part in self._awaiting if part not in parts]
+        if not self._awaiting:
+            self._buffers.after_step()
         for sink in self._sinks:
             sink(record)
         return record
@@ -312,7 +338,7 @@ class Session:
             raise SessionError(
                 f"step() takes one of the session's optimizers, not {type(optimizer).__name__}; closures are not taken"
             )
-        if max_norm is not None and not max_norm > 0:
+        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
             raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
         parts = [part for part in self._parts if optimizer is None or part.optimizer is optimizer]
         if not parts:
@@ -447,9 +473,8 @@ class Session:
         """
         self._check_open()
         check_state(state, to_dict(self.plan))
-        scales = {}
+        scales = {int(key): make_scale(self.plan.scale, self._device) for key in state["scales"]}
         for key, entry in state["scales"].items():
-            scales[int(key)] = make_scale(self.plan.scale, self._device)
             scales[int(key)].load_state_dict(entry)
         self._scales = scales
         self._counted = set(scales)
@@ -507,20 +532,22 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
     chosen, notice = choose_plan(plan, low, first_device(models))
     chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
-    for sink in sinks:
-        if not callable(sink):
-            raise SetupError(f"a sink is called with each StepRecord; {sink!r} cannot be called")
+    if not isinstance(sinks, (list, tuple)) or not all(callable(sink) for sink in sinks):
+        raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
+    if emulate not in (None, True, False):
+        raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
     device = device_of(models, chosen)
     roots = [unwrap(m) for m in models]
     if emulate is not None and chosen.ops == "none":
         raise SetupError(
             f"emulate={emulate} at {chosen.name}, which runs everything as written; leave it out or use O1 to O3"
         )
-    earlier = _earlier_sessions(roots)
+    earlier = [owner for owner in owners(m for root in roots for m in root.modules()) if isinstance(owner, Session)]
     check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
     check_optimizers(optimizers, models)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
-    resolve(chosen, roots)
+    check_forwards(roots, resolve(chosen, roots))
+    check_functions(chosen.op_changes)
     for session in earlier:
         _LOG.warning(
             "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
@@ -531,9 +558,3 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     if emulate is None:
         emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
     return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks)
-
-
-def _earlier_sessions(roots: Sequence[nn.Module]) -> list[Session]:
-    gates = [gate_of(module) for root in roots for module in root.modules()]
-    owners = {id(gate.owner): gate.owner for gate in gates if gate is not None}
-    return [owner for owner in owners.values() if isinstance(owner, Session)]

@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import logging
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,9 @@ from torch.optim.swa_utils import AveragedModel
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
+MARK = "_halfstep_session"
+EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would go round"
+_LOG = logging.getLogger("halfstep")
 
 
 @dataclass
@@ -30,10 +35,8 @@ class Gate:
     `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
     `around` is a context for eager calls only (emulation), with which torch.compile runs `uncompiled` instead. `before`
     is called before each eager training forward. `full` gives the fp32 value of a parameter whose stored form is low.
-    `owner` is the session.
     """
 
-    owner: object
     region: Callable[[], AbstractContextManager[Any]]
     enter: Callable[[], Any]
     leave: Callable[[Any], None]
@@ -70,10 +73,38 @@ def _nothing(*args: Any) -> None:
     """What is left of a checkpoint hook in a submodule that was pickled by itself."""
 
 
-def gate_of(module: nn.Module) -> Gate | None:
-    """Returns the gate that a module's forward goes through, or None."""
-    gate = module.__dict__.get(GATE)
-    return gate if isinstance(gate, Gate) and gate.active else None
+class Mark:
+    """What says on each module of a model which session it is in; worth nothing in copies that outlive the session."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = weakref.ref(owner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
+    """Marks modules as the owner's and returns the undo."""
+    marked, sign = list(modules), Mark(owner)
+    for module in marked:
+        module.__dict__[MARK] = sign
+
+    def undo() -> None:
+        for module in marked:
+            if module.__dict__.get(MARK) is sign:
+                del module.__dict__[MARK]
+
+    return undo
+
+
+def owners(modules: Iterable[nn.Module]) -> list[object]:
+    """Returns whose mark modules bear, each once."""
+    signs = (module.__dict__.get(MARK) for module in modules)
+    found = {id(owner): owner for sign in signs if isinstance(sign, Mark) and (owner := sign.owner()) is not None}
+    return list(found.values())
 
 
 def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,6 +122,19 @@ def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
         finally:
             gate.leave(token)
         return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def _run_uncompiled() -> Callable[..., Any]:
+    said = False
+
+    def run(*arguments: Any) -> Any:
+        nonlocal said
+        if not said:
+            _LOG.warning("torch.compile is left out for this model: %s", EMULATED)
+            said = True
+        return _run_eager(*arguments)
+
+    return run
 
 
 def _run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -131,6 +175,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     twin = copy.deepcopy(self)
     for module in list(twin.modules()):
         module.__dict__.pop(GATE, None)
+        module.__dict__.pop(MARK, None)
         module.__class__ = _plain_class(type(module))
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
@@ -180,8 +225,18 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
         "forward": forward,
         "parameters": _parameters,
     }
+    return _subclass(base, namespace)
+
+
+def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
+    """Returns the subclass without telling the base's `__init_subclass__` and metaclass, which may keep registries."""
     metaclass: Any = type(base)
-    swapped: type[nn.Module] = metaclass(base.__name__, (base,), namespace)
+    swapped: type[nn.Module]
+    try:
+        swapped = type.__new__(metaclass, base.__name__, (nn.Module,), namespace)
+        swapped.__bases__ = (base,)
+    except TypeError:  # a base with slots has another layout
+        swapped = metaclass(base.__name__, (base,), namespace)
     return swapped
 
 
@@ -196,8 +251,7 @@ class Entrances:
         base = type(module)
         swapped = self._classes.setdefault(base, make_class(base))
         if gate.around is not None:
-            reason = "a low format is emulated here, in a dispatch mode that compiled code would go round"
-            gate.uncompiled = torch.compiler.disable(_run_eager, reason=reason)  # type: ignore[no-untyped-call]
+            gate.uncompiled = torch.compiler.disable(_run_uncompiled(), reason=EMULATED)  # type: ignore[no-untyped-call]
         module.__dict__[GATE] = gate
         module.__class__ = swapped
 

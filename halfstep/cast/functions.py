@@ -1,15 +1,18 @@
 """Op changes of Python functions, which torch's dispatcher does not know: their attribute is replaced for a session.
 
-A name that was bound earlier (`from my_ops import swish`) keeps the function as it was written.
+Names that modules bound earlier (`from my_ops import swish`) are replaced too; what a closure, a default argument or an
+object holds is out of reach and runs as written.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -94,7 +97,11 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
         PlanError: a module that cannot be imported, or that has no such function.
     """
     wanted = [(*_find(op), _Patch(engine, category)) for category, op in _functions(changes)]
-    places = [(_place(holder, name, patch), patch) for holder, name, patch in wanted]
+    places = [
+        (_place(where, bound, patch), patch)
+        for holder, name, patch in wanted
+        for where, bound in [(holder, name), *_further_names(holder, name)]
+    ]
 
     def undo() -> None:
         while places:
@@ -102,6 +109,33 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
             place.remove(patch)
 
     return undo
+
+
+def check_functions(changes: OpChanges) -> None:
+    """Raises the PlanError that `patch_functions` would, and replaces nothing."""
+    for _, op in _functions(changes):
+        _find(op)
+
+
+def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
+    """Returns the modules that bound the same function of a module, and its name there."""
+    function = _written(getattr(holder, name))
+    if not isinstance(holder, ModuleType):
+        return []
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    return [
+        (module, bound)
+        for module in modules
+        for bound, value in list(vars(module).items())
+        if isinstance(value, (FunctionType, type(function)))
+        and _written(value) is function
+        and (module is not holder or bound != name)
+    ]
+
+
+def _written(function: Any) -> Any:
+    place = getattr(function, "_halfstep_place", None)
+    return place.function if isinstance(place, _Place) else function
 
 
 def _functions(changes: OpChanges) -> list[tuple[Category, str]]:

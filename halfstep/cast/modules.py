@@ -14,6 +14,7 @@ from halfstep.errors import StateError
 from halfstep.formats import Format
 
 Undo = Callable[[], None]
+CastOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def inputs_to(dtype: torch.dtype) -> Values:
@@ -25,7 +26,7 @@ def inputs_to(dtype: torch.dtype) -> Values:
     return cast
 
 
-def outputs_to(output: Format | Literal["input"]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+def outputs_to(output: Format | Literal["input"]) -> CastOut:
     """Returns a function of (output, args, kwargs) that casts the output to a format, or to that of the first input."""
     if isinstance(output, Format):
         dtype = output.dtype

@@ -88,6 +88,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
     """
     excused = {id(p) for p in made_low}
     for model in models:
+        _refuse_lazy(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise SetupError(
                 f"{type(model).__name__} is a torch.jit.ScriptModule, whose forward halfstep cannot enter; "
@@ -111,6 +112,14 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
             )
         if plan.param == "low":
             _refuse_wrapped(model, plan)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise SetupError(
+            f"parameters have no shape yet: {named(lazy)}; run one batch through the lazy modules before initialize"
+        )
 
 
 def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
@@ -183,6 +192,14 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         raise StateError(
             f"a session state has the entries {sorted(expected)}, this one has {have}; was the file cut short?"
         )
+    kinds = {"plan": dict, "steps": int, "skipped": int, "scales": dict}
+    for key, kind in kinds.items():
+        value = state[key]
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            raise StateError(f"session state: {key} is {value!r:.60}; a {'count' if kind is int else 'dict'} is needed")
+    for key, value in state["scales"].items():
+        if not (isinstance(key, str) and key.isdecimal() and isinstance(value, dict)):
+            raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; a loss id and a dict are needed")
     if state["schema"] != STATE_SCHEMA:
         raise StateError(f"session state of schema {state['schema']!r}; this halfstep reads {STATE_SCHEMA}")
     differing = sorted(key for key in plan.keys() | state["plan"].keys() if plan.get(key) != state["plan"].get(key))

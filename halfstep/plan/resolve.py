@@ -152,6 +152,8 @@ def _parent(path: str) -> str:
 
 def _is_uncalled(module: nn.Module) -> bool:
     """Returns whether nothing goes through the class's forward: lists and dicts of modules, torch.compile's wrapper."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
+        return False
     return type(module).forward is nn.Module.forward or "_orig_mod" in module._modules
 
 
@@ -214,11 +216,13 @@ def _formats(
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
         return formats
     full, low = decision.policy.compute == "full", decision.policy.param == "low"
+    into_full = any(caller is not None and caller.policy.compute == "full" for caller in entries)
+    output = "full" if into_full and decision.policy.output == "low" else decision.policy.output  # nothing casts there
     return replace(
         formats,
         boundary=True,
         input=FP32 if full else plan.low if low else None,
-        output=_model_output(plan) if None in entries else _output(plan, decision.policy.output),
+        output=_model_output(plan) if None in entries else _output(plan, output),
     )
 
 

@@ -35,7 +35,7 @@ class BufferGuard:
             self._current = True
 
     def after_step(self) -> None:
-        """Takes a snapshot now, and at the next `refresh` again; call it after each load of a model state.
+        """Takes a snapshot now, and at the next `refresh` again; call it after each step and each load of a state.
 
         So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
         the load.
@@ -52,14 +52,11 @@ class BufferGuard:
         """Puts every buffer back to the snapshot where `found` (0-dim bool) is true, and leaves it where it is false.
 
         Ends the step: the next `refresh` takes a new snapshot. Until then the old one stays, so that a second
-        optimizer that steps after the same forward can restore too; where no `refresh` came, a new one is taken here.
+        optimizer that steps after the same forward can restore too; after the last of them call `after_step`.
         """
         for group in self._groups:
             group.restore(found)
-        if self._current:
-            self._current = False
-        else:
-            self.after_step()
+        self._current = False
 
     def _changes(self, buffer: Tensor) -> bool:
         """Returns whether training may change the buffer: it is small, new, or its version counter has moved."""

@@ -25,10 +25,31 @@ def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
         raise SessionError(
             f"the loss has shape {tuple(loss.shape)}; reduce it to one number (loss.mean()) before backward()"
         )
+    if loss.is_complex():
+        raise SessionError(f"the loss is {loss.dtype}; give a real number, such as loss.abs() or loss.real")
     if not loss.requires_grad:
         raise SessionError(
             "the loss needs no gradient: it was computed under torch.no_grad(), detached, or from nothing trainable"
         )
+
+
+def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Returns outputs, each with the direction of its gradient (None: 1), both as tuples.
+
+    Raises:
+        SessionError: an output is no tensor, there are not as many directions, or one that is no scalar has none.
+    """
+    paired = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs) if isinstance(outputs, (list, tuple)) else ()
+    if not paired or not all(isinstance(out, Tensor) for out in paired):
+        raise SessionError(f"grad() takes a tensor or a list of them, not {type(outputs).__name__}: {outputs!r:.60}")
+    given = (None,) * len(paired) if grad_outputs is None else grad_outputs
+    directions = (given,) if isinstance(given, Tensor) else tuple(given)
+    if len(directions) != len(paired):
+        raise SessionError(f"{len(paired)} outputs have {len(directions)} grad_outputs; give one for each output")
+    for out, direction in zip(paired, directions, strict=True):
+        if direction is None and out.numel() != 1:
+            raise SessionError(f"an output has shape {tuple(out.shape)}; give grad_outputs for what is no scalar")
+    return paired, directions
 
 
 def scaled(loss: Tensor, scale: Scale) -> Tensor:

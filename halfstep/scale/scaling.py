@@ -182,7 +182,7 @@ class DynamicScale:
             if type(state[key]) is not int or state[key] < 0:
                 raise StateError(f"the state of the loss scale has {key}={state[key]!r}; a count is needed")
         scale = state["scale"]
-        if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise StateError(f"the state of the loss scale has scale={scale!r}; a positive finite number is needed")
         self.value.fill_(min(float(scale), self._schedule.max))
         self._clean.fill_(min(state["clean_steps"], self._schedule.growth_interval - 1))

@@ -38,6 +38,8 @@ BAD = {
     "unknown op": ({"ops": OpChanges(deny=("softmaxx",))}, PlanError, r"softmaxx.*softmax"),
     "op in two lists": ({"ops": {"allow": ["softmax"], "deny": ["softmax"]}}, PlanError, r"softmax"),
     "sink that cannot be called": ({"sinks": (3,)}, SetupError, r"sink"),
+    "one sink not in a list": ({"sinks": print}, SetupError, r"list of functions"),
+    "emulate of a wrong type": ({"emulate": "yes"}, SetupError, r"emulate is 'yes'"),
     "rule of a wrong type": ({"rules": ("head",)}, PlanError, r"Rule"),
 }
 
@@ -157,6 +159,12 @@ def test_bad_losses_are_refused():
         session.backward(out.sum().detach())
     with pytest.raises(SessionError, match="float"):
         session.backward(1.0)
+    with pytest.raises(SessionError, match="complex"):
+        session.backward(out.sum() * 1j)
+    with pytest.raises(SessionError, match="float"):
+        session.grad(1.0, out)
+    with pytest.raises(SessionError, match="1 outputs have 2"):
+        session.grad(out.sum(), out, grad_outputs=[None, None])
     with pytest.raises(SessionError, match="loss_id"):
         session.backward(out.sum(), loss_id=-1)
     with pytest.raises(SessionError, match="loss_id"):
@@ -172,7 +180,7 @@ def test_bad_steps_are_refused():
         session.step(other)
     with pytest.raises(SessionError, match="closure"):
         session.step(lambda: None)
-    for norm in (0.0, -1.0, float("nan")):
+    for norm in (0.0, -1.0, float("nan"), "1"):
         with pytest.raises(SessionError, match="max_norm"):
             session.step(max_norm=norm)
     session.step()
@@ -232,4 +240,48 @@ def test_keywords_are_used():
     record = session.step(opt)
     assert seen == [record]
     assert float(record.scale) == 8.0
+    session.close()
+
+
+def test_forwards_that_cannot_be_entered_are_refused():
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.forward = lambda x: x
+    refuse(SetupError, r"instance", model, opt, "O1", low="bf16")
+
+    class Yields(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            yield self.layer(x)
+
+    model = Yields()
+    refuse(SetupError, r"generator", model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    refuse(SetupError, r"0\.weight.*batch", model, None, "O2", low="bf16")
+
+
+def test_a_scripted_part_runs_at_o1_and_is_refused_where_weights_change_format():
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(8, 8), scripted)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+    session.backward(model(torch.randn(2, 8)).sum())
+    session.step()
+    session.close()
+    with pytest.raises(SetupError, match=r"'1'.*scripted"):
+        halfstep.initialize(model, opt, "O2", low="bf16")
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_a_backward_that_did_not_happen_does_not_count(name):
+    model, _, session = start(name, "bf16")
+    loss = model(batch(0)[0]).sum()
+    with pytest.raises(TypeError):
+        session.backward(loss, no_such_argument=1)
+    with pytest.raises(SessionError, match=r"session\.backward"):
+        session.step()
     session.close()

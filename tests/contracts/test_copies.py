@@ -123,3 +123,33 @@ def test_an_initialize_that_fails_leaves_the_session_before_as_it_was():
     assert not first.closed
     train(first, model, opt, range(2))
     first.close()
+
+
+def test_a_failing_op_change_leaves_the_session_before_as_it_was():
+    model, opt, first = start("O2", "fp16")
+    with pytest.raises(halfstep.PlanError, match="nomod"):
+        halfstep.initialize(model, opt, "O2", low="fp16", ops={"deny": ["nomod:f"]})
+    assert not first.closed
+    train(first, model, opt, range(2))
+    first.close()
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_initialize_of_a_part_ends_the_session_of_the_whole(name):
+    model, _, first = start(name, "bf16")
+    part = model.first
+    second = halfstep.initialize(part, torch.optim.SGD(part.parameters(), lr=0.1), "O2", low="bf16")
+    assert first.closed
+    assert model.head.weight.dtype is torch.float32
+    second.close()
+
+
+@pytest.mark.parametrize("name", ["O0", "O1"])
+def test_a_pickled_model_and_its_parts_bear_no_mark(name):
+    model, _, session = start(name, "bf16")
+    for module in (model, model.first):
+        buffer = io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        assert torch.load(buffer, weights_only=False).__dict__.get("_halfstep_session") is None
+    session.close()

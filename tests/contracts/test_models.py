@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -175,13 +176,14 @@ def test_a_module_kept_full_gives_its_output_the_format_of_its_input(name, low):
 
 def test_a_low_module_inside_a_full_one_computes_low():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4))
-    rules = [Rule("0", FULL), Rule("0.1", LOW)]
+    rules = [Rule("0", FULL), Rule("0.0", LOW)]
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16", rules=rules)
-    assert [p.dtype for p in model.parameters()][::2] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    seen = []
-    model[0][1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    assert model(batch(0)[0]).dtype is torch.float32
-    assert seen == [torch.bfloat16]
+    assert [p.dtype for p in model.parameters()][::2] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    x, inner, seen = batch(0)[0], model[0][0], []
+    inner.register_forward_hook(lambda module, args, out: seen.append(out))
+    assert model(x).dtype is torch.float32
+    assert seen[0].dtype is torch.float32, "the full module around it casts nothing"
+    assert torch.equal(seen[0], nn.functional.linear(x.bfloat16(), inner.weight, inner.bias).float())
     session.close()
 
 
@@ -242,4 +244,93 @@ def test_status_names_what_is_not_finite_and_counts_bytes():
         model.bias[0] = torch.nan
     assert session.status().nonfinite_parameters == ("bias",)
     assert "non-finite parameters: bias" in str(session.status())
+    session.close()
+
+
+def test_a_class_weighted_loss_inside_forward_trains_at_low_weights():
+    class Classifies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+            self.loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+        def forward(self, x, y):
+            logits = self.layer(x)
+            return self.loss(logits, y) + nn.functional.nll_loss(logits.log_softmax(1), y, weight=self.loss.weight)
+
+    for name, low in (("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")):
+        model = Classifies()
+        session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
+        session.backward(model(batch(0)[0], torch.arange(16) % 4))
+        assert not bool(session.step().skipped)
+        session.close()
+
+
+def test_an_fp16_loss_computed_inside_forward_caps_the_scale_too():
+    class Loses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return {"loss": self.layer(x).square().mean() / 64}
+
+    model = Loses()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O2", low="fp16")
+    session.backward(model(batch(0)[0])["loss"])
+    record = session.step()
+    assert (float(record.scale), bool(record.skipped)) == (32768.0, False)
+    session.close()
+    session = halfstep.initialize(model, opt, "O2", low="fp16", loss_scale=2.0**17)
+    with pytest.raises(SessionError, match=r"131072"):
+        session.backward(model(batch(0)[0])["loss"])
+    session.close()
+
+
+class Registered(nn.Module):
+    """A base class that keeps a registry and wants a name."""
+
+    names: ClassVar = {}
+
+    def __init_subclass__(cls, name, **kwargs):
+        super().__init_subclass__(**kwargs)
+        assert name not in cls.names
+        cls.names[name] = cls
+
+
+class Named(Registered, name="named"):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_registries_of_classes_are_left_alone():
+    model = Named()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    assert isinstance(model, Named)
+    assert model(batch(0)[0]).dtype is torch.float32
+    assert Registered.names == {"named": Named}
+    session.close()
+    assert type(model) is Named
+
+
+def test_a_gradient_penalty_of_another_loss_backs_off_that_loss_scale():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = halfstep.initialize(model, opt, "O1", low="fp16")
+    skipped = []
+    for _ in range(20):
+        opt.zero_grad()
+        x = batch(0)[0].requires_grad_()
+        (g,) = session.grad(model(x).sum(), x, loss_id=1, create_graph=True)
+        session.backward((g.norm(dim=1) - 1).square().mean(), loss_id=1)
+        skipped.append(bool(session.step().skipped))
+    assert skipped[0]
+    assert not any(skipped[12:])
+    assert 1.0 < session.status().scales[1] < 65536.0
     session.close()

@@ -169,3 +169,29 @@ def test_assign_is_refused_since_it_would_part_model_and_optimizer():
     with pytest.raises(halfstep.StateError, match="assign=True"):
         model.load_state_dict(model.state_dict(), assign=True)
     session.close()
+
+
+BAD_STATES = {
+    "steps a word": {"steps": "x"},
+    "steps negative": {"steps": -1},
+    "steps true": {"steps": True},
+    "skipped missing": {"skipped": None},
+    "scales a list": {"scales": [1]},
+    "scale of a word": {"scales": {"a": {}}},
+    "scale of none": {"scales": {"0": None}},
+    "scale true": {"scales": {"0": {"kind": "dynamic", "scale": True, "clean_steps": 0, "overflows_left": 1}}},
+    "plan missing": {"plan": None},
+    "another schema": {"schema": 2},
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_a_state_with_a_wrong_entry_is_refused_and_changes_nothing(case):
+    model, opt, session = start("O1", "fp16")
+    train(session, model, opt, range(2))
+    was = session.state_dict()
+    with pytest.raises(halfstep.StateError):
+        session.load_state_dict({**was, **BAD_STATES[case]})
+    assert session.state_dict() == was
+    train(session, model, opt, [2])
+    session.close()

@@ -127,3 +127,28 @@ def test_large_buffers_that_training_never_changes_are_copied_once_only():
     model.counts += 1
     guard.restore(torch.tensor(True))
     assert torch.equal(model.counts, torch.ones(2**17))
+
+
+def test_a_skip_takes_back_its_own_forward_only_wherever_that_was_entered():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+    for _ in range(3):
+        session.backward(model(torch.randn(16, 8)).square().mean())
+        session.step()
+    bad = torch.full((16, 8), torch.inf)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def skip(forward):
+        session.backward(forward(bad).square().mean())
+        assert bool(session.step().skipped)
+        assert [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])] == []
+
+    with session.autocast():
+        skip(lambda x: model[1](model[0](x)))
+    skip(lambda x: model[1](model[0](x)))
+    torch._dynamo.reset()
+    skip(torch.compile(model, backend="eager"))
+    skip(model)
+    session.close()
