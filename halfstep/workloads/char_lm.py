@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import DataError, WorkloadError
+from halfstep.workloads.files import read_bytes
 from halfstep.workloads.workload import Batch, Workload, chunks, seeded
 
 
@@ -156,7 +157,7 @@ def read_text(path: Path | None) -> bytes:
     """Returns a text, plain or gzip: the file, the only such file of a folder, or the Tiny Shakespeare of the package.
 
     Raises:
-        DataError: there is no such file, or the folder has none or several.
+        DataError: there is no such file, the folder has none or several, or the file is empty or broken.
     """
     if path is None:
         packed = resources.files("halfstep.workloads").joinpath("data", "tinyshakespeare.txt.gz").read_bytes()
@@ -173,5 +174,7 @@ def read_text(path: Path | None) -> bytes:
         raise DataError(
             f"char_lm: no file {path}; give a text file, or no data for the Tiny Shakespeare in the package"
         )
-    packed = path.read_bytes()
-    return gzip.decompress(packed) if path.suffix == ".gz" else packed
+    text = read_bytes(path, "char_lm")
+    if not text:
+        raise DataError(f"char_lm: {path} is empty; give a text, or no data for the Tiny Shakespeare in the package")
+    return text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from halfstep.errors import DataError, WorkloadError
 from halfstep.workloads.workload import Batch, Workload, chunks, seeded, shuffled
 
+CLASSES = 10
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 HOW_TO_GET = (
@@ -103,6 +106,9 @@ DEPTHS: dict[int, tuple[type[Basic | Bottleneck], tuple[int, ...]]] = {
 }
 
 
+Split = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # pixels and labels as the file has them
+
+
 class Images(NamedTuple):
     """CIFAR-10 as uint8 pixels (N, 3, 32, 32) and int64 labels."""
 
@@ -137,7 +143,7 @@ class CifarResNet(Workload):
     def build(self, seed: int) -> nn.Module:
         """Returns the ResNet."""
         block, counts = DEPTHS[self.depth]
-        return seeded(seed, lambda: ResNet(block, counts, width=self.width, classes=10))
+        return seeded(seed, lambda: ResNet(block, counts, width=self.width, classes=CLASSES))
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
         """Returns SGD with Nesterov momentum 0.9 and weight decay 5e-4."""
@@ -217,12 +223,18 @@ def read_images(path: Path | None) -> Images:
 
 
 def _read_npz(path: Path) -> Images:
-    with np.load(path, allow_pickle=False) as packed:
-        missing = [key for key in Images._fields if key not in packed]
-        if missing:
-            raise DataError(f"cifar_resnet: {path} lacks {', '.join(missing)}; {HOW_TO_GET}")
-        x_train, y_train, x_test, y_test = (packed[key] for key in Images._fields)
-    return _images(x_train.transpose(0, 3, 1, 2), y_train, x_test.transpose(0, 3, 1, 2), y_test)
+    try:
+        with zipfile.ZipFile(path):  # numpy takes what is no zip for a pickle
+            pass
+        with np.load(path, allow_pickle=False) as packed:
+            arrays = {key: packed[key] for key in Images._fields if key in packed}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"cifar_resnet: {path} is no whole .npz file ({error}); {HOW_TO_GET}") from error
+    missing = [key for key in Images._fields if key not in arrays]
+    if missing:
+        raise DataError(f"cifar_resnet: {path} lacks {', '.join(missing)}; {HOW_TO_GET}")
+    x_train, y_train, x_test, y_test = arrays.values()
+    return _images(path, (x_train, y_train), (x_test, y_test), (32, 32, 3))
 
 
 def _read_batches(folder: Path) -> Images:
@@ -233,7 +245,7 @@ def _read_batches(folder: Path) -> Images:
     *train, test = (_read_pickle(folder / name) for name in names)
     x_train = np.concatenate([x for x, _ in train])
     y_train = np.concatenate([y for _, y in train])
-    return _images(x_train, y_train, *test)
+    return _images(folder, (x_train, y_train), test, (3, 32, 32))
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -247,19 +259,37 @@ class _ArraysOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_pickle(path: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _read_pickle(path: Path) -> Split:
     try:
         with path.open("rb") as handle:
             content = _ArraysOnly(handle, encoding="bytes").load()
         return content[b"data"].reshape(-1, 3, 32, 32), np.asarray(content[b"labels"])
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"cifar_resnet: {path} is no CIFAR-10 batch ({error}); {HOW_TO_GET}") from error
 
 
-def _images(x_train: Any, y_train: Any, x_test: Any, y_test: Any) -> Images:
-    return Images(
-        torch.from_numpy(np.ascontiguousarray(x_train)),
-        torch.from_numpy(np.asarray(y_train).astype(np.int64)),
-        torch.from_numpy(np.ascontiguousarray(x_test)),
-        torch.from_numpy(np.asarray(y_test).astype(np.int64)),
-    )
+def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:
+    """Returns both splits as tensors; `shape` is that of an image in the file."""
+    return Images(*_tensors(path, "train", train, shape), *_tensors(path, "test", test, shape))
+
+
+def _tensors(path: Path, split: str, arrays: Split, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    pixels, labels = arrays
+    if pixels.dtype != np.uint8 or pixels.shape[1:] != shape:
+        wanted = " x ".join(map(str, ("N", *shape)))
+        came = f"{pixels.dtype} of {' x '.join(map(str, pixels.shape))}"
+        raise DataError(f"cifar_resnet: {path}: {split} pixels should be uint8 of {wanted}, they are {came}")
+    if len(pixels) == 0:
+        raise DataError(f"cifar_resnet: {path}: the {split} split holds no images; {HOW_TO_GET}")
+    if labels.shape not in ((len(pixels),), (len(pixels), 1)) or labels.dtype.kind not in "iu":
+        raise DataError(
+            f"cifar_resnet: {path}: {split} labels should be an integer for each of {len(pixels)} images, they are"
+            f" {labels.dtype} of {' x '.join(map(str, labels.shape)) or 'no dimension'}"
+        )
+    if labels.min() < 0 or labels.max() >= CLASSES:
+        raise DataError(
+            f"cifar_resnet: {path}: {split} labels should be 0 to {CLASSES - 1}, they are {labels.min()} to"
+            f" {labels.max()}"
+        )
+    images = pixels if shape[0] == 3 else pixels.transpose(0, 3, 1, 2)
+    return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.reshape(-1).astype(np.int64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
+from halfstep.workloads.files import as_text, read_bytes
 from halfstep.workloads.workload import Batch, Workload, chunks, seeded, shuffled
 
 PAD, UNKNOWN = 0, 1
@@ -163,7 +163,7 @@ def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
     `path` is the folder itself or one that holds it as `aclImdb` or `imdb`.
 
     Raises:
-        DataError: nothing of the kind is there, or a line is not in its layout.
+        DataError: nothing of the kind is there, a file is broken or holds no review, or a line is not in its layout.
     """
     if path is None or not path.is_dir():
         raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is no folder'}; {HOW_TO_GET}")
@@ -183,8 +183,7 @@ def _split_file(folder: Path, split: str) -> Path | None:
 
 
 def _read_lines(path: Path) -> list[Review]:
-    packed = path.read_bytes()
-    text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8")
+    text = as_text(read_bytes(path, "imdb_lstm"), path, "imdb_lstm")
     reviews = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -195,6 +194,8 @@ def _read_lines(path: Path) -> list[Review]:
                 f"imdb_lstm: line {number} of {path} should be 0 or 1, a tab, the text; it begins {line[:20]!r}"
             )
         reviews.append((LABELS[label], review))
+    if not reviews:
+        raise DataError(f"imdb_lstm: {path} holds no reviews; {HOW_TO_GET}")
     return reviews
 
 
@@ -204,5 +205,5 @@ def _read_folder(folder: Path) -> list[Review]:
         files = sorted((folder / label).glob("*.txt"))
         if not files:
             raise DataError(f"imdb_lstm: {folder / label} holds no .txt files; {HOW_TO_GET}")
-        reviews += [(LABELS[label], file.read_text(encoding="utf-8")) for file in files]
+        reviews += [(LABELS[label], as_text(read_bytes(file, "imdb_lstm"), file, "imdb_lstm")) for file in files]
     return reviews

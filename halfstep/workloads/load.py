@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from halfstep.errors import WorkloadError
+from halfstep.errors import DataError, WorkloadError
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.cifar_resnet import CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
@@ -29,7 +29,9 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
     `data`, where it takes one and one is given) and returns a `Workload`.
 
     Raises:
-        WorkloadError: no such workload, file, function or setting, or a value of another type than the setting's.
+        WorkloadError: no such workload, file, function or setting, a value of another type than the setting's, or data
+            for a workload that reads none.
+        DataError: the data for a user's function is not there.
 
     >>> load_workload("char_lm", {"d": "64", "layers": "2"}).layers
     2
@@ -46,6 +48,9 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
     types = {f.name: hints[f.name] for f in fields(kind) if f.name != "data"}
     _refuse_unknown(name, settings, list(types))
     values: dict[str, Any] = {key: _parse(name, key, text, types[key]) for key, text in settings.items()}
+    if data is not None and not kind.reads_data:
+        readers = ", ".join(other.name for other in WORKLOADS.values() if other.reads_data)
+        raise WorkloadError(f"{name} reads no data, but {data} was given; leave it out, or choose one of {readers}")
     return kind(data=data, **values)
 
 
@@ -105,6 +110,8 @@ def _load_file(name: str, settings: dict[str, str], data: Path | None) -> Worklo
         _refuse_unknown(name, settings, [key for key in parameters if key != "data"])
         if data is not None and "data" not in parameters:
             raise WorkloadError(f"{name} takes no data; give the function a parameter `data`, or leave --data out")
+    if data is not None and not data.exists():
+        raise DataError(f"{name}: {data} does not exist; give the folder or file that the workload reads")
     made = make(**settings, **({} if data is None else {"data": data}))
     if not isinstance(made, Workload):
         raise WorkloadError(

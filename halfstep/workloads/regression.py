@@ -1,4 +1,4 @@
-"""The linear regression that NVIDIA's talk on automatic mixed precision adds two lines to, with synthetic data."""
+"""The regression that NVIDIA's talk on automatic mixed precision adds two lines to, with synthetic data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Workload):
-    """One linear layer under SGD on fixed random data; each further layer is a hidden one with ReLU."""
+    """Two linear layers with ReLU between them under SGD on fixed random data.
+
+    Batch, widths, data, loss and optimizer are those of the talk. Its code has a single `nn.Linear(D_in, D_out)`: that
+    is `layers=1`. Each layer more is a hidden one of `d_in` units before it.
+    """
 
     name: ClassVar[str] = "regression"
+    reads_data: ClassVar[bool] = False
     batch: int = 64
     lr: float = 1e-3
     d_in: int = 1024
     d_out: int = 512
-    layers: int = 1
+    layers: int = 2
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the linear layer, or the network that ends in it."""
+        """Returns the layers in order, or a single `nn.Linear`."""
         return seeded(seed, self._network)
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:

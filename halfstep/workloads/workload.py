@@ -21,10 +21,12 @@ class Workload(ABC):
     """A training job whose settings are its fields, so that equal fields and seeds give equal weights and batches.
 
     `data` is the folder or file that the job reads (None: where the workload looks by itself); `batch` is the number of
-    examples a step, `lr` the peak learning rate and `max_norm` the largest gradient norm (None: not clipped).
+    examples a step, `lr` the peak learning rate and `max_norm` the largest gradient norm (None: not clipped). A job
+    that reads no data says so with `reads_data`.
     """
 
     name: ClassVar[str]
+    reads_data: ClassVar[bool] = True
     data: Path | None = None
     batch: int = 16
     lr: float = 1e-3
@@ -86,6 +88,8 @@ class Workload(ABC):
                     weights.append(len(inputs))
         finally:
             model.train(was_training)
+        if not weights:
+            raise WorkloadError(f"{self.name}: validation() yields nothing to measure on; let it yield a batch")
         figures = {"loss": weighted_mean(losses, weights)}
         return {**figures, "accuracy": weighted_mean(rights, weights)} if rights else figures
 

@@ -120,6 +120,20 @@ def test_a_missing_text_is_an_error_that_says_what_to_do(tmp_path):
         read_text(tmp_path / "nowhere.txt")
 
 
+@pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
+def test_an_empty_text_is_an_error(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    with pytest.raises(DataError, match=rf"{name} is empty; give a text"):
+        CharLM(data=tmp_path).build(0)
+
+
+@pytest.mark.parametrize("content", [b"some text", gzip.compress(b"some text" * 9)[:-10]])
+def test_a_gz_that_is_no_whole_gzip_is_named(tmp_path, content):
+    (tmp_path / "text.txt.gz").write_bytes(content)
+    with pytest.raises(DataError, match=r"text\.txt\.gz is no whole gzip file"):
+        read_text(tmp_path)
+
+
 @pytest.mark.parametrize(("count", "enough"), [(170, True), (160, False)])
 def test_a_text_shorter_than_a_validation_window_is_an_error(tmp_path, count, enough):
     (tmp_path / "text.txt").write_bytes(b"ab" * (count // 2))

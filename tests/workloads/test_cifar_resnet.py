@@ -83,6 +83,64 @@ def test_a_missing_array_is_named(tmp_path):
         read_images(tmp_path)
 
 
+def broken(npz, **arrays):
+    with np.load(npz) as packed:
+        np.savez(npz, **{**packed, **arrays})
+
+
+@pytest.mark.parametrize("cut", ["junk", "truncated", "empty", "damaged", "one array"])
+def test_a_file_that_is_no_whole_npz_is_named(npz, cut):
+    whole = npz.read_bytes()
+    flipped = bytearray(whole)
+    flipped[300] ^= 255
+    (npz.parent / "one.npy").write_bytes(b"")
+    np.save(npz.parent / "one.npy", np.zeros(3))
+    content = {
+        "junk": b"junk", "truncated": whole[: len(whole) // 2], "empty": b"", "damaged": bytes(flipped),
+        "one array": (npz.parent / "one.npy").read_bytes(),
+    }  # fmt: skip
+    npz.write_bytes(content[cut])
+    with pytest.raises(DataError, match=r"cifar\.npz is no whole \.npz file \(.*give a folder"):
+        read_images(npz)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (
+            {"x_test": np.zeros((2, 3, 32, 32), np.uint8)},
+            r"cifar\.npz: test pixels should be uint8 of N x 32 x 32 x 3, they are uint8 of 2 x 3 x 32 x 32",
+        ),
+        ({"x_train": np.zeros((10, 32, 32, 3))}, "train pixels should be uint8 of .*, they are float64 of 10 x 32"),
+        ({"x_test": np.zeros((0, 32, 32, 3), np.uint8)}, "the test split holds no images"),
+        (
+            {"y_test": np.zeros(3, np.int64)},
+            "test labels should be an integer for each of 2 images, they are int64 of 3",
+        ),
+        ({"y_test": np.zeros(2)}, "test labels should be an integer for each of 2 images, they are float64 of 2"),
+        ({"y_train": np.full(10, 10)}, "train labels should be 0 to 9, they are 10 to 10"),
+        ({"y_train": np.full(10, -1)}, "train labels should be 0 to 9, they are -1 to -1"),
+        ({"y_train": np.array([None] * 10)}, r"cifar\.npz is no whole \.npz file \(Object arrays"),
+    ],
+)
+def test_arrays_that_are_no_images_are_an_error_that_says_what_came(npz, arrays, message):
+    broken(npz, **arrays)
+    with pytest.raises(DataError, match=message):
+        read_images(npz)
+
+
+def test_labels_may_be_a_column(npz):
+    broken(npz, y_test=np.array([[5], [9]]))
+    assert read_images(npz).y_test.tolist() == [5, 9]
+
+
+def test_labels_of_another_count_in_the_batches_are_an_error(torchvision_folder):
+    content = {b"data": pixels(2, 5).reshape(2, 3072), b"labels": [1]}
+    (torchvision_folder / "test_batch").write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(DataError, match="test labels should be an integer for each of 2 images"):
+        read_images(torchvision_folder)
+
+
 class Calls:
     """Pickles as a call of a function."""
 

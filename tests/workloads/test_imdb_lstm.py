@@ -60,6 +60,36 @@ def test_a_bad_line_is_named_by_its_number(plain, line):
         read_reviews(plain)
 
 
+@pytest.mark.parametrize("name", ["train.tsv", "test.tsv"])
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_a_file_without_reviews_is_named(plain, name, content):
+    (plain / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} holds no reviews; give the folder"):
+        read_reviews(plain)
+
+
+def test_a_line_that_is_not_utf8_is_named_by_file_and_number(plain):
+    (plain / "test.tsv").write_bytes(b"1\tfine\n0\tcaf\xe9\n")
+    with pytest.raises(DataError, match=r"test\.tsv should be text in UTF-8, but byte 0xe9 in line 2 is not"):
+        read_reviews(plain)
+
+
+def test_a_review_of_the_original_folder_that_is_not_utf8_is_named(tmp_path):
+    for place in ("train/neg", "train/pos", "test/neg", "test/pos"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "0_1.txt").write_bytes(b"caf\xe9" if place == "test/pos" else b"fine")
+    with pytest.raises(DataError, match=r"test.pos.0_1\.txt should be text in UTF-8"):
+        read_reviews(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"1\tplain", gzip.compress(lines(TEST))[:-9], b""])
+def test_a_gz_that_is_no_whole_gzip_is_named(plain, content):
+    (plain / "test.tsv").unlink()
+    (plain / "test.tsv.gz").write_bytes(content)
+    with pytest.raises(DataError, match=r"test\.tsv\.gz (is no whole gzip file|holds no reviews)"):
+        read_reviews(plain)
+
+
 @pytest.mark.parametrize("place", [None, "nowhere", "empty"])
 def test_missing_data_is_an_error_that_says_how_to_get_it(tmp_path, place):
     (tmp_path / "empty").mkdir()

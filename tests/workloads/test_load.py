@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep.errors import WorkloadError
+from halfstep.errors import DataError, WorkloadError
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.regression import Regression
@@ -81,6 +81,18 @@ def test_a_users_function_that_does_not_fit_is_an_error(own, function, settings,
 def test_data_that_a_users_function_cannot_take_is_an_error(own, tmp_path):
     with pytest.raises(WorkloadError, match="takes no data; give the function a parameter `data`"):
         load_workload(f"{own}:bare", data=tmp_path)
+
+
+def test_data_for_a_users_function_has_to_exist(own, tmp_path):
+    with pytest.raises(DataError, match=r"own\.py:small: .*nowhere does not exist"):
+        load_workload(f"{own}:small", data=tmp_path / "nowhere")
+
+
+def test_data_for_a_workload_that_reads_none_is_an_error_that_names_those_that_do(tmp_path):
+    with pytest.raises(
+        WorkloadError, match=r"regression reads no data.* choose one of char_lm, cifar_resnet, imdb_lstm$"
+    ):
+        load_workload("regression", data=tmp_path)
 
 
 def test_an_error_in_a_users_file_says_which(tmp_path):

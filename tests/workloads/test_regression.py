@@ -6,8 +6,8 @@ from torch import nn
 from halfstep.workloads.regression import Regression
 
 
-def test_it_is_the_example_of_the_talk():
-    job = Regression()
+def test_with_one_layer_it_is_the_code_of_the_talk():
+    job = Regression(layers=1)
     model = job.build(0)
     inputs, targets = next(job.batches(0))
     assert inputs.shape == (64, 1024)
@@ -20,8 +20,12 @@ def test_it_is_the_example_of_the_talk():
     assert job.loss(torch.zeros(2, 2), torch.full((2, 2), 3.0)).item() == 9.0
 
 
+def test_it_has_two_layers_unless_told_otherwise():
+    first, relu, last = Regression().build(0)
+    assert (first.weight.shape, type(relu), last.weight.shape) == ((1024, 1024), nn.ReLU, (512, 1024))
+
+
 def test_further_layers_are_hidden_ones():
-    assert [type(m) for m in Regression(layers=2).build(0)] == [nn.Linear, nn.ReLU, nn.Linear]
     assert [type(m) for m in Regression(layers=3).build(0)] == [nn.Linear, nn.ReLU] * 2 + [nn.Linear]
 
 
