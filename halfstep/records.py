@@ -92,7 +92,8 @@ class BenchRun:
     time of the same step. `peak_bytes` is the most memory that one training step holds, weights included.
     `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
     mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have an entry
-    a seed. `error` says why the run does not exist. None: not measured.
+    a seed. `error` says why the run does not exist, or what ended it; the figures are then those from before. None: not
+    measured.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
@@ -15,8 +15,8 @@ from torch import Tensor
 from halfstep.bench.contenders import Contender, Entry
 from halfstep.bench.machine import read_machine
 from halfstep.bench.memory import counting, peak_method
-from halfstep.bench.tally import Tally, notes, records
-from halfstep.errors import HalfstepError, WorkloadError
+from halfstep.bench.tally import Tally, notes, reason, records
+from halfstep.errors import WorkloadError
 from halfstep.records import BenchResult
 from halfstep.workloads.workload import Batch, Workload
 
@@ -59,7 +59,8 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 ) -> BenchResult:
     """Returns what `workload` did under each entry: same weights, same batches, steps taken in turn.
 
-    A `KeyboardInterrupt` ends it with what was measured so far. `memory` adds a short run of each entry that counts
+    An exception of one entry, in halfstep or in the workload, ends that entry with an error in its row; the others go
+    on. A `KeyboardInterrupt` ends it with what was measured so far. `memory` adds a short run of each entry that counts
     peak bytes. `progress` is called with what is going on, the steps done and the steps in all.
 
     Raises:
@@ -70,7 +71,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     if steps < 1 or not seeds:
         raise WorkloadError(f"steps={steps} and {len(seeds)} seeds leave nothing to measure; give at least one of each")
     parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
-    next(workload.batches(seeds[0]))  # missing data ends it here, before anything was measured
+    _next(workload.batches(seeds[0]))  # missing data ends it here, before anything was measured
     tallies = [Tally(row, error=row.refused) for row in rows]
     total = (len(seeds) * steps + MEMORY_STEPS * memory) * sum(row.refused is None for row in rows)
     experiment = Experiment(workload, steps, device, _ticker(progress, total))
@@ -121,19 +122,20 @@ def _ticker(progress: Progress, total: int) -> Callable[[str], None]:
 
 def _measure_memory(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
     """Counts the bytes of each row, built and trained for a few steps while everything it makes is counted."""
-    batch = _to_device(next(experiment.workload.batches(seed)), experiment.device)
+    batch = _to_device(_next(experiment.workload.batches(seed)), experiment.device)
     for tally in tallies:
         gc.collect()
         with ExitStack() as stack, counting(experiment.device) as count:
             contender = _start(experiment, tally, seed, stack)
             if contender is None:
                 continue
-            for _ in range(MEMORY_STEPS):
-                count.restart()
-                contender.train(*batch)
-                experiment.tick(f"{tally.entry.name}: memory")
-            tally.peak = count.peak
-            tally.memory = contender.facts().memory
+            with tally.failing("counting memory"):
+                for _ in range(MEMORY_STEPS):
+                    count.restart()
+                    contender.train(*batch)
+                    experiment.tick(f"{tally.entry.name}: memory")
+                tally.peak = count.peak
+                tally.memory = contender.facts().memory
 
 
 def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
@@ -147,30 +149,53 @@ def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
                 lanes.append(Lane(tally, contender, tuple(group["lr"] for group in contender.optimizer.param_groups)))
         try:
             for step in range(experiment.steps):
-                batch = _to_device(next(batches), experiment.device)
-                turn = step % max(1, len(lanes))  # so that none always follows the same other
-                for lane in lanes[turn:] + lanes[:turn]:
-                    took = _step(experiment, lane, batch, step)
-                    if step >= warmup(experiment.steps):
-                        lane.tally.times_ms.append(took)
+                running = _running(lanes)
+                batch = _deal(batches, running, experiment.device, f"batch {step + 1} of seed {seed}")
+                if batch is None:
+                    break
+                turn = step % len(running)  # so that none always follows the same other
+                for lane in running[turn:] + running[:turn]:
+                    with lane.tally.failing(f"step {step + 1} of seed {seed}"):
+                        took = _step(experiment, lane, batch, step)
+                        if step >= warmup(experiment.steps):
+                            lane.tally.times_ms.append(took)
                     experiment.tick(f"{lane.tally.entry.name}: seed {seed}")
         finally:
             for lane in lanes:
                 lane.tally.add_losses([float(loss) for loss in lane.losses])
+        for lane in _running(lanes):
+            with lane.tally.failing(f"evaluation after seed {seed}"):
+                lane.tally.add_end(experiment.workload.evaluate(lane.contender.model), lane.contender.facts())
+
+
+def _running(lanes: Sequence[Lane]) -> list[Lane]:
+    return [lane for lane in lanes if lane.tally.error is None]
+
+
+def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device, what: str) -> Batch | None:
+    """Returns the next batch on the device, None where no lane wants it or where it failed, which ends all lanes."""
+    try:
+        return _to_device(_next(batches), device) if lanes else None
+    except Exception as error:  # whatever a user's workload raises
         for lane in lanes:
-            lane.tally.add_end(experiment.workload.evaluate(lane.contender.model), lane.contender.facts())
+            lane.tally.error = f"{what}: {reason(error)}"
+        return None
+
+
+def _next(batches: Iterator[Batch]) -> Batch:
+    for batch in batches:
+        return batch
+    raise WorkloadError("the workload's batches() ended; let it yield batches without end")
 
 
 def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Contender | None:
     """Starts a row; a plan that does not fit the workload is a row that says why, not the end of the others."""
     if tally.error is not None:
         return None
-    try:
+    contender = None
+    with tally.failing():
         contender = tally.entry.start(experiment.workload, seed, experiment.device)
-    except HalfstepError as error:
-        tally.error = str(error)
-        return None
-    stack.callback(contender.close)
+        stack.callback(contender.close)
     return contender
 
 

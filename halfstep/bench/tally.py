@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from halfstep.bench.contenders import Entry, Facts
 from halfstep.bench.figures import mean_of_last, speedup, spread
+from halfstep.errors import HalfstepError
 from halfstep.records import BenchRun
 
 NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
@@ -36,6 +40,14 @@ class Tally:
     peak: int | None = None
     error: str | None = None
 
+    @contextmanager
+    def failing(self, where: str = "") -> Iterator[None]:
+        """Keeps an exception inside as the error of this row, so that the other rows go on."""
+        try:
+            yield
+        except Exception as error:  # whatever a user's workload raises is the row's own
+            self.error = f"{where}{': ' if where else ''}{reason(error)}"
+
     def add_losses(self, losses: Sequence[float]) -> None:
         """Takes the training losses of a seed, or of as much of it as there was."""
         final = mean_of_last(losses)
@@ -44,7 +56,7 @@ class Tally:
     def add_end(self, validation: dict[str, float], facts: Facts) -> None:
         """Takes what is known at the end of a seed."""
         for name, value in validation.items():
-            self.validation.setdefault(name, []).append(value)
+            self.validation.setdefault(name, []).append(float(value))
         self.skipped.append(facts.skipped)
         self.scale.append(facts.scale)
         self.memory = self.memory or facts.memory
@@ -69,6 +81,19 @@ class Tally:
             scale=tuple(self.scale),
             error=self.error,
         )
+
+
+def reason(error: Exception) -> str:
+    """Returns what an exception says; of one that halfstep did not raise on purpose also its type and its place.
+
+    >>> reason(HalfstepError("does not fit"))
+    'does not fit'
+    """
+    if isinstance(error, HalfstepError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:

@@ -23,6 +23,7 @@ from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
 from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
 
+FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -56,8 +57,8 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     place = _device(device)
     job = load_workload(workload, parse_settings(settings), data=data)
     rows = entries(_names(levels), [as_format(name) for name in _names(low)], place, peer=True)
-    if json is not None and not json.absolute().parent.is_dir():
-        raise WorkloadError(f"--json {json}: there is no folder {json.absolute().parent}; make it first")
+    if json is not None:
+        _check_writable(json)
     with _progress_bar() as progress:
         result = run_bench(
             job,
@@ -71,9 +72,28 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
     if json is not None:
-        json.write_text(bench_json(result), encoding="utf-8")
+        try:
+            json.write_text(bench_json(result), encoding="utf-8")
+        except OSError as error:  # the disk is full, or the folder is gone since
+            raise WorkloadError(f"--json {json} could not be written: {error.strerror}") from error
+    if all(run.error is not None for run in result.runs):
+        raise typer.Exit(FAILED)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind."""
+    try:
+        if not path.absolute().parent.is_dir():
+            raise WorkloadError(f"--json {path}: there is no folder {path.absolute().parent}; make it first")
+        existed = path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise WorkloadError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def _names(text: str) -> list[str]:

@@ -128,7 +128,7 @@ def _below(result: BenchResult) -> Iterator[str]:
         yield "Interrupted: what was measured so far; losses are those of the steps that were made."
     for run in result.runs:
         if run.error is not None:
-            yield f"{run.name}: not run; {run.error}"
+            yield f"{run.name}: left out; {run.error}"
     yield (
         "Speed: how many times as fast, the median over rounds in which every run makes a step in turn"
         f" (the first {result.warmup} rounds are not timed)."

@@ -1,5 +1,6 @@
 """The experiment: same weights, same batches, in turn; what it keeps when something fails or someone interrupts."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -8,13 +9,13 @@ from torch import nn
 
 from halfstep.bench.bench import bench, warmup
 from halfstep.bench.contenders import Entry, Facts, entries
-from halfstep.errors import DataError, SetupError, WorkloadError
+from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 
 CPU = torch.device("cpu")
-SMALL = Regression(batch=4, d_in=8, d_out=8)
+SMALL = Regression(batch=4, d_in=8, d_out=8, layers=1)
 O0 = Entry("O0", FP32, peer=False)
 
 
@@ -118,7 +119,7 @@ def test_speedups_are_over_o0_and_over_the_peer_of_the_same_format():
 
 
 def test_peak_memory_is_that_of_a_step_with_all_optimizer_state():
-    job = Regression(batch=1, d_in=100, d_out=100)
+    job = Regression(batch=1, d_in=100, d_out=100, layers=1)
     run, low = bench(job, [O0, Entry("O3", BF16, peer=False)], steps=1, device=CPU).runs
     weights = 4 * 100 * 101
     # weights and gradients, and the few vectors of an example
@@ -178,21 +179,86 @@ def test_an_interrupt_ends_it_with_what_was_measured(after):
     assert all(contender.closed for contender in made)
 
 
-def test_any_other_exception_closes_what_was_started():
+@dataclass(frozen=True)
+class Failing(Recorded):
+    """A row whose contender raises `error` from its step `at` on."""
+
+    error: Exception = None
+    at: int = 0
+
+    def start(self, workload, seed, device):
+        contender = super().start(workload, seed, device)
+        train = contender.train
+
+        def fail(inputs, targets):
+            if len(self.log) == self.at:
+                raise self.error
+            return train(inputs, targets)
+
+        contender.train = fail
+        return contender
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OpError("it refuses"), "step 3 of seed 0: it refuses"),
+        (KeyError("x"), r"step 3 of seed 0: KeyError: 'x' \(test_bench\.py, line \d+\)"),
+    ],
+)
+def test_a_row_that_fails_in_training_says_where_and_the_others_go_on(error, said):
+    rows, log, made = recorded("a")
+    failing = Failing("b", FP32, peer=False, log=[], made=made, error=error, at=2)
+    lost, kept = bench(SMALL, [failing, *rows], steps=4, seeds=(0, 1), device=CPU, memory=False).runs
+    assert re.fullmatch(said, lost.error)
+    assert len(lost.times_ms) == len(failing.log) == 2
+    assert (lost.train_loss, lost.validation) == ((2.0,), {})
+    assert (kept.error, len(kept.times_ms), len(log), len(kept.validation["loss"])) == (None, 8, 8, 2)
+    assert [contender.closed for contender in made] == [True] * 3  # the row that failed has no second seed
+
+
+def test_a_row_that_fails_while_memory_is_counted_is_not_trained():
     rows, _, made = recorded("a")
+    failing = Failing("b", FP32, peer=False, log=[], made=made, error=MemoryError("too large"))
+    lost, kept = bench(SMALL, [failing, *rows], steps=1, device=CPU).runs
+    assert lost.error.startswith("counting memory: MemoryError: too large")
+    assert (lost.peak_bytes, lost.step_ms, failing.log) == (None, None, [])
+    assert kept.error is None
 
-    def fail(inputs, targets):
-        raise ZeroDivisionError
 
-    class Failing(Recorded):
+def test_a_row_that_fails_in_evaluation_says_so_and_the_others_go_on():
+    class Picky(Regression):
+        def evaluate(self, model):
+            if model.bias.requires_grad:
+                return {"loss": torch.tensor(0.5)}
+            raise RuntimeError("no")
+
+    class Frozen(Recorded):
         def start(self, workload, seed, device):
             contender = super().start(workload, seed, device)
-            contender.train = fail
+            contender.model.bias.requires_grad_(False)
             return contender
 
-    with pytest.raises(ZeroDivisionError):
-        bench(SMALL, [*rows, Failing("b", FP32, peer=False, log=[], made=made)], steps=1, device=CPU, memory=False)
-    assert [contender.closed for contender in made] == [True, True]
+    rows, _, made = recorded("a")
+    frozen = Frozen("b", FP32, peer=False, log=[], made=made)
+    job = Picky(batch=4, d_in=8, d_out=8)
+    lost, kept = bench(job, [frozen, *rows], steps=2, seeds=(7,), device=CPU, memory=False).runs
+    assert lost.error.startswith("evaluation after seed 7: RuntimeError: no (test_bench.py")
+    assert (len(lost.times_ms), lost.validation) == (2, {})
+    assert kept.error is None
+    assert kept.validation == {"loss": (0.5,)}
+    assert type(kept.validation["loss"][0]) is float
+
+
+def test_batches_that_end_are_an_error_of_every_row_that_keeps_what_it_has():
+    class Short(Regression):
+        def batches(self, seed):
+            yield from [batch for batch, _ in zip(super().batches(seed), range(2), strict=False)]
+
+    rows, _, _ = recorded("a", "b")
+    for run in bench(Short(batch=4, d_in=8, d_out=8), rows, steps=4, device=CPU, memory=False).runs:
+        assert run.error == "batch 3 of seed 0: the workload's batches() ended; let it yield batches without end"
+        assert len(run.times_ms) == 2
 
 
 def test_missing_data_ends_it_before_anything_is_measured():

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from halfstep.__main__ import main
+from halfstep.errors import DataError
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 
@@ -78,7 +79,71 @@ def test_bench_runs_a_users_workload(halfstep, tmp_path):
     )
     code, out, _ = halfstep("bench", f"{tmp_path / 'own.py'}:mine", "--levels", "O0", "--steps", 1, "--set", "batch=3")
     assert code == 0
-    assert "regression: 20 parameters" in out
+    assert "regression: 40 parameters" in out
+
+
+def test_bench_shows_a_row_that_failed_and_ends_well_for_the_others(halfstep, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from halfstep.workloads.regression import Regression\n"
+        "class Refusing(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if self.weight.dtype != torch.float32: raise TypeError('fp32 alone')\n"
+        "        return super().forward(x)\n"
+        "class Own(Regression):\n"
+        "    def build(self, seed): return Refusing(4, 4)\n"
+        "def mine(): return Own(batch=2, d_in=4, d_out=4)\n",
+        encoding="utf-8",
+    )
+    bench = ["bench", f"{tmp_path / 'own.py'}:mine", "--low", "bf16", "--steps", 2, "--json", tmp_path / "x.json"]
+    code, out, _ = halfstep(*bench, "--levels", "O0,O2")
+    assert code == 0
+    assert "O2 bf16: left out; counting memory: TypeError: fp32 alone (own.py, line 5)" in out
+    result = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    errors = {run["name"]: run["error"] for run in result["runs"]}
+    assert errors.pop("O2 bf16").startswith("counting memory: TypeError: fp32 alone")
+    assert errors == {"O0": None, "torch.amp bf16": None}
+
+
+def test_bench_fails_where_every_row_did(halfstep, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from halfstep.workloads.regression import Regression\n"
+        "class Own(Regression):\n"
+        "    def loss(self, outputs, targets): return 1 / 0\n"
+        "def mine(): return Own(batch=2, d_in=4, d_out=4)\n",
+        encoding="utf-8",
+    )
+    code, out, _ = halfstep("bench", f"{tmp_path / 'own.py'}:mine", "--low", "bf16", "--steps", 1)
+    assert code == 1
+    assert "ZeroDivisionError" in out
+
+
+@pytest.mark.parametrize("place", ["folder", "missing", "long", "forbidden"])
+def test_json_that_cannot_be_written_is_refused_before_training(halfstep, tmp_path, monkeypatch, place):
+    monkeypatch.setattr("halfstep.cli.bench.run_bench", lambda *args, **settings: pytest.fail("it trained"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = {"missing": folder / "no" / "x.json", "long": folder / ("x" * 300), "folder": folder}.get(place)
+    if place == "forbidden":
+        path = folder / "x.json"
+        folder.chmod(0o500)
+        if os.access(folder, os.W_OK):
+            pytest.skip("this user may write everywhere")
+    code, out, err = halfstep("bench", "regression", "--steps", 1, "--json", path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"halfstep: --json {path}")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_json_file_that_was_there_stays_until_there_is_a_result(halfstep, tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    path.write_text("before", encoding="utf-8")
+
+    def seen(*args, **settings):
+        raise DataError(path.read_text(encoding="utf-8"))
+
+    monkeypatch.setattr("halfstep.cli.bench.run_bench", seen)
+    assert halfstep("bench", "regression", "--json", path)[2] == "halfstep: before\n"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +161,7 @@ def test_bench_runs_a_users_workload(halfstep, tmp_path):
         ),
         (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
         (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; give the folder aclImdb"),
+        (["bench", "regression", "--data", "."], "halfstep: regression reads no data, but . was given; leave it out"),
         (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
         (["ops", "nothing_of_this_name"], "halfstep: no op of the table contains 'nothing_of_this_name'"),
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),

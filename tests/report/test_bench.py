@@ -56,7 +56,7 @@ def test_skips_and_scales_that_differ_by_seed_are_a_range():
 
 def test_what_was_not_run_says_why_below_the_table():
     text = show(RESULT)
-    assert "torch.amp fp16: not run; no [fp16] units" in text
+    assert "torch.amp fp16: left out; no [fp16] units" in text
     assert "a note" in text
     assert "Peak memory: bytes of live tensors" in text
 
