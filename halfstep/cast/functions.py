@@ -127,7 +127,7 @@ def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
         (module, bound)
         for module in modules
         for bound, value in list(vars(module).items())
-        if isinstance(value, (FunctionType, type(function)))
+        if type(value) in (FunctionType, type(function))  # isinstance would wake lazy objects
         and _written(value) is function
         and (module is not holder or bound != name)
     ]

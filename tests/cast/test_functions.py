@@ -163,3 +163,26 @@ def test_a_function_that_is_not_there_is_refused_before_any_is_replaced(name, sa
     with opened() as engine, pytest.raises(PlanError, match=says):
         patch_functions(OpChanges(allow=("torch.nn.functional:normalize",), deny=(name,)), engine)
     assert F.normalize is original
+
+
+def test_names_bound_by_other_modules_follow_too(my_ops):
+    other, unrelated = types.ModuleType("other_of_test_functions"), types.ModuleType("unrelated_of_test_functions")
+    other.double = my_ops.pair
+    unrelated.pair = lambda a, b: a
+    written = unrelated.pair
+    sys.modules.update({module.__name__: module for module in (other, unrelated)})
+    function = my_ops.pair
+    try:
+        with opened("O1") as engine:
+            undo, again = patched(engine, deny=["pair"]), patched(engine, deny=["pair"])
+            assert unrelated.pair is written
+            with engine.region():
+                other.double(torch.ones(1, 1).bfloat16(), {"b": torch.ones(1, 1).bfloat16()})
+            undo()
+            with engine.region():
+                other.double(torch.ones(1, 1).bfloat16(), {"b": torch.ones(1, 1).bfloat16()})
+            again()
+        assert my_ops.seen == [(FP32, FP32, None)] * 2
+        assert other.double is my_ops.pair is function
+    finally:
+        del sys.modules[other.__name__], sys.modules[unrelated.__name__]
