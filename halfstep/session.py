@@ -156,6 +156,8 @@ class Session:
         own = [p for p in module._parameters.values() if p is not None and p.dtype is torch.float32]
         for parameter in own:
             self._store.track(parameter)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants the new weights in one piece of memory
         self._undo.callback(keep_checkpoints_full(module, self._store))
 
     def _restore_weights(self) -> None:
