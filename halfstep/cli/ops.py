@@ -10,8 +10,7 @@ import typer
 from halfstep.cli.screen import stdout
 from halfstep.errors import PlanError
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.optable import ROWS, device_note, effective
-from halfstep.report.ops import op_table
+from halfstep.report.ops import op_lines, op_table
 
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose treatment of each op is shown.")]
@@ -21,7 +20,7 @@ Low = Annotated[str, typer.Option("--low", help="The low format: bf16 or fp16.")
 def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     """Print the op table: which op runs low, which in fp32, which in its widest input, and why."""
     chosen, _ = choose_plan(plan, low, torch.device("cpu"))
-    rows = [row for row in ROWS if text in row.op]
-    if not rows:
+    lines = [line for line in op_lines(chosen) if text in line.op]
+    if not lines:
         raise PlanError(f"no op of the table contains {text!r}; an op without a row runs as written")
-    stdout().print(op_table(rows, plan=chosen.name, actions=effective(chosen), note=device_note))
+    stdout().print(op_table(lines, plan=chosen.name))

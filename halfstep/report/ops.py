@@ -2,33 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import get_args
 
+from rich.markup import escape
 from rich.table import Table
 
-from halfstep.plan.optable import Action, Row
+from halfstep.plan.optable import ROWS, Action, Category, Row, device_note, effective, find
+from halfstep.plan.plan import Plan
 
 WORDS: Mapping[Action | None, str] = {
     "low": "low",
     "full": "fp32",
     "promote": "widest input",
     "norm": "fp32 where formats mix",
+    "gather": "as stored; on cpu gradients of low weights add up in fp32",
     "refuse": "refused on low",
     "pass": "as stored",
     "infer": "as its inputs",
     None: "as written",
 }
+CHANGED = "changed by the plan"
+ABSENT = "-"
 
 
-def op_table(
-    rows: Iterable[Row], *, plan: str, actions: Mapping[str, Action], note: Callable[[Row, str], str]
-) -> Table:
-    """Returns a row an op: its category, why, whose list it is from, what `plan` does to it, and who carries it out.
+@dataclass(frozen=True)
+class OpLine:
+    """An op as the table shows it: category, why, whose list it is from, what the plan does, and who carries it out."""
 
-    `actions` is what the plan does by overload; `note` says who carries a row out on "cpu" and on "cuda".
+    op: str
+    category: str
+    why: str
+    source: str
+    action: str
+    cpu: str
+    cuda: str
+
+
+# what a plan does to ops without a row
+_WITHOUT_ROW: Mapping[Action, OpLine] = {
+    "gather": OpLine("", ABSENT, "sums of gradients", "halfstep", WORDS["gather"], "halfstep", ABSENT),
+    "refuse": OpLine("", "refuse", "infinite logarithm", "torch", WORDS["refuse"], "halfstep", "torch"),
+}
+
+
+def op_lines(plan: Plan) -> list[OpLine]:
+    """Returns the op table at a plan: its rows, and the ops without a row that the plan treats in any way.
+
+    Raises:
+        PlanError: an op change that names nothing that can be cast.
     """
+    actions = effective(plan)
+    changed = _changed(plan)
+    rows = {row.op: row for row in ROWS}
+    known = {overload for row in (*ROWS, *changed.values()) for overload in row.overloads}
+    lines = [_line(changed.get(op, row), actions, row.source) for op, row in rows.items()]
+    lines += [_line(row, actions, "plan") for op, row in changed.items() if op not in rows]
+    others = ((_op(overload), action) for overload, action in actions.items() if overload not in known)
+    return lines + [replace(_WITHOUT_ROW[action], op=op) for op, action in others if action in _WITHOUT_ROW]
+
+
+def op_table(lines: Iterable[OpLine], *, plan: str) -> Table:
+    """Returns a row an op; `plan` is the name of the plan that the lines are of."""
     table = Table("op", "category", "why", "list of", f"at {plan}", "on cpu by", "on cuda by", box=None, padding=(0, 1))
-    for row in rows:
-        did = dict.fromkeys(WORDS[actions.get(overload)] for overload in row.overloads)
-        table.add_row(row.op, row.category, row.why, row.source, ", ".join(did), note(row, "cpu"), note(row, "cuda"))
+    for line in lines:
+        table.add_row(*(escape(getattr(line, field.name)) for field in fields(line)))
     return table
+
+
+def _line(row: Row, actions: Mapping[str, Action], source: str) -> OpLine:
+    did = dict.fromkeys(WORDS[actions.get(overload)] for overload in row.overloads)
+    return OpLine(
+        row.op, row.category, row.why, source, ", ".join(did), device_note(row, "cpu"), device_note(row, "cuda")
+    )
+
+
+def _changed(plan: Plan) -> dict[str, Row]:
+    """Returns the rows of the ops that the plan changes, as it has them."""
+    if plan.ops == "none":
+        return {}
+    rows = {row.op: row for row in ROWS}
+    changed: dict[str, Row] = {}
+    for op, category, overload in _changes(plan):
+        earlier = changed.get(op) or rows.get(op) or Row(op, (), category, CHANGED, "halfstep")
+        overloads = tuple(dict.fromkeys((*earlier.overloads, overload)))
+        changed[op] = replace(earlier, overloads=overloads, category=category, why=CHANGED)
+    return changed
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Category, str]]:
+    """Yields (op, category, overload) of each change."""
+    for category in get_args(Category):
+        for name in getattr(plan.op_changes, category):
+            for overload in (name,) if ":" in name else find(name):
+                yield _op(overload), category, overload
+
+
+def _op(overload: str) -> str:
+    return overload if ":" in overload else overload.partition(".")[0]

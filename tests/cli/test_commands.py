@@ -51,6 +51,14 @@ def test_ops_narrows_to_a_name_and_shows_another_plan(halfstep):
     assert "as stored" in row
 
 
+def test_ops_shows_what_a_plan_file_changes(halfstep, tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('schema = 1\nbase = "O1"\n[op_changes]\ndeny = ["gelu"]\n', encoding="utf-8")
+    code, out, err = halfstep("ops", "gelu", "--plan", path)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].split()[:6] == ["gelu", "deny", "changed", "by", "the", "plan"]
+
+
 def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path):
     path = tmp_path / "result.json"
     code, out, err = halfstep("bench", "regression", "--steps", 2, "--seeds", 2, *SMALL, "--json", path)

@@ -1,17 +1,21 @@
 """Levels, ops and assignments as tables."""
 
+from dataclasses import replace
+
+import pytest
 from rich.console import Console
 from torch import nn
 
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import LEVELS, level
-from halfstep.plan.optable import Row, effective
+from halfstep.plan.optable import effective
+from halfstep.plan.plan import OpChanges
 from halfstep.plan.policy import FULL
 from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
 from halfstep.report.assignment import assignment_table
 from halfstep.report.levels import level_table
-from halfstep.report.ops import op_table
+from halfstep.report.ops import WORDS, op_lines, op_table
 
 
 def lines(table):
@@ -32,26 +36,56 @@ def test_levels_are_the_table_of_the_design():
     ]
 
 
-def test_an_op_says_what_the_plan_does_to_each_of_its_overloads():
-    rows = [
-        Row("linear", ("linear",), "allow", "matrix product", "torch"),
-        Row("softmax", ("softmax.int", "_softmax"), "deny", "exponential", "torch"),
-        Row("two", ("a", "b"), "promote", "mixes inputs", "halfstep"),
-    ]
-    actions = {"linear": "low", "softmax.int": "full", "_softmax": "full", "a": "promote"}
-    table = op_table(rows, plan="O1", actions=actions, note=lambda row, device: f"{row.op}-{device}")
-    assert lines(table) == [
-        ["op", "category", "why", "list of", "at O1", "on cpu by", "on cuda by"],
-        ["linear", "allow", "matrix product", "torch", "low", "linear-cpu", "linear-cuda"],
-        ["softmax", "deny", "exponential", "torch", "fp32", "softmax-cpu", "softmax-cuda"],
-        ["two", "promote", "mixes inputs", "halfstep", "widest input, as written", "two-cpu", "two-cuda"],
-    ]
+def ops(plan):
+    header, *rows = lines(op_table(op_lines(plan), plan=plan.name))
+    assert header == ["op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by"]
+    return {row[0]: row[1:] for row in rows}
 
 
-def test_every_action_of_every_level_has_its_words():
-    row = Row("x", tuple(effective(level("O1", BF16))), "allow", "all", "torch")
-    for name in ("O0", "O1", "O2", "O3"):
-        op_table([row], plan=name, actions=effective(level(name, FP16)), note=lambda row, device: "")
+def test_an_op_has_its_row_of_the_table_and_what_the_plan_does_to_it():
+    rows = ops(level("O1", BF16))
+    assert rows["linear"] == ["allow", "matrix product", "torch", "low", "torch", "torch"]
+    assert rows["softmax"] == ["deny", "exponential", "torch", "fp32", "halfstep", "torch"]
+    assert rows["addcmul"][3] == "widest input"
+    assert rows["binary_cross_entropy"] == [
+        "refuse", "infinite logarithm", "torch", "refused on low", "halfstep", "torch"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+def test_every_op_that_a_level_does_not_run_as_written_is_listed_with_what_it_does(name):
+    plan = level(name, FP16)
+    rows = ops(plan)
+    for overload, action in effective(plan).items():
+        if action != "pass":
+            assert WORDS[action] in rows[overload.partition(".")[0]][3].split(", ")
+    assert "" not in {cell for row in rows.values() for cell in row}
+
+
+def test_where_weights_are_low_losses_widen_and_gathers_sum_in_fp32():
+    rows = ops(level("O2", BF16))
+    assert rows["mse_loss"][3] == "widest input"
+    summed = "as stored; on cpu gradients of low weights add up in fp32"
+    assert [rows[op][3] for op in ("embedding", "embedding_bag", "index")] == [summed] * 3
+    assert rows["embedding"] == ["-", "sums of gradients", "halfstep", summed, "halfstep", "-"]
+    assert "embedding" not in ops(level("O1", BF16))
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_what_a_plan_changes_is_listed_whether_or_not_the_table_has_it(name):
+    changes = OpChanges(allow=("softmax",), deny=("gelu", "torch.nn.functional:normalize"), infer=("linear",))
+    rows = ops(replace(level(name, BF16), op_changes=changes))
+    assert rows["gelu"] == ["deny", "changed by the plan", "plan", "fp32", "halfstep", "halfstep"]
+    assert rows["torch.nn.functional:normalize"] == rows["gelu"]
+    assert rows["softmax"] == ["allow", "changed by the plan", "torch", "low", "halfstep", "halfstep"]
+    assert rows["linear"][:4] == ["infer", "changed by the plan", "torch", "as its inputs"]
+    assert rows["log_softmax"][:2] == ["deny", "exponential"]
+
+
+def test_a_change_of_an_op_that_levels_treat_shows_the_change():
+    rows = ops(replace(level("O2", BF16), op_changes=OpChanges(deny=("embedding", "binary_cross_entropy"))))
+    assert rows["embedding"][:4] == ["deny", "changed by the plan", "plan", "fp32"]
+    assert rows["binary_cross_entropy"][:4] == ["deny", "changed by the plan", "plan", "fp32"]
 
 
 def test_an_assignment_has_a_row_a_module():

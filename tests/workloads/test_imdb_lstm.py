@@ -82,7 +82,7 @@ def test_a_review_of_the_original_folder_that_is_not_utf8_is_named(tmp_path):
         read_reviews(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"1\tplain", gzip.compress(lines(TEST))[:-9], b""])
+@pytest.mark.parametrize("content", [b"1\tplain", gzip.compress(lines(TEST))[:-9], b""], ids=["plain", "cut", "empty"])
 def test_a_gz_that_is_no_whole_gzip_is_named(plain, content):
     (plain / "test.tsv").unlink()
     (plain / "test.tsv.gz").write_bytes(content)
