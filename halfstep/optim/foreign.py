@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.optim.guard import original_step
+from halfstep.optim.lend import unscaled
 from halfstep.optim.masters import MasterStore, is_low
 
 
@@ -87,7 +88,7 @@ class ForeignStepper:
             for p, grad in zip(params, grads, strict=True):
                 low = self._store.layout(p) != "full"
                 target = self._stand_ins[p] if low else p
-                true = unscaled(grad, target, factor)
+                true = unscaled(grad, target.dtype, factor)
                 held.append((target, target.grad, true))
                 target.grad = true
             yield
@@ -95,14 +96,3 @@ class ForeignStepper:
             for target, previous, true in held:
                 if target.grad is true:
                     target.grad = previous
-
-
-def unscaled(grad: Tensor, target: Tensor, factor: Tensor | None) -> Tensor:
-    """Returns `grad`, dense or sparse, in the dtype of `target` and times `factor`; itself where nothing changes."""
-    local = None if factor is None else factor.to(grad.device, non_blocking=True)
-    if grad.is_sparse:
-        values = unscaled(grad._values(), target, local)
-        indices, coalesced = grad._indices(), grad.is_coalesced()
-        return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False)
-    full = grad.detach().to(target.dtype)
-    return full if local is None else full * local

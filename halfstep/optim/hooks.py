@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Returns whether a step of `optimizer` runs any hook, of the instance or of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _all("pre") or _all("post"))
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:
@@ -21,5 +28,6 @@ def run_post_hooks(optimizer: Optimizer) -> None:
         hook(optimizer, (optimizer,), {})
 
 
-def _all(when: str) -> list[Any]:
-    return list(getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {}).values())
+def _all(when: str) -> Collection[Any]:
+    hooks: Mapping[int, Any] = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {})
+    return hooks.values()

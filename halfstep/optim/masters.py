@@ -74,7 +74,7 @@ class MasterStore:
         if p.dtype is not self.low:
             raise SessionError(
                 f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
-                "call session.close() before casting the model"
+                "call session.close(), which gives the trained fp32 values back, and then halfstep.initialize again"
             )
         return _LAYOUTS[self.kind]
 
@@ -89,7 +89,15 @@ class MasterStore:
 
     @torch.no_grad()
     def full(self, p: Parameter) -> Tensor:
-        """Returns the value of `p` in fp32, an untracked float64 or complex one as it is; maybe the master itself."""
+        """Returns the value of `p` in fp32, an untracked float64 or complex one as it is; maybe the master itself.
+
+        Adopts an in-place change of `p` first, and works on a `p` that was cast, too.
+        """
+        entry = self._entries.get(id(p))
+        if entry is not None:
+            if not self._as_stored(entry):
+                return self._recovered(entry)
+            self.adopt_changed([p])
         layout = self.layout(p)
         if layout == "copy":
             return self.extra(p)
@@ -114,8 +122,8 @@ class MasterStore:
         """Accepts a stored weight that was changed from outside as the value of `p`.
 
         Elements of a `copy` whose master still rounds to the weight keep it; the others take the weight. A `split`
-        cannot
-        tell: its remainders stay, at most half a place of the weight, but for zeros and infinities, which are exact.
+        cannot tell: its remainders stay, at most half a place of the weight, but for zeros and infinities, which are
+        exact.
         """
         if p not in self:
             return
@@ -125,7 +133,7 @@ class MasterStore:
             master = self.extra(p)
             master.copy_(self._reconciled(master, weight))
         elif layout == "split":
-            self.extra(p).masked_fill_((weight == 0) | ~weight.isfinite(), 0)
+            self.extra(p).masked_fill_(_without_remainder(weight), 0)
         self.note(p)
 
     def adopt_changed(self, params: Iterable[Parameter]) -> None:
@@ -152,7 +160,10 @@ class MasterStore:
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
-        """Gives a tracked `p` its trained fp32 value as its own storage and forgets it; a gradient becomes fp32 too."""
+        """Gives a tracked `p` its trained fp32 value as its own storage and forgets it; a gradient becomes fp32 too.
+
+        Whatever the model was cast to meanwhile.
+        """
         if p in self:
             _set_data(p, self.full(p))
             del self._entries[id(p)]
@@ -173,9 +184,40 @@ class MasterStore:
             return split(full)
         return round_half_away(full, self.low), full if self.kind == "copy" else None
 
+    def _as_stored(self, entry: _Entry) -> bool:
+        p, extra = entry.param, entry.extra
+        return p.dtype is self.low and (extra is None or extra.shape == p.shape)
+
+    def _recovered(self, entry: _Entry) -> Tensor:
+        """Returns the fp32 value of a weight that something has cast; fp32 and float64 hold every low value exactly.
+
+        A master is still the value; after an in-place change it is where it rounds to the weight. A remainder counts
+        where the weight is a value of the low format. What remains is the value that the weight has now.
+        """
+        p, extra = entry.param, entry.extra
+        weight = p.detach()
+        current = weight.to(torch.float32)
+        if extra is None or extra.shape != weight.shape:
+            return current
+        extra = self.extra(p)
+        changed = p._version != entry.version
+        if self.kind == "copy":
+            same = round_half_away(extra, self.low).to(weight.dtype) == weight
+            return torch.where(same, extra, current) if changed else extra
+        low = weight.to(self.low)
+        if changed or weight.dtype is torch.float16:  # which turns small weights into zeros and large ones into inf
+            extra = extra.masked_fill(_without_remainder(low), 0)
+        full = join(low, extra)  # NaN where a cast to fp16 and on has made a zero or an infinity of another value
+        return torch.where((low.to(weight.dtype) == weight) & ~full.isnan(), full, current)
+
     def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
         same = round_half_away(full, self.low).view(torch.int16) == weight.view(torch.int16)
         return torch.where(same, full, weight.float())
+
+
+def _without_remainder(weight: Tensor) -> Tensor:
+    """Returns which elements of a changed weight are exact, as the remainder of another value would spoil them."""
+    return (weight == 0) | ~weight.isfinite()
 
 
 def is_low(t: Tensor) -> bool:

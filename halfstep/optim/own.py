@@ -12,7 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.optim.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
-from halfstep.optim.hooks import run_post_hooks, run_pre_hooks
+from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
+from halfstep.optim.lend import lent
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.rows import Rows, by_rows, widened
 from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
@@ -26,6 +27,9 @@ class OwnStepper:
 
     State has torch's names and is fp32 for low weights. A parameter that no update has reached has no state in
     `optimizer.state_dict()`, as in torch, also after skipped steps.
+
+    Step hooks find true fp32 gradients in `p.grad`, and the update takes what the pre-hooks leave there. They run on
+    every step, a skipped one too: whether it is one is known on the device only.
     """
 
     predicated = True
@@ -45,18 +49,15 @@ class OwnStepper:
         self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
-        """Updates `params` from `grads` times `factor`; where `found` is true nothing changes."""
-        optimizer = self._optimizer
-        members = self._by_group(params, grads)
-        run_pre_hooks(optimizer)
-        self._store.adopt_changed(params)
-        with torch.no_grad():
-            for group, rows in zip(optimizer.param_groups, members, strict=True):
-                self._step_group(options_of(optimizer, group), rows, factor, found)
-        for p in params:
-            self._store.note(p)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
-        run_post_hooks(optimizer)
+        """Updates `params` from `grads` times `factor`; where `found` is true nothing changes.
+
+        Raises:
+            SessionError: a gradient, a state or a parameter is not what this update takes; nothing was changed.
+        """
+        if has_hooks(self._optimizer):
+            self._step_with_hooks(params, grads, factor, found)
+        else:
+            self._step(params, grads, factor, found)
 
     def close(self) -> None:
         """Takes the hook off, drops state that no update has reached and puts step counts where torch has them."""
@@ -72,6 +73,35 @@ class OwnStepper:
                 if isinstance(step, Tensor):
                     self._optimizer.state[p]["step"] = step.cpu()
 
+    def _step_with_hooks(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> None:
+        optimizer = self._optimizer
+        self._by_group(params, grads)
+        given = {id(p) for p in params}
+        held = {id(p) for p in self._members() if p.grad is not None and id(p) not in given}
+        with lent(params, grads, factor):
+            run_pre_hooks(optimizer)
+            left = [p for p in self._members() if p.grad is not None and id(p) not in held]
+            self._step(left, [p.grad for p in left if p.grad is not None], None, found)
+            run_post_hooks(optimizer)
+
+    def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+        optimizer = self._optimizer
+        members = self._by_group(params, grads)
+        self._store.adopt_changed(params)
+        with torch.no_grad():
+            all_options = [options_of(optimizer, group) for group in optimizer.param_groups]
+            gathered = [self._gather(options, rows) for options, rows in zip(all_options, members, strict=True)]
+            for options, (dense, sparse) in zip(all_options, gathered, strict=True):
+                self._update(options, dense, sparse, factor, found)
+        for p in params:
+            self._store.note(p)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
+
+    def _members(self) -> list[Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
     def _by_group(self, params: list[Parameter], grads: list[Tensor]) -> list[list[Member]]:
         """Returns the parameters with elements, and their gradients, by param group, or refuses them."""
         name = type(self._optimizer).__name__
@@ -84,7 +114,8 @@ class OwnStepper:
             raise SessionError(f"{len(given)} parameters to update are in no group of this {name}")
         return [[member for member in rows if member[0].numel()] for rows in members]
 
-    def _step_group(self, options: Options, members: list[Member], factor: Tensor | None, found: Tensor) -> None:
+    def _gather(self, options: Options, members: list[Member]) -> tuple[list[Batch], list[Rows]]:
+        """Returns what the parameters of a group are updated from, dense batches and rows; no value changes here."""
         dense: dict[tuple[Any, ...], Batch] = {}
         sparse: list[Rows] = []
         names = state_names(options)
@@ -108,7 +139,12 @@ class OwnStepper:
             batch.grads.append(in_layout_of(_real(grad.detach()), weight))
             if batch.states:
                 self._collect_state(p, batch, options)
-        for batch in [*dense.values(), *(rows.batch for rows in sparse)]:
+        return list(dense.values()), sparse
+
+    def _update(
+        self, options: Options, dense: list[Batch], sparse: list[Rows], factor: Tensor | None, found: Tensor
+    ) -> None:
+        for batch in [*dense, *(rows.batch for rows in sparse)]:
             local = None if factor is None else factor.to(batch.device, non_blocking=True)
             skip = found.to(batch.device, non_blocking=True)
             update(batch, options, local, skip, self._scratch, self._implementations)
@@ -118,17 +154,22 @@ class OwnStepper:
     def _collect_state(self, p: Parameter, batch: Batch, options: Options) -> None:
         state = self._optimizer.state[p]
         dtype = p.dtype if batch.layout == "full" else torch.float32
-        new = False
+        shape, stride, device, new = p.shape, p.stride(), p.device, False
         for name, tensors in batch.states.items():
             tensor = state.get(name)
             if tensor is None:
                 new = True
                 tensor = state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-            elif tensor.dtype is not dtype or tensor.device != p.device or tensor.stride() != p.stride():
-                tensor = state[name] = in_layout_of(tensor.to(p.device, dtype), p)
+            elif tensor.shape != shape:
+                raise SessionError(
+                    f"the state {name!r} of a parameter of shape {tuple(shape)} has shape {tuple(tensor.shape)}; "
+                    "load an optimizer state of this model, or delete that state to begin anew"
+                )
+            elif tensor.dtype is not dtype or tensor.device != device or tensor.stride() != stride:
+                tensor = state[name] = in_layout_of(tensor.to(device, dtype), p)
             tensors.append(_real(tensor))
         if isinstance(options, Adam):
-            batch.steps.append(_step_count(state, p.device))
+            batch.steps.append(_step_count(state, device))
         else:
             batch.fresh.append(self._fresh_flag(p, state["momentum_buffer"], new))
 
@@ -156,8 +197,7 @@ class OwnStepper:
 
     def _without_unreached_state(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         unreached = set(self._unreached())
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        indices = {i for i, p in enumerate(members) if p in unreached}
+        indices = {i for i, p in enumerate(self._members()) if p in unreached}
         state = {key: value for key, value in state_dict["state"].items() if key not in indices}
         return {**state_dict, "state": state}
 
@@ -184,8 +224,8 @@ def _step_count(state: StateDict, device: torch.device) -> Tensor:
     step = state.get("step")
     if step is None:
         step = state["step"] = torch.zeros((), dtype=torch.float32, device=device)  # a value from the host would wait
-    elif not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32:
-        step = state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device)
+    elif not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32 or step.dim():
+        step = state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
     return step
 
 

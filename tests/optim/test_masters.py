@@ -115,7 +115,7 @@ def test_layout_says_how_the_value_is_kept():
 def test_a_parameter_that_something_cast_is_named():
     store, p = tracked("copy", BF16, torch.ones(2, 3))
     p.data = p.data.float()
-    with pytest.raises(SessionError, match=r"shape \(2, 3\).*cast to torch.float32.*session.close"):
+    with pytest.raises(SessionError, match=r"shape \(2, 3\).*cast to torch.float32.*session.close\(\), which gives"):
         store.layout(p)
 
 
@@ -193,6 +193,100 @@ def test_restore_gives_back_the_trained_fp32_value(kind, low):
     assert len(store) == 0
     assert_same_bits([p], [value])
     assert store.layout(p) == "full"
+
+
+def cast(p, *dtypes):
+    """Casts a parameter as `model.float()` and its like do."""
+    module = torch.nn.Module()
+    module.p = p
+    for dtype in dtypes:
+        module.to(dtype)
+    assert module.p is p
+
+
+# Values with bits that bf16 lacks: common ones, below fp16's least, at zero, that bf16 rounds to infinity, not finite.
+AWKWARD = [0.1, -TIE, 3e-9, 2.0**-149, -(2.0**-140), 0.0, -0.0, 3.4e38, 3.4028234663852886e38, -1e30]
+NOT_FINITE = [float("inf"), float("-inf"), float("nan")]
+
+
+@WITH_MASTER
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float64], [torch.float64, torch.float32]])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_cast_loses_no_bit_of_the_full_value(kind, low, dtypes, grad):
+    value = torch.cat([torch.randn(200), torch.tensor(AWKWARD + NOT_FINITE)])
+    store, p = tracked(kind, low, value.clone())
+    if grad:
+        p.grad = torch.ones_like(p)
+    cast(p, *dtypes)
+    assert_same_bits([store.full(p)], [value])
+    store.restore(p)
+    assert_same_bits([p], [value])
+    assert p.dtype is torch.float32
+    assert p not in store
+    assert p.grad is None or p.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_a_master_a_cast_weight_is_restored_as_it_is(dtype):
+    store, p = tracked("none", BF16, torch.randn(9))
+    before = p.detach().float()
+    cast(p, dtype)
+    store.restore(p)
+    assert_same_bits([p], [before])
+
+
+@pytest.mark.parametrize("kind", ["copy", "split"])
+@pytest.mark.parametrize("dtypes", [[FP16], [FP16, torch.float32]])
+def test_a_cast_to_another_low_format_keeps_what_can_be_kept(kind, dtypes):
+    value = torch.tensor([0.1, -TIE, 3e-9, -1e-10, 1e5, 0.0])
+    store, p = tracked(kind, BF16, value.clone())
+    cast(p, *dtypes)
+    lost = p.detach().float()
+    store.restore(p)
+    if kind == "copy":
+        assert_same_bits([p], [value])
+    else:
+        assert_same_bits([p[:2]], [value[:2]])
+        assert p[4:].tolist() == [float("inf"), 0.0]
+        assert (p[2:4] - lost[2:4]).abs().max() < 1e-30
+
+
+@WITH_MASTER
+def test_what_was_written_to_a_cast_weight_is_its_value(kind, low):
+    store, p = tracked(kind, low, [TIE, 0.3, 0.7])
+    cast(p, torch.float32)
+    with torch.no_grad():
+        p[1], p[2] = 0.1, 0.0
+    store.restore(p)
+    assert_same_bits([p], [torch.tensor([TIE, 0.1, 0.0])])
+
+
+@WITH_MASTER
+def test_a_cast_weight_takes_a_checkpoint(kind, low):
+    store, p = tracked(kind, low, torch.zeros(9))
+    cast(p, torch.float32)
+    value = torch.randn(9)
+    weight = store.load(p, value).clone()
+    with torch.no_grad():
+        p.copy_(weight)  # as nn.Module.load_state_dict does
+    store.restore(p)
+    assert_same_bits([p], [value])
+
+
+@EACH_KIND
+def test_a_weight_of_another_shape_is_restored_as_it_is(kind, low):
+    store, p = tracked(kind, low, torch.ones(4))
+    p.data = torch.full((2,), 3.0, dtype=low)
+    store.restore(p)
+    assert_same_bits([p], [torch.tensor([3.0, 3.0])])
+
+
+@WITH_MASTER
+def test_what_was_written_after_the_last_step_is_the_full_value(kind, low):
+    store, p = tracked(kind, low, [TIE, 0.3])
+    with torch.no_grad():
+        p[1] = 0.0
+    assert_same_bits([store.full(p)], [torch.tensor([TIE, 0.0])])
 
 
 @pytest.mark.gpu

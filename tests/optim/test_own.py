@@ -244,6 +244,150 @@ def test_step_hooks_fire_in_torchs_order():
     assert seen == [(name, True) for name in ("global pre", "pre", "post", "global post")]
 
 
+HOOKED = ["instance", "global"]
+
+
+def with_pre_hook(run, where, hook):
+    """Registers a pre-hook; returns its undo."""
+    if where == "instance":
+        return run.optimizer.register_step_pre_hook(hook).remove
+    return register_optimizer_step_pre_hook(hook).remove
+
+
+def scaled_step(run, seed, found=FALSE, scale=1024.0):
+    """A step on gradients that lie in `p.grad` and carry a scale, as a session makes it."""
+    for p, grad in zip(run.params, gradients(run.params, seed, scale), strict=True):
+        p.grad = grad
+    run.step([p.grad for p in run.params], torch.tensor(1 / scale), found)
+
+
+@pytest.mark.parametrize("where", HOOKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pre_hooks_see_true_full_gradients_and_p_grad_comes_back(where, kind):
+    run, plain = own_run(AdamW, {"lr": 0.1}, kind), own_run(AdamW, {"lr": 0.1}, kind)
+    seen = []
+    undo = with_pre_hook(run, where, lambda *_: seen.extend(p.grad.clone() for p in run.params))
+    try:
+        scaled_step(run, 0)
+        held = [p.grad for p in run.params]
+        assert_same_bits(held, gradients(run.params, 0, 1024.0))
+    finally:
+        undo()
+    assert_same_bits(seen, [grad.float() / 1024 for grad in held])
+    scaled_step(plain, 0)
+    assert_same_bits(run.everything(), plain.everything())
+
+
+@pytest.mark.parametrize("where", HOOKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_update_takes_what_pre_hooks_leave_in_p_grad(where, kind):
+    """One gradient assigned in fp32, one in the dtype of the parameter, one halved in place, one dropped."""
+    run, plain = own_run(SGD, {"lr": 1.0}, kind), own_run(SGD, {"lr": 1.0}, kind)
+    given = [grad.float() for grad in gradients(plain.params, 5)]
+
+    def change(*_):
+        a, b, c, d, _ = run.params
+        a.grad = torch.full(a.shape, 0.3)
+        b.grad = torch.full_like(b, 0.5)
+        c.grad.mul_(0.5)
+        d.grad = None
+
+    undo = with_pre_hook(run, where, change)
+    try:
+        scaled_step(run, 5)
+    finally:
+        undo()
+    assert run.params[3].grad is None
+    a, b, c, _, e = plain.params
+    grads = [torch.full(a.shape, 0.3), torch.full(b.shape, 0.5), given[2] * 0.5, given[4]]
+    plain.stepper.step([a, b, c, e], grads, None, FALSE)
+    assert_same_bits(run.values(), plain.values())
+
+
+def test_a_gradient_that_a_pre_hook_adds_counts():
+    a, b = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    optimizer = SGD([a, b], lr=1.0)
+
+    def add(*_):
+        b.grad = torch.tensor([1.0, 2.0])
+
+    optimizer.register_step_pre_hook(add)
+    OwnStepper(optimizer, MasterStore("none", BF16)).step([a], [torch.ones(2)], None, FALSE)
+    assert (a.tolist(), b.tolist()) == ([0.0, 0.0], [0.0, -1.0])
+
+
+@EACH_KIND
+def test_post_hooks_see_true_gradients_and_may_drop_them(kind):
+    run = own_run(SGD, {"lr": 1.0}, kind)
+    seen = []
+
+    def drop(optimizer, args, kwargs):
+        seen.extend(p.grad.clone() for p in run.params)
+        optimizer.zero_grad()
+
+    run.optimizer.register_step_post_hook(drop)
+    scaled_step(run, 0)
+    assert_same_bits(seen, [grad.float() / 1024 for grad in gradients(run.params, 0, 1024.0)])
+    assert all(p.grad is None for p in run.params)
+
+
+@EACH_KIND
+def test_with_hooks_too_a_skipped_step_changes_nothing_and_nothing_is_read_on_the_host(kind):
+    run = own_run(AdamW, {"lr": 0.1}, kind)
+    calls = []
+    run.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    scaled_step(run, 0)
+    before = run.everything()
+    with NoSync():
+        scaled_step(run, 1, found=TRUE)
+    assert_same_bits(run.everything(), before)
+    assert len(calls) == 2
+
+
+def test_a_pre_hook_that_raises_leaves_the_gradients_as_they_were():
+    run = own_run(AdamW, {}, "copy")
+
+    def fail(*_):
+        raise KeyError("hook")
+
+    run.optimizer.register_step_pre_hook(fail)
+    before = run.everything()
+    with pytest.raises(KeyError, match="hook"):
+        scaled_step(run, 0)
+    assert_same_bits([p.grad for p in run.params], gradients(run.params, 0, 1024.0))
+    assert_same_bits(run.everything(), before)
+
+
+def test_pre_hooks_see_sparse_gradients_unscaled():
+    p, _, optimizer, stepper = alone(SGD, torch.zeros(6, 2), "copy", lr=1.0)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(p.grad))
+    grad = embedding_gradient([4], [[4.0, 8.0]]).bfloat16()
+    stepper.step([p], [grad], torch.tensor(0.25), FALSE)
+    assert (seen[0].is_sparse, seen[0].dtype) == (True, torch.float32)
+    assert p[4].tolist() == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "name"), [(AdamW, {}, "exp_avg_sq"), (SGD, {"momentum": 0.9}, "momentum_buffer")]
+)
+@EACH_KIND
+def test_a_state_of_another_shape_is_refused_before_anything_changes(cls, options, name, kind):
+    params = parameters()
+    optimizer = cls([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, **options)
+    store = MasterStore(kind or "none", BF16)
+    for p in params if kind else ():
+        store.track(p)
+    stepper = OwnStepper(optimizer, store)
+    stepper.step(params, gradients(params, 0), None, FALSE)
+    optimizer.state[params[1]][name] = torch.zeros(5)
+    before = [p.detach().clone() for p in params], optimizer.state[params[0]][name].clone()
+    with pytest.raises(SessionError, match=rf"'{name}' of a parameter of shape \(33,\) has shape \(5,\)"):
+        stepper.step(params, gradients(params, 1), None, FALSE)
+    assert_same_bits(params, before[0])
+    assert_same_bits([optimizer.state[params[0]][name]], [before[1]])
+
+
 def test_a_parameter_of_no_group_is_refused_before_anything_changes():
     run = own_run(AdamW, {})
     before = run.everything()

@@ -6,6 +6,7 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
+from halfstep.errors import StateError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import make_stepper
@@ -125,3 +126,88 @@ def test_after_undo_torch_loads_as_ever():
     training.undo()
     training.optimizer.load_state_dict(state)
     assert training.optimizer.state[training.params[0]]["exp_avg"].dtype is BF16
+
+
+def saved(name="AdamW", kind="copy"):
+    """A trained run, its state as it would come from a file, and what the run holds."""
+    training = Training(name, kind)
+    training.go(range(2))
+    return training, copy.deepcopy(training.optimizer.state_dict()), training.everything()
+
+
+def assert_refused(training, state, before, match):
+    with pytest.raises(StateError, match=match):
+        training.optimizer.load_state_dict(state)
+    assert_same_bits(training.everything(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("AdamW", "exp_avg"), ("AdamW", "exp_avg_sq"), ("AdamW", "max_exp_avg_sq"), ("SGD", "momentum_buffer")],
+)
+@pytest.mark.parametrize("kind", [None, "copy", "split"])
+def test_a_state_of_another_shape_is_refused(name, key, kind):
+    training, state, before = saved(name, kind)
+    state["state"][1][key] = torch.zeros(32)
+    assert_refused(training, state, before, rf"parameter 1 of shape \(33,\).*'{key}'.*shape \(32,\)")
+
+
+def test_a_state_of_as_many_elements_in_another_shape_is_refused():
+    training, state, before = saved()
+    state["state"][0]["exp_avg"] = torch.zeros(19, 7)
+    assert_refused(training, state, before, r"parameter 0 of shape \(7, 19\).*shape \(19, 7\)")
+
+
+def test_a_step_count_is_one_number():
+    training, state, _ = saved()
+    state["state"][0]["step"] = 2
+    state["state"][1]["step"] = torch.tensor([2.0])
+    training.optimizer.load_state_dict(state)
+    training.go([2])
+    assert [training.optimizer.state[p]["step"].tolist() for p in training.params[:3]] == [3.0, 3.0, 3.0]
+    before = training.everything()
+    state["state"][0]["step"] = torch.zeros(2)
+    assert_refused(training, state, before, r"step count of parameter 0.*shape \(2,\)")
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg_sq", "max_exp_avg_sq"])
+def test_a_state_with_a_part_missing_is_refused(key):
+    training, state, before = saved()
+    del state["state"][2][key]
+    assert_refused(training, state, before, f"parameter 2 has no '{key}'; was the file cut short")
+
+
+@pytest.mark.parametrize("key", ["state", "param_groups"])
+def test_a_dict_without_its_parts_is_refused(key):
+    training, state, before = saved("RMSprop")
+    del state[key]
+    assert_refused(training, state, before, f"the optimizer state has no '{key}'; was the file cut short")
+
+
+def test_a_group_without_its_options_is_refused():
+    training, state, before = saved()
+    del state["param_groups"][0]["betas"]
+    assert_refused(training, state, before, "parameter group 0 of the optimizer state has no 'betas'")
+
+
+def test_no_tensor_in_place_of_a_state_is_refused():
+    training, state, before = saved()
+    state["state"][0]["exp_avg"] = None
+    assert_refused(training, state, before, r"parameter 0.*'exp_avg'.*no tensor \(None\)")
+
+
+@pytest.mark.parametrize("entry", [{"momentum_buffer": None}, {}])
+def test_a_momentum_that_no_update_has_made_loads(entry):
+    training, state, _ = saved("SGD")
+    state["state"][0] = entry
+    training.optimizer.load_state_dict(state)
+    training.go([2])
+    assert training.optimizer.state[training.params[0]]["momentum_buffer"].any()
+
+
+def test_what_a_later_hook_adapts_is_not_judged_before_it_ran():
+    training, state, _ = saved()
+    training.optimizer.register_load_state_dict_pre_hook(lambda _, given: {**given, "state": state["state"]})
+    training.optimizer.load_state_dict({"param_groups": state["param_groups"]})
+    training.go([2])
+    assert [training.optimizer.state[p]["step"].item() for p in training.params] == [3.0] * 5

@@ -1,0 +1,49 @@
+"""True gradients for optimizers and their hooks, which know nothing of scales and low weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from halfstep.optim.masters import is_low
+
+
+@contextmanager
+def lent(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
+    """Puts `grads` times `factor`, in fp32 for low parameters, into `p.grad` of `params`, and takes them back after.
+
+    A `p.grad` that is None at the end stays None: it was dropped on purpose. What else was assigned to it is dropped.
+    """
+    held: list[tuple[Parameter, Tensor | None]] = []
+    try:
+        for p, grad in zip(params, grads, strict=True):
+            true = unscaled(grad, torch.float32 if is_low(p) else p.dtype, factor)
+            held.append((p, p.grad))
+            _assign(p, true)
+        yield
+    finally:
+        for p, previous in held:
+            if p.grad is not None:
+                _assign(p, previous)
+
+
+def unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    """Returns `grad`, dense or sparse, in `dtype` and times `factor`; its own memory where nothing changes."""
+    local = None if factor is None else factor.to(grad.device, non_blocking=True)
+    if grad.is_sparse:
+        values = unscaled(grad._values(), dtype, local)
+        indices, coalesced = grad._indices(), grad.is_coalesced()
+        return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False)
+    full = grad.detach().to(dtype)
+    return full if local is None else full * local
+
+
+def _assign(p: Parameter, grad: Tensor | None) -> None:
+    p.grad = None
+    if grad is not None and p.grad_dtype not in (None, grad.dtype):
+        p.grad_dtype = None  # any dtype, also those that hooks assign
+    p.grad = grad
