@@ -31,7 +31,7 @@ from halfstep.workloads.load import load_workload
 
 RESULTS = Path(__file__).resolve().parent / "results" / "accuracy"
 SEEDS = (0, 1, 2)
-STEPS = {"char_lm": 240, "cifar_resnet": 150, "imdb_lstm": 312}
+STEPS = {"char_lm": 120, "cifar_resnet": 150, "imdb_lstm": 312}
 LEVELS = ("O0", "O1", "O2")
 HEADER = (
     "workload",
@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder that holds cifar10/ and imdb/; not needed for char_lm")
     parser.add_argument("--workload", choices=list(STEPS), action="append", help="only this one; repeatable")
     parser.add_argument("--seed", type=int, choices=SEEDS, action="append", help="only this one; repeatable")
-    parser.add_argument("--steps", type=int, help="training steps (default: 150 to 312, by workload)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 120 to 312, by workload)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--again", action="store_true", help="run also what is there already")
     options = parser.parse_args()
