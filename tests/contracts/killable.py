@@ -42,4 +42,5 @@ def run(name: str, low: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[4]))  # sums depend on it
     run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

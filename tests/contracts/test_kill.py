@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def start_process(name, low, folder):
     command = [sys.executable, "-m", "tests.contracts.killable", name, low, str(folder)]
+    command.append(str(torch.get_num_threads()))
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -92,7 +92,8 @@ RESUME = """
 import sys, torch
 from tests.contracts.cases import snapshot, train
 from tests.contracts.test_resume import resumed
-name, low, source, target = sys.argv[1:]
+name, low, source, target, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))  # sums depend on it
 model, opt, session = resumed(source, name, low, ["session", "model", "optimizer"])
 train(session, model, opt, range(3, 6))
 torch.save(snapshot(model, opt, session), target)
@@ -105,7 +106,8 @@ def test_a_new_process_goes_on_bit_identically(name, low, tmp_path):
     train(session, model, opt, range(3), poison=[2])
     source, target = tmp_path / "checkpoint.pt", tmp_path / "end.pt"
     source.write_bytes(saved(model, opt, session).read())
-    subprocess.run([sys.executable, "-c", RESUME, name, low, source, target], check=True, cwd=ROOT)
+    threads = str(torch.get_num_threads())
+    subprocess.run([sys.executable, "-c", RESUME, name, low, source, target, threads], check=True, cwd=ROOT)
     train(session, model, opt, range(3, 6))
     assert differing(snapshot(model, opt, session), torch.load(target)) == []
     session.close()
