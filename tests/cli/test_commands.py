@@ -211,6 +211,7 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-m", "halfstep", *command],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
     try:
         until = time.monotonic() + 120
