@@ -1,0 +1,32 @@
+"""A training step reads nothing on the host, at every level but O0; an optimizer that must is said to in the record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contracts.cases import mixed_plans, start, train
+from tests.scale.sync import NoSync
+
+
+@mixed_plans
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_a_step_does_not_wait_for_the_device(name, low, optimizer):
+    model, opt, session = start(name, low, optimizer)
+    train(session, model, opt, [0])
+    with NoSync():
+        (record,) = train(session, model, opt, [1])
+        (skipped,) = train(session, model, opt, [2], poison=[2])
+    assert not record.synced
+    assert not bool(record.skipped)
+    assert bool(skipped.skipped)
+    session.close()
+
+
+def test_an_optimizer_that_cannot_be_predicated_says_that_it_waited():
+    model, opt, session = start("O2", "bf16", torch.optim.RMSprop)
+    (record,) = train(session, model, opt, [0])
+    assert record.synced
+    with pytest.raises(AssertionError), NoSync():
+        train(session, model, opt, [1])
+    session.close()
