@@ -256,3 +256,41 @@ def test_emulation_excludes_compilation_and_says_so():
     with pytest.raises(RuntimeError, match=r"emulated|dispatch mode|force_eager|fullgraph"):
         strict(x)
     session.close()
+
+
+class Residual(nn.Module):
+    """Adds what went through norms kept full, torch's and its own, to the low stream beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.norms = nn.ModuleList([nn.LayerNorm(8), OwnNorm()])
+        self.rows = nn.Embedding(4, 8)
+
+    def forward(self, x, ids):
+        x = self.layers[0](x) + self.rows(ids)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)) + norm(x)
+        return x
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["O2", "O3"])  # at O1 the table widens what norms give
+def test_the_residual_stream_of_low_weights_stays_low(name, low):
+    torch.manual_seed(0)
+    model = Residual()
+    session = session_on(model, name, low, loss_scale=128.0)
+    with NoMixing():
+        loss = model(torch.randn(3, 8), torch.tensor([0, 1, 1])).square().mean()
+        session.backward(loss)
+    assert not bool(session.step().skipped)
+    session.close()
