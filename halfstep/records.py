@@ -53,6 +53,135 @@ class Status:
         )
 
 
+TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
+SEVERITIES = ("note", "warning", "error")
+VERDICT_KINDS = (
+    "scale too high",  # overflow in backward that vanishes at a lower scale
+    "overflow",  # finite inputs, a result beyond the format
+    "invalid",  # 0/0, inf-inf, the log of zero, an eps that rounded to zero
+    "masked row",  # a softmax over a row that a mask has left without a finite entry
+    "input data",
+    "weights",
+    "stale gradients",
+)
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """What the numbers of one tensor, or of several merged, did; `a + b` counts them as one.
+
+    `exponents` has 256 counts of the finite nonzero elements: entry e counts those with 2^(e-127) <= |x| < 2^(e-126),
+    as the exponent field of fp32 has it, and entry 0 the subnormals of fp32. `count` is all elements, `zeros`, `negatives`
+    (below zero, infinity included), `infinities` and `nans` are counts; `total`, `squares` and `amax` are the sum, the
+    sum of squares and the largest magnitude of the finite elements (`amax` 0 where there are none).
+    """
+
+    count: int
+    zeros: int
+    negatives: int
+    infinities: int
+    nans: int
+    exponents: tuple[int, ...]
+    total: float
+    squares: float
+    amax: float
+
+    def __add__(self, other: TensorStats) -> TensorStats:
+        return TensorStats(
+            count=self.count + other.count,
+            zeros=self.zeros + other.zeros,
+            negatives=self.negatives + other.negatives,
+            infinities=self.infinities + other.infinities,
+            nans=self.nans + other.nans,
+            exponents=tuple(a + b for a, b in zip(self.exponents, other.exponents, strict=True)),
+            total=self.total + other.total,
+            squares=self.squares + other.squares,
+            amax=max(self.amax, other.amax),
+        )
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The statistics of one tensor of one module at one step.
+
+    `kind` is one of `TENSOR_KINDS`, `name` tells several of a kind apart (the parameter's name, the output's place),
+    `format` is the format that the tensor was stored in, `scale` the loss scale that it carries (1 for weights and
+    activations): a true value times `scale` is the value that was counted. `sampled` says that only some elements were
+    read; `stats.count` is then how many.
+    """
+
+    step: int
+    module: str
+    kind: str
+    name: str
+    format: str
+    scale: float
+    stats: TensorStats
+    sampled: bool = False
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One operation as it ran: `operator` is aten's name, `formats` and `ranges` those of its inputs and outputs.
+
+    A range is (smallest, largest) of the finite elements, None where there are none. `line` is the line of the user's
+    code that called it, "file.py:12 in forward", and None where it is not known.
+    """
+
+    module: str
+    operator: str
+    phase: str
+    input_formats: tuple[str, ...]
+    output_formats: tuple[str, ...]
+    input_ranges: tuple[tuple[float, float] | None, ...]
+    output_ranges: tuple[tuple[float, float] | None, ...]
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which operation made the first non-finite value that mattered, and what cures it.
+
+    `module` is the dotted name of the module ("" is the model itself), `operator` the public torch name of the op,
+    `phase` "forward" or "backward", `kind` one of `VERDICT_KINDS`, `where` the line of the user's code. `cure` holds
+    the edits for `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence` with
+    which values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
+    """
+
+    module: str
+    operator: str
+    phase: str
+    kind: str
+    where: str | None
+    cure: tuple[object, ...]
+    evidence: str
+    advice: str
+    call: OpCall | None = None
+
+    def __str__(self) -> str:
+        place = f"in {self.module or 'the model itself'}" + (f", {self.where}" if self.where else "")
+        return f"{self.kind}: {self.operator} {place} ({self.phase})\n  seen: {self.evidence}\n  do: {self.advice}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found: `severity` is one of `SEVERITIES`, `code` a short fixed name of its kind.
+
+    `place` names the module, parameter or operation, `evidence` what was seen there, `advice` what to do; `cure` holds
+    the edits for `plan.edit(*finding.cure)`, empty where no edit does it.
+    """
+
+    severity: str
+    code: str
+    place: str
+    evidence: str
+    advice: str
+    cure: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.code} at {self.place}\n  seen: {self.evidence}\n  do: {self.advice}"
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where and with what a measurement was made.

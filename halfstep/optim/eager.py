@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.optim.batch import Adam, Batch, Options, Sgd
+from halfstep.kernels.batch import Adam, Batch, Options, Sgd
 
 Number = float | Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.optim.batch import Adam, Batch, Options, Sgd, is_dense
+from halfstep.kernels.batch import Adam, Batch, Options, Sgd, is_dense
 
 _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.float64)

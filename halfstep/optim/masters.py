@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep.errors import SessionError
+from halfstep.kernels.batch import Layout
 from halfstep.optim.split import join, round_half_away, split
 
 MasterKind = Literal["none", "copy", "split"]
-Layout = Literal["full", "low", "copy", "split"]
 _LAYOUTS: dict[MasterKind, Layout] = {"none": "low", "copy": "copy", "split": "split"}
 
 

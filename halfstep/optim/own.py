@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.optim.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
+from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.lend import lent
 from halfstep.optim.masters import MasterStore

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.optim.batch import Batch, Options, Sgd
-from halfstep.optim.masters import Layout, is_low
+from halfstep.kernels.batch import Batch, Layout, Options, Sgd
+from halfstep.optim.masters import is_low
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
-from halfstep.optim.batch import Batch, Options, Scratch, chunks
 
 Core = Callable[[Batch, Options, Tensor], None]
 Run = Callable[[Batch, Options, Tensor | None, Tensor, Scratch], None]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from halfstep.optim.batch import Batch, Scratch
+from halfstep.kernels.batch import Batch, Scratch
 from halfstep.optim.own import options_of
 from halfstep.optim.update import IMPLEMENTATIONS
 from tests.optim.cases import ADAMS, FALSE, OWN, SGDS, TRUE, assert_same_bits, gradients, own_run, parameters

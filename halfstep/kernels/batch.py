@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from halfstep.optim.masters import Layout
-
+Layout = Literal["full", "low", "copy", "split"]
 _MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other parameters take part in every step
 
 
