@@ -71,8 +71,8 @@ class TensorStats:
     """What the numbers of one tensor, or of several merged, did; `a + b` counts them as one.
 
     `exponents` has 256 counts of the finite nonzero elements: entry e counts those with 2^(e-127) <= |x| < 2^(e-126),
-    as the exponent field of fp32 has it, and entry 0 the subnormals of fp32. `count` is all elements, `zeros`, `negatives`
-    (below zero, infinity included), `infinities` and `nans` are counts; `total`, `squares` and `amax` are the sum, the
+    as the exponent field of fp32 has it, and entry 0 the subnormals of fp32. `count` is all elements, `zeros`,
+    `negatives` (below zero, infinity included), `infinities` and `nans` are counts; `total`, `squares` and `amax` are the sum, the
     sum of squares and the largest magnitude of the finite elements (`amax` 0 where there are none).
     """
 
@@ -144,8 +144,8 @@ class Verdict:
 
     `module` is the dotted name of the module ("" is the model itself), `operator` the public torch name of the op,
     `phase` "forward" or "backward", `kind` one of `VERDICT_KINDS`, `where` the line of the user's code. `cure` holds
-    the edits for `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence` with
-    which values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
+    the edits for `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence`
+    with which values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
     """
 
     module: str

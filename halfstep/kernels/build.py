@@ -32,8 +32,8 @@ def library(source: Path) -> ctypes.CDLL | None:
     compiler = find_compiler()
     if compiler is None:
         _LOG.warning(
-            "no C++ compiler found (looked for %s): halfstep's loops for the CPU run as torch operations, about half as "
-            "fast; install g++ to have the fast ones",
+            "no C++ compiler found (looked for %s): halfstep's loops for the CPU run as torch operations, about half "
+            "as fast; install g++ to have the fast ones",
             ", ".join(_COMPILERS),
         )
         return None
