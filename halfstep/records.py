@@ -72,8 +72,8 @@ class TensorStats:
 
     `exponents` has 256 counts of the finite nonzero elements: entry e counts those with 2^(e-127) <= |x| < 2^(e-126),
     as the exponent field of fp32 has it, and entry 0 the subnormals of fp32. `count` is all elements, `zeros`,
-    `negatives` (below zero, infinity included), `infinities` and `nans` are counts; `total`, `squares` and `amax` are the sum, the
-    sum of squares and the largest magnitude of the finite elements (`amax` 0 where there are none).
+    `negatives` (below zero, infinity included), `infinities` and `nans` are counts; `total`, `squares` and `amax` are
+    the sum, the sum of squares and the largest magnitude of the finite elements (`amax` 0 where there are none).
     """
 
     count: int
