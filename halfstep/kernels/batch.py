@@ -42,9 +42,12 @@ class Sgd:
 Options = Adam | Sgd
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """Parameters of one device, layout and dtype, as aligned lists of tensors.
+
+    A batch is used from step to step for as long as its tensors are the same; `grads` alone change, in a dtype, shape
+    and memory layout that stay. `memory` is where an implementation keeps what it has made of the tensors.
 
     `weights` are the stored weights; `extras` the fp32 masters (layout `copy`) or int16 remainders (`split`), else
     empty. `grads` are dense, low or full, and still carry the loss scale. `states` holds torch's state tensors by
@@ -60,6 +63,7 @@ class Batch:
     states: Mapping[str, list[Tensor]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)
     fresh: list[Tensor] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -163,6 +167,7 @@ def _part(batch: Batch, names: list[str], part: list[tuple[int, int, int]]) -> B
         states={name: cut(batch.states[name]) for name in names},
         steps=pick(batch.steps),
         fresh=pick(batch.fresh),
+        memory={},
     )
 
 

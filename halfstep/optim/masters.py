@@ -115,7 +115,7 @@ class MasterStore:
         p.copy_(weight)
         if extra is not None and extra.data_ptr() != self.extra(p).data_ptr():
             self.extra(p).copy_(extra)
-        self.note(p)
+        self.note([p])
 
     @torch.no_grad()
     def adopt(self, p: Parameter) -> None:
@@ -134,7 +134,7 @@ class MasterStore:
             master.copy_(self._reconciled(master, weight))
         elif layout == "split":
             self.extra(p).masked_fill_(_without_remainder(weight), 0)
-        self.note(p)
+        self.note([p])
 
     def adopt_changed(self, params: Iterable[Parameter]) -> None:
         """Adopts the weights that an in-place operation has changed since the store last wrote them.
@@ -168,11 +168,12 @@ class MasterStore:
             _set_data(p, self.full(p))
             del self._entries[id(p)]
 
-    def note(self, p: Parameter) -> None:
-        """Remembers that a tracked weight is now as the store or its update wrote it."""
-        entry = self._entries.get(id(p))
-        if entry is not None:
-            entry.version = p._version
+    def note(self, params: Iterable[Parameter]) -> None:
+        """Remembers that tracked weights are now as the store or their update wrote them."""
+        for p in params:
+            entry = self._entries.get(id(p))
+            if entry is not None:
+                entry.version = p._version
 
     def bytes(self) -> int:
         """Returns how many bytes the masters or remainders take."""

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
+from halfstep.optim.arranged import Arranged, state_names
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.lend import lent
 from halfstep.optim.masters import MasterStore
@@ -46,6 +47,7 @@ class OwnStepper:
         self._implementations = implementations
         self._scratch = Scratch()
         self._fresh: dict[Parameter, tuple[Tensor, Tensor]] = {}  # first momentum and its flag: 1 until an update
+        self._arranged: Arranged | None = None
         self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
@@ -88,16 +90,28 @@ class OwnStepper:
 
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         optimizer = self._optimizer
-        members = self._by_group(params, grads)
+        all_options = [options_of(optimizer, group) for group in optimizer.param_groups]
         self._store.adopt_changed(params)
         with torch.no_grad():
-            all_options = [options_of(optimizer, group) for group in optimizer.param_groups]
-            gathered = [self._gather(options, rows) for options, rows in zip(all_options, members, strict=True)]
-            for options, (dense, sparse) in zip(all_options, gathered, strict=True):
-                self._update(options, dense, sparse, factor, found)
-        for p in params:
-            self._store.note(p)
+            arranged = self._arranged
+            if arranged is None or not arranged.take(params, grads, all_options, optimizer):
+                arranged = self._arranged = self._arrange(params, grads, all_options)
+            for options, (batches, rows) in zip(all_options, arranged.groups, strict=True):
+                self._update(options, batches, rows, factor, found)
+            if arranged.lasting:
+                arranged.release()
+            else:
+                self._arranged = None
+        self._store.note(params)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
+
+    def _arrange(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> Arranged:
+        """Sorts parameters and gradients into what is updated together, and makes the state that is missing."""
+        arranged = Arranged()
+        for options, members in zip(all_options, self._by_group(params, grads), strict=True):
+            self._gather(options, members, arranged)
+        arranged.complete(params, all_options, self._optimizer)
+        return arranged
 
     def _members(self) -> list[Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -114,11 +128,10 @@ class OwnStepper:
             raise SessionError(f"{len(given)} parameters to update are in no group of this {name}")
         return [[member for member in rows if member[0].numel()] for rows in members]
 
-    def _gather(self, options: Options, members: list[Member]) -> tuple[list[Batch], list[Rows]]:
-        """Returns what the parameters of a group are updated from, dense batches and rows; no value changes here."""
+    def _gather(self, options: Options, members: list[Member], arranged: Arranged) -> None:
+        """Adds what the parameters of a group are updated from, dense batches and rows; no value changes here."""
         dense: dict[tuple[Any, ...], Batch] = {}
         sparse: list[Rows] = []
-        names = state_names(options)
         for p, grad in members:
             layout = self._store.layout(p)
             weight = _real(p.detach())
@@ -133,20 +146,23 @@ class OwnStepper:
             key = (layout, p.device, weight.dtype, is_dense(weight))
             batch = dense.get(key)
             if batch is None:
-                batch = dense[key] = Batch(layout, [], [], [], {name: [] for name in names})
+                batch = dense[key] = Batch(layout, [], [], [], {name: [] for name in state_names(options)})
             batch.weights.append(weight)
             batch.extras.extend(extra)
             batch.grads.append(in_layout_of(_real(grad.detach()), weight))
             if batch.states:
                 self._collect_state(p, batch, options)
-        return list(dense.values()), sparse
+            arranged.place(p, batch, self._optimizer.state.get(p))
+        arranged.groups.append((list(dense.values()), sparse))
 
     def _update(
         self, options: Options, dense: list[Batch], sparse: list[Rows], factor: Tensor | None, found: Tensor
     ) -> None:
-        for batch in [*dense, *(rows.batch for rows in sparse)]:
-            local = None if factor is None else factor.to(batch.device, non_blocking=True)
-            skip = found.to(batch.device, non_blocking=True)
+        for batch in [*dense, *(rows.batch for rows in sparse)] if sparse else dense:
+            local, skip = factor, found
+            if batch.device != found.device:
+                local = None if factor is None else factor.to(batch.device, non_blocking=True)
+                skip = found.to(batch.device, non_blocking=True)
             update(batch, options, local, skip, self._scratch, self._implementations)
         for rows in sparse:
             rows.write_back()
@@ -205,19 +221,24 @@ class OwnStepper:
 def options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Options:
     """Returns the options of a param group as they are now; schedulers change them between steps."""
     if isinstance(optimizer, SGD):
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return Sgd(**{name: group[name] for name in names})
-    beta1, beta2 = group["betas"]
-    decoupled = bool(group["decoupled_weight_decay"])
-    shared = {name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
-    return Adam(beta1=beta1, beta2=beta2, decoupled=decoupled, **shared)
-
-
-def state_names(options: Options) -> tuple[str, ...]:
-    """Returns torch's names of the state tensors that have the shape of the weight."""
-    if isinstance(options, Sgd):
-        return ("momentum_buffer",) if options.momentum else ()
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options.amsgrad else ("exp_avg", "exp_avg_sq")
+        return Sgd(
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+    return Adam(
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+        decoupled=group["decoupled_weight_decay"],
+    )
 
 
 def _step_count(state: StateDict, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from halfstep.kernels import native
 from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
 
@@ -25,7 +26,8 @@ class Implementation:
 
     `run(batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of them bit
     for bit as they were where `found` (0-dim bool) is true. `factor` (0-dim fp32, or None for 1) multiplies every
-    gradient first, rounded once to fp32. The step counts are already advanced. Nothing is read on the host.
+    gradient first, rounded once to fp32. Unless `found`, the step counts go up by 1 first and the fresh flags down to 0
+    last. Nothing is read on the host.
     """
 
     fits: Callable[[Batch, Options], bool]
@@ -42,12 +44,26 @@ def update(
     implementations: Mapping[str, Implementation],
 ) -> None:
     """Makes one update of `batch` with the first of `implementations` that takes it."""
-    implementation = next(row for row in implementations.values() if row.fits(batch, options))
-    if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
-        torch._foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
-    implementation.run(batch, options, factor, found, scratch)
-    if batch.fresh:
-        torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
+    for implementation in implementations.values():
+        if implementation.fits(batch, options):
+            implementation.run(batch, options, factor, found, scratch)
+            return
+    raise LookupError(
+        f"none of the implementations {list(implementations)} takes a {batch.layout} batch of {batch.dtype}"
+    )
+
+
+def counted(run: Run) -> Run:
+    """Returns `run` with the step counts and fresh flags kept around it."""
+
+    def with_counts(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+        if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
+            torch._foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
+        run(batch, options, factor, found, scratch)
+        if batch.fresh:
+            torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
+
+    return with_counts
 
 
 def opened(core: Core) -> Run:
@@ -63,7 +79,7 @@ def opened(core: Core) -> Run:
             core(replace(part, layout="full", weights=full, extras=[], grads=grads), options, found)
             _store(part, full, scratch)
 
-    return run
+    return counted(run)
 
 
 def _open(part: Batch, scratch: Scratch) -> list[Tensor]:
@@ -111,6 +127,7 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 IMPLEMENTATIONS = {
+    "native": Implementation(native.fits, native.update),
     "fused": Implementation(fused.fits, opened(fused.update)),
     "eager": Implementation(lambda batch, options: True, opened(eager.update)),
 }

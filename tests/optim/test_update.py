@@ -16,7 +16,7 @@ STEPS = 6
 # torch's kernels leave dampening to the reference.
 EACH_OWN = pytest.mark.parametrize(
     ("implementation", "cls", "options"),
-    [(name, *case) for name in IMPLEMENTATIONS for case in OWN if name == "eager" or not case[1].get("dampening")],
+    [(name, *case) for name in IMPLEMENTATIONS for case in OWN if name != "fused" or not case[1].get("dampening")],
 )
 
 
@@ -93,6 +93,8 @@ def textbook(cls, options, w, grads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @EACH_OWN
 def test_weights_are_the_textbooks(cls, options, dtype, implementation):
+    if implementation == "native" and dtype is torch.float64:
+        pytest.skip("the compiled loops compute in fp32; float64 weights take the next row")
     run = dense(own_run(cls, options, implementation=implementation, dtype=dtype))
     start = [p.detach().clone().double() for p in run.params]
     all_grads = [gradients(run.params, seed) for seed in range(STEPS)]
@@ -208,8 +210,10 @@ def test_implementations_say_which_batches_they_take():
             name for name, row in IMPLEMENTATIONS.items() if row.fits(Batch("full", [tensor], [], [tensor]), options)
         ]
 
-    assert taken(adam, weight) == taken(sgd, weight) == ["fused", "eager"]
-    assert taken(adam, part) == taken(damped, weight) == ["eager"]
+    assert taken(adam, weight) == taken(sgd, weight) == ["native", "fused", "eager"]
+    assert taken(adam, weight.double()) == ["fused", "eager"]
+    assert taken(damped, weight) == ["native", "eager"]
+    assert taken(adam, part) == ["eager"]
 
 
 def test_scratch_memory_is_used_again_and_grows():

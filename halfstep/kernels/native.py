@@ -1,0 +1,172 @@
+"""The read of the gradients and the update on a CPU, as compiled loops (step.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.batch import Adam, Batch, Options, Scratch, is_dense
+from halfstep.kernels.build import library
+
+_SOURCE = Path(__file__).with_name("step.cpp")
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LAYOUTS = {"full": 0, "copy": 1, "split": 2, "low": 3}
+_P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+
+
+class _Tensors(ctypes.Structure):
+    _fields_ = (
+        ("tensors", _L),
+        *((name, _P) for name in ("numels", "weights", "extras", "grads", "grad_formats")),
+        *((name, _P) for name in ("firsts", "seconds", "peaks", "steps", "fresh")),
+        *((name, _I) for name in ("layout", "format", "threads")),
+    )
+
+
+class _Common(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("factor", "found", "lr_single", "lr_double")),
+        *((name, _D) for name in ("lr", "weight_decay")),
+        ("maximize", _I),
+    )
+
+
+class _Table:
+    """A batch as the loops take it; the arrays that the structure points to live as long as it does."""
+
+    def __init__(self, batch: Batch) -> None:
+        states = [batch.states.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        states[0] = states[0] or batch.states.get("momentum_buffer", [])
+        self.fixed = [batch.weights, batch.extras, *states, batch.steps, batch.fresh]
+        self.numels = array("q", [weight.numel() for weight in batch.weights])
+        self.formats = array("i", [_FORMATS[grad.dtype] for grad in batch.grads])
+        self.addresses: list[array[int]] = []
+        self.tensors = _Tensors(
+            tensors=len(batch.weights),
+            numels=address(self.numels),
+            grad_formats=address(self.formats),
+            layout=_LAYOUTS[batch.layout],
+            format=_FORMATS[batch.weights[0].dtype],
+        )
+        self.common = _Common()
+
+    def point(self, batch: Batch) -> None:
+        """Takes up where the tensors are now."""
+        table = self.tensors
+        arrays = [pointers(tensors) for tensors in (*self.fixed, batch.grads)]
+        self.addresses = arrays
+        (
+            table.weights,
+            table.extras,
+            table.firsts,
+            table.seconds,
+            table.peaks,
+            table.steps,
+            table.fresh,
+            table.grads,
+        ) = [address(numbers) for numbers in arrays]
+        table.threads = torch.get_num_threads()
+
+
+def pointers(tensors: list[Tensor]) -> array[int]:
+    """Returns where the tensors begin in memory."""
+    return array("q", [t.data_ptr() for t in tensors])
+
+
+def address(numbers: array[int]) -> int | None:
+    """Returns where the array is in memory; None for an empty one."""
+    return numbers.buffer_info()[0] if numbers else None
+
+
+@functools.cache
+def _loops() -> ctypes.CDLL | None:
+    loops = library(_SOURCE)
+    if loops is not None:
+        loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)
+        loops.halfstep_adam.argtypes = (_P, _P, _D, _D, _D, _I)
+        loops.halfstep_sgd.argtypes = (_P, _P, _D, _D, _I)
+        for loop in (loops.halfstep_read, loops.halfstep_adam, loops.halfstep_sgd):
+            loop.restype = None
+    return loops
+
+
+def can_read(grads: list[Tensor]) -> bool:
+    """Returns whether `read` takes these gradients: dense blocks of fp32, bf16 or fp16 on a CPU, and a compiler."""
+    for grad in grads:
+        if grad.dtype not in _FORMATS or not grad.is_cpu or grad.layout is not torch.strided:
+            return False
+        if not (grad.is_contiguous() or is_dense(grad)):
+            return False
+    return _loops() is not None
+
+
+def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the L2 norm over all elements, whether one is infinite or NaN, and the same for each gradient.
+
+    The norm is a 0-dim fp32 tensor whose sums do not depend on the number of threads, the test a 0-dim and a 1-dim bool
+    tensor. The test is exact, whatever the squares do.
+    """
+    loops = _loops()
+    assert loops is not None
+    norm, found, flags = torch.empty(()), torch.empty((), dtype=torch.bool), torch.empty(len(grads), dtype=torch.bool)
+    places = pointers(grads)
+    numels = array("q", [grad.numel() for grad in grads])
+    formats = array("i", [_FORMATS[grad.dtype] for grad in grads])
+    loops.halfstep_read(
+        len(grads),
+        address(places),
+        address(numels),
+        address(formats),
+        torch.get_num_threads(),
+        norm.data_ptr(),
+        found.data_ptr(),
+        flags.data_ptr(),
+    )
+    return norm, found, flags
+
+
+def fits(batch: Batch, options: Options) -> bool:
+    """Returns whether `update` takes this batch: dense tensors on a CPU, updated in fp32, and a compiler."""
+    if isinstance(options.lr, Tensor) and not (
+        options.lr.is_cpu and options.lr.dtype in (torch.float32, torch.float64) and options.lr.numel() == 1
+    ):
+        return False
+    if "native" not in batch.memory:
+        dense = batch.layout == "full" or all(is_dense(weight) for weight in batch.weights)
+        known = all(grad.dtype in _FORMATS and is_dense(grad) for grad in batch.grads)
+        here = batch.device.type == "cpu" and batch.dtype is torch.float32 and all(map(is_dense, batch.weights))
+        fitting = here and dense and known and _loops() is not None
+        batch.memory["native"] = _Table(batch) if fitting else None
+    return batch.memory["native"] is not None
+
+
+def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes the update in one pass over the tensors; where `found` is true nothing is read or written."""
+    loops = _loops()
+    assert loops is not None
+    table: _Table = batch.memory["native"]
+    table.point(batch)
+    common, lr = table.common, options.lr
+    common.factor = None if factor is None else factor.data_ptr()
+    common.found = found.data_ptr()
+    common.lr_single = common.lr_double = None
+    if not isinstance(lr, Tensor):
+        common.lr = lr
+    elif lr.dtype is torch.float32:
+        common.lr_single = lr.data_ptr()
+    else:
+        common.lr_double = lr.data_ptr()
+    common.weight_decay = options.weight_decay
+    common.maximize = options.maximize
+    tensors = ctypes.byref(table.tensors)
+    if isinstance(options, Adam):
+        numbers = (options.beta1, options.beta2, options.eps, options.decoupled)
+        loops.halfstep_adam(tensors, ctypes.byref(common), *numbers)
+    else:
+        loops.halfstep_sgd(tensors, ctypes.byref(common), options.momentum, options.dampening, options.nesterov)
+    torch.autograd.graph.increment_version([t for tensors in table.fixed for t in tensors])

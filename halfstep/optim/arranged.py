@@ -1,0 +1,113 @@
+"""How an optimizer's parameters were sorted into batches, kept from step to step while nothing about them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from halfstep.kernels.batch import Batch, Options, Sgd, in_layout_of
+from halfstep.optim.rows import Rows
+
+Group = dict[str, Any]
+
+
+class Placed:
+    """Where a parameter stands: in which batch, at which index, with which memory and state."""
+
+    __slots__ = (
+        "address",
+        "batch",
+        "contiguous",
+        "grad_dtype",
+        "index",
+        "param",
+        "shape",
+        "state",
+        "tensors",
+        "weight",
+    )
+
+    def __init__(self, batch: Batch, param: Parameter, state: dict[str, Any] | None) -> None:
+        self.batch, self.index = batch, len(batch.grads) - 1
+        self.param = param
+        self.weight = weight = batch.weights[-1]  # keeps its memory alive, so that an equal address is the same memory
+        self.address, self.shape, self.contiguous = weight.data_ptr(), param.shape, weight.is_contiguous()
+        self.grad_dtype = batch.grads[-1].dtype
+        self.state, self.tensors = state, list((state or {}).items())
+
+    def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
+        """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
+        if (
+            param is not self.param
+            or grad.dtype is not self.grad_dtype
+            or grad.layout is not torch.strided
+            or grad.is_complex()
+            or state is not self.state
+            or param.data_ptr() != self.address
+            or grad.shape != self.shape
+        ):
+            return False
+        for name, tensor in self.tensors:
+            if self.state is None or self.state.get(name) is not tensor:
+                return False
+        if not (self.contiguous and grad.is_contiguous()):
+            grad = in_layout_of(grad, self.weight)
+        self.batch.grads[self.index] = grad
+        return True
+
+
+@dataclass
+class Arranged:
+    """The batches and rows of each param group, in the order of the groups."""
+
+    groups: list[tuple[list[Batch], list[Rows]]] = field(default_factory=list)
+    lasting: bool = False  # whether the next step can use it again
+    _placed: dict[int, Placed] = field(default_factory=dict)
+    _order: list[Placed] = field(default_factory=list)
+    _made_for: list[tuple[Group, int, tuple[str, ...]]] = field(default_factory=list)
+
+    def place(self, param: Parameter, batch: Batch, state: dict[str, Any] | None) -> None:
+        """Notes that the last gradient of `batch` is that of `param`, whose optimizer state is `state`."""
+        self._placed[id(param)] = Placed(batch, param, state)
+
+    def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
+        """Notes for which parameters, groups and kinds of state this was made; it lasts where it has all of them."""
+        groups = zip(optimizer.param_groups, all_options, strict=True)
+        self._made_for = [(group, len(group["params"]), state_names(options)) for group, options in groups]
+        self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
+        self.lasting = len(self._order) == len(params)
+
+    def take(
+        self, params: list[Parameter], grads: list[Tensor], all_options: Sequence[Options], optimizer: Optimizer
+    ) -> bool:
+        """Puts this step's gradients in place; returns False where parameters, groups or state are others now."""
+        groups = optimizer.param_groups
+        if len(params) != len(self._order) or len(groups) != len(self._made_for):
+            return False
+        for (group, size, names), now, options in zip(self._made_for, groups, all_options, strict=True):
+            if group is not now or size != len(now["params"]) or names != state_names(options):
+                return False
+        states = optimizer.state
+        for placed, param, grad in zip(self._order, params, grads, strict=True):
+            if not placed.take(param, grad, states.get(param)):
+                return False
+        return True
+
+    def release(self) -> None:
+        """Lets go of the gradients, which would stay in memory beyond `zero_grad`; the weights hold their places."""
+        for batches, _ in self.groups:
+            for batch in batches:
+                batch.grads[:] = batch.weights
+
+
+def state_names(options: Options) -> tuple[str, ...]:
+    """Returns torch's names of the state tensors that have the shape of the weight."""
+    if isinstance(options, Sgd):
+        return ("momentum_buffer",) if options.momentum else ()
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options.amsgrad else ("exp_avg", "exp_avg_sq")
