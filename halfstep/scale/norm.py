@@ -1,12 +1,16 @@
-"""The global norm of gradients and the exact test for non-finite ones: at most two reading passes, no host sync."""
+"""The read of the gradients: their global norm and the exact test for non-finite ones, without a host sync."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from halfstep.kernels import native
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
@@ -15,38 +19,89 @@ _PIECE = 2**16
 _WIDE_SUMS = ("cuda",)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What one read of gradients found.
+
+    `norm` is the L2 norm over all elements (0-dim fp32), `found` whether any is infinite or NaN (0-dim bool), and
+    `flags` the same for each gradient (bool, in their order).
+    """
+
+    norm: Tensor
+    found: Tensor
+    flags: Tensor
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A way to read gradients: which it can take, and the call, which reads nothing on the host."""
+
+    fits: Callable[[list[Tensor]], bool]
+    read: Callable[[list[Tensor]], tuple[Tensor, Tensor, Tensor]]
+
+
 @torch.no_grad()
+def read(grads: list[Tensor], *, device: torch.device | None = None) -> Reading:
+    """Reads `grads` once with the first of `READERS` that takes them; the results are on `device`.
+
+    Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; the sparse ones count with
+    their duplicate indices summed. `device` is that of the first gradient by default, the CPU where there is none.
+    """
+    if device is None:
+        device = grads[0].device if grads else torch.device("cpu")
+    for reader in READERS.values():
+        if reader.fits(grads):
+            found = reader.read(grads)
+            break
+    return Reading(*(t if t.device == device else t.to(device, non_blocking=True) for t in found))
+
+
 def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Returns the L2 norm over all elements of `grads` and whether any element is infinite or NaN.
 
-    Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; the sparse ones count with
-    their duplicate indices summed. Both results are 0-dim tensors on `device` (default: the device of the first
-    gradient, the CPU where there is none): the norm in fp32, the test a bool. The test is exact: finite gradients pass
-    whatever their squares do. On devices without a cheap float64 sum the norm of a piece of 65,536 elements whose
-    squares overflow fp32 (elements above 1.8e19) is replaced by its upper bound, largest element times sqrt(length).
+    Both as in `Reading`. The test is exact: finite gradients pass whatever their squares do.
 
     >>> norm, found = global_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16)])
     >>> norm, found
     (tensor(5.), tensor(False))
     """
-    if device is None:
-        device = grads[0].device if grads else torch.device("cpu")
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
+    reading = read(list(grads), device=device)
+    return reading.norm, reading.found
+
+
+def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns norm, test and flags of any gradients from torch operations, on the device of the first.
+
+    On devices without a cheap float64 sum the norm of a piece of 65,536 elements whose squares overflow fp32 (elements
+    above 1.8e19) is replaced by its upper bound, largest element times sqrt(length).
+    """
+    device = grads[0].device if grads else torch.device("cpu")
+    flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for i, grad in enumerate(grads):
         values = elements(grad)
         if values.numel():
-            groups.setdefault((values.device, values.dtype), []).append(values)
-    if not groups:
-        return torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device)
-    norms, founds = [], []
-    for (where, dtype), tensors in groups.items():
+            groups.setdefault((values.device, values.dtype), []).append((i, values))
+    norms = []
+    for (where, dtype), members in groups.items():
         one_pass = dtype is torch.float16 or (where.type in _WIDE_SUMS and dtype is not torch.float64)
-        pieces, finite = (_one_pass if one_pass else _two_passes)(tensors, dtype)
-        norms.append(_norm_of_norms(pieces).to(device=device, dtype=torch.float32, non_blocking=True))
-        founds.append((~finite).to(device, non_blocking=True))
-    if len(norms) == 1:
-        return norms[0], founds[0]
-    return _norm_of_norms(torch.stack(norms)), torch.stack(founds).any()
+        pieces = [(i, piece) for i, values in members for piece in _pieces(values)]
+        sizes, finite = (_one_pass if one_pass else _two_passes)([piece for _, piece in pieces], dtype)
+        norms.append(_norm_of_norms(sizes).to(device=device, dtype=torch.float32, non_blocking=True))
+        bad = (~finite).to(device, non_blocking=True)
+        start = 0
+        for i, count in Counter(i for i, _ in pieces).items():
+            flags[i] = bad[start : start + count].any()
+            start += count
+    if not norms:
+        return torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
+    norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
+    stacked = _stack(flags, device)
+    return norm, stacked.any(), stacked
+
+
+def _stack(flags: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
 
 
 def elements(grad: Tensor) -> Tensor:
@@ -70,26 +125,25 @@ def _norm_of_norms(norms: Tensor) -> Tensor:
     return scaled * unit
 
 
-def _one_pass(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns norms and whether all is finite from sums of squares so wide that no finite element overflows them."""
+def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns each piece's norm and whether it is finite, from sums so wide that no finite element overflows them."""
     wide = torch.float32 if dtype is torch.float16 else torch.float64
-    norms = torch.stack(list(torch._foreach_norm([piece for t in tensors for piece in _pieces(t)], 2, dtype=wide)))
-    return norms, torch.isfinite(norms).all()
+    norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=wide)))
+    return norms, torch.isfinite(norms)
 
 
-def _two_passes(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns norms and whether all is finite from one pass over the squares and one over the extremes.
+def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns each piece's norm and whether it is finite, from a pass over the squares and one over the extremes.
 
     An L2 norm alone cannot tell an infinite gradient from one whose squares overflow; the extremes can.
     """
-    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     wide = dtype if dtype is torch.float64 else torch.float32
     norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=wide)))
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)
     largest = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)
     roots = torch.tensor([math.sqrt(piece.numel()) for piece in pieces], dtype=wide).to(norms.device, non_blocking=True)
     exact = torch.maximum(norms, largest)  # squares that underflow leave a norm below the largest element
-    return torch.where(torch.isfinite(norms), exact, largest * roots), torch.isfinite(largest).all()
+    return torch.where(torch.isfinite(norms), exact, largest * roots), torch.isfinite(largest)
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -97,3 +151,10 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.numel() <= _PIECE or not tensor.is_cpu or not tensor.is_contiguous():
         return (tensor,)
     return torch.split(tensor.view(-1), _PIECE)
+
+
+# In order of preference. The last one takes everything; it is the reference that the others are tested against.
+READERS = {
+    "native": Reader(native.can_read, native.read),
+    "torch": Reader(lambda grads: True, read_with_torch),
+}

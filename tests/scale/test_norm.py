@@ -83,7 +83,7 @@ class TestNorm:
         assert [t.item() for t in global_norm([])] == [0.0, False]
 
     def test_squares_that_underflow_do_not_make_the_norm_zero(self):
-        assert global_norm([torch.tensor([1e-30, 0.0, 1e-31])])[0].item() == pytest.approx(1e-30, rel=1e-6, abs=0)
+        assert global_norm([torch.tensor([1e-30, 0.0, 1e-31])])[0].item() == pytest.approx(1.00499e-30, rel=1e-5, abs=0)
 
     def test_one_element_whose_square_overflows_has_its_own_norm(self):
         assert global_norm([torch.tensor([-1e30])])[0].item() == pytest.approx(1e30)
@@ -116,8 +116,8 @@ class TestFound:
     @pytest.mark.parametrize("reduce", [_one_pass, _two_passes])
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     def test_both_reductions_find_it(self, reduce, bad):
-        assert reduce([torch.ones(4)], torch.float32)[1]
-        assert not reduce([torch.ones(4), torch.tensor([0.0, bad])], torch.float32)[1]
+        assert reduce([torch.ones(4)], torch.float32)[1].tolist() == [True]
+        assert reduce([torch.ones(4), torch.tensor([0.0, bad])], torch.float32)[1].tolist() == [True, False]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     def test_the_largest_finite_numbers_do_not_count(self, dtype):
