@@ -63,24 +63,33 @@ inline uint32_t widened(Float16 x) {
   return sign | (magnitude < 0x0400u ? small : magnitude >= 0x7c00u ? special : normal);
 }
 
+// Whole vectors: compilers turn loops over lanes into them less well. They are cut up where the processor has shorter ones.
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
 // Counts `size` elements, at most kBlock. `bits` is filled up with zeros to whole lanes, which the caller takes off.
 void count_block(const uint32_t* bits, int64_t size, Piece& piece) {
   uint8_t exponents[kBlock];
-  uint32_t zeros[kLanes] = {}, negatives[kLanes] = {}, infinities[kLanes] = {}, peaks[kLanes] = {};
+  Words zeros = {}, negatives = {}, infinities = {}, peaks = {};
+  Doubles totals = {}, squares = {};
   const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = 0; i < padded; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const uint32_t b = bits[i + lane], magnitude = b & kMagnitude;
-      const uint32_t finite = magnitude < kInfinity ? magnitude : 0;
-      const double value = double(as_float(magnitude < kInfinity ? b : 0));
-      zeros[lane] += magnitude == 0;
-      infinities[lane] += magnitude == kInfinity;
-      negatives[lane] += (b >> 31) & (magnitude != 0) & (magnitude <= kInfinity);
-      peaks[lane] = finite > peaks[lane] ? finite : peaks[lane];
-      piece.totals[lane] += value;
-      piece.squares[lane] += value * value;
-      exponents[i + lane] = uint8_t(magnitude >> 23);
-    }
+    Words b;
+    std::memcpy(&b, bits + i, sizeof b);
+    const Words magnitude = b & kMagnitude;
+    const Words is_finite = (Words)(magnitude < kInfinity);
+    const Words finite = magnitude & is_finite;
+    const Doubles value = __builtin_convertvector((Floats)(b & is_finite), Doubles);
+    zeros -= (Words)(magnitude == 0);
+    infinities -= (Words)(magnitude == kInfinity);
+    negatives -= (Words)(b > 0x80000000u) & (Words)(magnitude <= kInfinity);
+    peaks = finite > peaks ? finite : peaks;
+    totals += value;
+    squares += value * value;
+    const Bytes e = __builtin_convertvector(magnitude >> 23, Bytes);
+    std::memcpy(exponents + i, &e, sizeof e);
   }
   for (int64_t i = 0; i + kTables <= size; i += kTables)
     for (int table = 0; table < kTables; ++table) ++piece.tables[table][exponents[i + table]];
@@ -91,6 +100,8 @@ void count_block(const uint32_t* bits, int64_t size, Piece& piece) {
     piece.zeros += zeros[lane];
     piece.negatives += negatives[lane];
     piece.infinities += infinities[lane];
+    piece.totals[lane] += totals[lane];
+    piece.squares[lane] += squares[lane];
     peak = peaks[lane] > peak ? peaks[lane] : peak;
   }
   piece.count += size;
@@ -106,6 +117,12 @@ void count_run(const Element* data, int64_t size, Piece& piece) {
     for (int64_t i = part; i % kLanes; ++i) bits[i] = 0;
     count_block(bits, part, piece);
   }
+}
+
+void count_run(const uint32_t* data, int64_t size, Piece& piece) {
+  const int64_t whole = size / kBlock * kBlock;
+  for (int64_t start = 0; start < whole; start += kBlock) count_block(data + start, kBlock, piece);
+  count_run<uint32_t>(data + whole, size - whole, piece);
 }
 
 // fp64 beyond fp32's exponents: below 2^-126 is entry 0, from 2^128 on entry 255.
