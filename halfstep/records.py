@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from halfstep.errors import FormatError
+from halfstep.formats import Format, as_format
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,73 @@ class TensorStats:
             squares=self.squares + other.squares,
             amax=max(self.amax, other.amax),
         )
+
+    @property
+    def finite(self) -> int:
+        """How many elements are finite, zeros included."""
+        return self.count - self.infinities - self.nans
+
+    @property
+    def nonzero(self) -> int:
+        """How many elements are finite and not zero."""
+        return sum(self.exponents)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the finite elements, 0 where there are none."""
+        return self.total / self.finite if self.finite else 0.0
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square of the finite elements, 0 where there are none."""
+        return math.sqrt(self.squares / self.finite) if self.finite else 0.0
+
+    def below(self, limit: float) -> float:
+        """Returns how many of the finite nonzero elements are smaller than `limit` in magnitude, from the histogram."""
+        if not limit > 0 or not self.nonzero:
+            return 0.0
+        if self.amax < limit:
+            return float(self.nonzero)
+        return sum(count * _share_below(entry, limit) for entry, count in enumerate(self.exponents) if count)
+
+    def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
+        """Returns the share of finite nonzero elements that, times `scale`, round to zero in `fmt`.
+
+        >>> from halfstep.observe.stats import measure
+        >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
+        >>> gradients.lost("fp16"), gradients.lost("fp16", scale=1024.0)
+        (0.5, 0.0)
+        """
+        _positive(scale)
+        return self._of_nonzero(self.below(as_format(fmt).smallest_subnormal / 2 / scale))
+
+    def subnormal(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
+        """Returns the share of finite nonzero elements that, times `scale`, are subnormal in `fmt` and not zero."""
+        _positive(scale)
+        fmt = as_format(fmt)
+        small = self.below(fmt.smallest_normal / scale) - self.below(fmt.smallest_subnormal / 2 / scale)
+        return self._of_nonzero(small)
+
+    def saturated(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
+        """Returns the share of all elements that, times `scale`, lie beyond the `max` of `fmt`, infinities included."""
+        _positive(scale)
+        limit = as_format(fmt).max
+        beyond = max(1.0, self.nonzero - self.below(limit / scale)) if self.amax * scale > limit else 0.0
+        return (beyond + self.infinities) / self.count if self.count else 0.0
+
+    def _of_nonzero(self, count: float) -> float:
+        return count / self.nonzero if self.nonzero else 0.0
+
+
+def _share_below(entry: int, limit: float) -> float:
+    """Returns the share of an entry of the histogram that is below `limit`, its values evenly in their logarithm."""
+    low, high = (-149, -126) if entry == 0 else (entry - 127, entry - 126 if entry < 255 else 1024)
+    return min(1.0, max(0.0, (math.log2(limit) - low) / (high - low)))
+
+
+def _positive(scale: float) -> None:
+    if not 0 < scale < math.inf:
+        raise FormatError(f"scale is {scale!r}; give the positive finite factor that the values are multiplied by")
 
 
 @dataclass(frozen=True)

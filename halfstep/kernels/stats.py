@@ -1,0 +1,134 @@
+"""Statistics of tensors in one read each: exponent histogram, counts, sums, largest magnitude; all on the device."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.batch import is_dense
+from halfstep.kernels.build import library
+
+# Columns of a row, all int64: 256 exponent counts, these counts, and the bits of three doubles.
+COUNTS = ("count", "zeros", "negatives", "infinities", "nans")
+DOUBLES = ("total", "squares", "amax")
+BINS = 256
+WIDTH = BINS + len(COUNTS) + len(DOUBLES)
+
+RUN = 64  # neighbours that a sample reads together
+_SOURCE = Path(__file__).with_name("stats.cpp")
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_PIECE = 2**22  # elements that the torch operations take at a time: they need some 30 bytes an element
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def empty_rows(count: int, device: torch.device) -> Tensor:
+    """Returns `count` rows of statistics of nothing: an int64 tensor of `count` times `WIDTH` zeros."""
+    return torch.zeros(count, WIDTH, dtype=torch.int64, device=device)
+
+
+@torch.no_grad()
+def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *, sample: int | None = None) -> None:
+    """Adds what each tensor holds to its row: `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
+
+    Tensors are floating or complex (whose real and imaginary parts count as two elements), of any layout, on the device
+    of `rows`; of a sparse one the stored values are counted. A value beyond fp32's exponents, which only fp64 has,
+    counts in entry 0 or 255. `sample` bounds how many elements are read of each tensor: the largest multiple of 64 up
+    to it, at least 64, in runs of 64 neighbours in memory that are spread evenly, without a period that rows could
+    share; of a tensor that has no more elements than that, all are.
+    """
+    limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
+    flat = [_flat(t) for t in tensors]
+    kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
+    native = library(_SOURCE) if rows.device.type == "cpu" and kept else None
+    if native is None:
+        for t, place in kept:
+            _add_eager(t, rows[place], limit)
+    else:
+        _add_native(native, kept, rows, limit)
+
+
+def is_sampled(t: Tensor, sample: int | None) -> bool:
+    """Returns whether `add_stats` with this `sample` reads only some elements of `t`."""
+    return sample is not None and t.numel() * (2 if t.is_complex() else 1) > max(RUN, sample // RUN * RUN)
+
+
+def _flat(t: Tensor) -> Tensor:
+    """Returns the elements of `t` in one dimension of a dtype that the loops read, in the order of memory."""
+    t = t.detach()
+    if t.layout is not torch.strided:
+        t = t._values() if t.layout is torch.sparse_coo else t.values()
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    if t.is_neg():
+        t = t.resolve_neg()
+    if t.dtype not in _KINDS:
+        t = t.float()
+    if not is_dense(t):
+        t = t.contiguous()
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _add_native(native: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: Tensor, limit: int) -> None:
+    count, start, step = len(kept), rows.data_ptr(), rows.stride(0) * rows.element_size()
+    pointers, integers = ctypes.c_void_p * count, ctypes.c_int64 * count
+    native.halfstep_add_stats(
+        ctypes.c_int64(count),
+        pointers(*[t.data_ptr() for t, _ in kept]),
+        integers(*[t.numel() for t, _ in kept]),
+        (ctypes.c_int32 * count)(*[_KINDS[t.dtype] for t, _ in kept]),
+        pointers(*[start + place * step for _, place in kept]),
+        ctypes.c_int64(limit),
+        ctypes.c_int64(RUN),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+
+
+def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
+    """Does what the native loop does with torch operations, on any device."""
+    if limit and t.numel() > limit:
+        t = t[_sampled(t.numel(), limit, t.device)]
+    for piece in torch.split(t, _PIECE):
+        _add_piece(piece, row)
+
+
+def _sampled(size: int, limit: int, device: torch.device) -> Tensor:
+    """Returns the places that a sample reads: one run in each of equal stretches, at a place that looks random."""
+    runs = limit // RUN
+    stretch = size // runs
+    run = torch.arange(runs, device=device)
+    start = run * stretch + (((run * _GOLDEN) & 0xFFFFFFFF) * (stretch - RUN + 1) >> 32)
+    return (start[:, None] + torch.arange(RUN, device=device)).flatten()
+
+
+def _add_piece(t: Tensor, row: Tensor) -> None:
+    zero, infinite, nan = t == 0, t.isinf(), t.isnan()
+    finite = torch.where(infinite | nan, 0, t)
+    counted = ~(zero | infinite | nan)
+    row[:BINS].add_(_histogram(_exponents(finite), counted))
+    counts = [torch.full_like(row[0], t.numel()), *(flags.sum() for flags in (zero, t < 0, infinite, nan))]
+    row[BINS : BINS + len(COUNTS)].add_(torch.stack(counts))
+    wide = finite if t.device.type == "mps" else finite.double()  # MPS has no float64
+    sums = row[-len(DOUBLES) :].view(torch.float64)
+    sums[:2].add_(torch.stack([wide.sum(), wide.square().sum()]))
+    torch.maximum(sums[2], wide.abs().max(), out=sums[2])
+
+
+def _exponents(t: Tensor) -> Tensor:
+    """Returns the exponent field of fp32 for finite values, as int64 or int32."""
+    if t.dtype is torch.float64:
+        return ((t.view(torch.int64) >> 52 & 0x7FF) - (1023 - 127)).clamp(0, BINS - 1)
+    return t.float().view(torch.int32) >> 23 & 0xFF
+
+
+def _histogram(exponents: Tensor, counted: Tensor) -> Tensor:
+    if exponents.device.type == "cuda":  # scattered adds to few places are slow there, and bincount waits for the host
+        entries = torch.where(counted, exponents, BINS)
+        return torch.histc(entries, BINS + 1, 0, BINS)[:BINS].long()
+    counts = torch.zeros(BINS, dtype=torch.int64, device=exponents.device)
+    return counts.scatter_add_(0, exponents.long(), counted.long())

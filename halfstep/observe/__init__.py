@@ -1,0 +1,1 @@
+"""What the numbers did: statistics, probes, blame."""

@@ -1,0 +1,38 @@
+"""Statistics of tensors as records: of one tensor at once, and of rows that were filled on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.stats import BINS, COUNTS, DOUBLES, add_stats, empty_rows
+from halfstep.records import TensorStats
+
+
+def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
+    """Returns the statistics of one floating or complex tensor, read on the host.
+
+    `sample` bounds the elements that are read, as in `halfstep.kernels.stats.add_stats`.
+
+    >>> stats = measure(torch.tensor([1.0, -3.0, 0.0, float("inf")]))
+    >>> stats.zeros, stats.negatives, stats.infinities, stats.exponents[127], stats.exponents[128], stats.amax
+    (1, 1, 1, 1, 1, 3.0)
+    """
+    rows = empty_rows(1, tensor.device)
+    add_stats([tensor], rows, [0], sample=sample)
+    return read_rows(rows)[0]
+
+
+def read_rows(rows: Tensor) -> list[TensorStats]:
+    """Returns what rows hold, read on the host in one copy: the only wait for the device."""
+    held = rows.detach().cpu()
+    numbers = held[:, : BINS + len(COUNTS)].tolist()
+    doubles = held[:, -len(DOUBLES) :].contiguous().view(torch.float64).tolist()
+    return [
+        TensorStats(
+            **dict(zip(COUNTS, counts[BINS:], strict=True)),
+            exponents=tuple(counts[:BINS]),
+            **dict(zip(DOUBLES, sums, strict=True)),
+        )
+        for counts, sums in zip(numbers, doubles, strict=True)
+    ]
