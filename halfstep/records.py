@@ -30,9 +30,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a StepRecord said, read on the host."""
+    """What a StepRecord said, read on the host; `time` is when it was made, in seconds since 1970."""
 
     step: int
+    time: float
     skipped: bool
     scale: float
     grad_norm: float | None
