@@ -4,6 +4,7 @@ from halfstep.errors import (
     DataError,
     FormatError,
     HalfstepError,
+    LogError,
     PlanError,
     SessionError,
     SetupError,
@@ -18,6 +19,7 @@ from halfstep.plan.resolve import Assignment, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.records import Status, StepRecord
+from halfstep.report.log import RunLog
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session import Session, initialize
 from halfstep.version import __version__
@@ -38,12 +40,14 @@ __all__ = [
     "FormatError",
     "GradScaler",
     "HalfstepError",
+    "LogError",
     "OpChange",
     "OpChanges",
     "Plan",
     "PlanError",
     "Policy",
     "Rule",
+    "RunLog",
     "Scaling",
     "Session",
     "SessionError",

@@ -29,6 +29,10 @@ class DataError(HalfstepError, FileNotFoundError):
     """Data that is not there or not in a known layout; the message says how to get it."""
 
 
+class LogError(HalfstepError, ValueError):
+    """A run log that cannot be written or read: not a log, empty, or of another schema."""
+
+
 class WorkloadError(HalfstepError, ValueError):
     """A workload that is unknown, gets a setting it does not have, or is not what a workload must be."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ class StepRecord:
     kept the update from happening; `scale` is the loss scale that the gradients of this step carried (fp32, 1.0 where
     scaling is off); `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32), and None at O0
     without `max_norm`, where halfstep reads no gradient; `synced` says that the optimizer could not be predicated, so
-    that this step waited for the device once.
+    that this step waited for the device once; `loss` is the sum of the losses given to `backward` since the last step,
+    without the loss scale, and None where none was one number (a single loss is that tensor, detached: copy to keep).
     """
 
     step: int
@@ -28,6 +30,28 @@ class StepRecord:
     scale: Tensor
     grad_norm: Tensor | None
     synced: bool = False
+    loss: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What a StepRecord said, read on the host; `time` is when it was made, in seconds since 1970."""
+
+    step: int
+    time: float
+    skipped: bool
+    scale: float
+    grad_norm: float | None
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class SessionStart:
+    """What a session that opens will do: its plan as `plan.io.to_dict` gives it, the device, what is emulated."""
+
+    plan: dict[str, Any]
+    device: str
+    emulated: bool
 
 
 @dataclass(frozen=True)
@@ -252,6 +276,17 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.code} at {self.place}\n  seen: {self.evidence}\n  do: {self.advice}"
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """A sink that takes more than steps: a session gives its other records to the method `record`."""
+
+    def __call__(self, record: StepRecord, /) -> None:
+        """Takes what a step did; called on the step path, so it does not wait for the device."""
+
+    def record(self, record: SessionStart | Observation | Verdict | Finding, /) -> None:
+        """Takes a record that is already on the host."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from halfstep.plan.policy import Width
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Status, StepRecord
+from halfstep.records import Finding, Observation, Recorder, SessionStart, Status, StepRecord, Verdict
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected, GradientLedger
 from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, scaled, true_gradient
@@ -93,6 +93,7 @@ class Session:
         self.closed = False
         self._roots = roots
         self._sinks = tuple(sinks)
+        self._recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
         self._device = device_of(models, plan)
         self._plain = plan.ops == "none"
         self._constant_one = plan.scale.kind == "none"
@@ -104,10 +105,12 @@ class Session:
         self._awaiting: list[_Part] = []  # parts with a backward since their last step
         self._scale_ceiling: float | None = None
         self._steps = 0
+        self._loss: Tensor | None = None  # of the backward calls since the last step
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._engine: OpEngine | None = None
         try:
             self._open(optimizers)
+            self.tell(SessionStart(to_dict(plan), str(self._device), emulate))
         except BaseException:
             self.close()
             raise
@@ -265,6 +268,7 @@ class Session:
             scale.limit(FP16_LOSS_CEILING)
         if self._plain:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            self._add_loss(loss)
             self._awaiting = list(self._parts)
             return
         not_finite = ~torch.isfinite(loss.detach()).all()
@@ -280,7 +284,14 @@ class Session:
         for part in self._parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
         self._counted.discard(loss_id)
+        self._add_loss(loss)
         self._awaiting = list(self._parts)
+
+    def _add_loss(self, loss: Tensor) -> None:
+        if loss.numel() != 1:  # its backward had a gradient of its own
+            return
+        loss = loss.detach()
+        self._loss = loss if self._loss is None else self._loss.float() + loss.to(self._loss.device)
 
     def grad(
         self, outputs: Any, inputs: Any, *, loss_id: int = 0, grad_outputs: Any = None, **kwargs: Any
@@ -328,12 +339,18 @@ class Session:
         parts = self._parts_to_step(optimizer, max_norm)
         self._steps += 1
         record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
+        self._loss = None
         self._awaiting = [part for part in self._awaiting if part not in parts]
         if not self._awaiting:
             self._buffers.after_step()
         for sink in self._sinks:
             sink(record)
         return record
+
+    def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
+        """Gives a record that is no step's to the sinks that take such (`Recorder`): a run log, for one."""
+        for sink in self._recorders:
+            sink.record(record)
 
     def _parts_to_step(self, optimizer: Optimizer | None, max_norm: float | None) -> list[_Part]:
         if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -370,7 +387,7 @@ class Session:
         false = torch.zeros((), dtype=torch.bool, device=self._device)
         for part in parts:
             part.stepper.step([], [], None, false)
-        return StepRecord(self._steps, false, torch.ones((), device=self._device), norm)
+        return StepRecord(self._steps, false, torch.ones((), device=self._device), norm, loss=self._loss)
 
     def _step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
         if self._engine is not None:
@@ -397,7 +414,7 @@ class Session:
         self._update_scales(collected, [now for _, now in measured])
         self._skips = self._skips + found
         synced = any(part.stepper.syncs for part in parts)
-        return StepRecord(self._steps, found, collected[0].scale, norm, synced)
+        return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss)
 
     def _update_scales(self, collected: list[Collected], found: list[Tensor]) -> None:
         overflowed: dict[int, Tensor] = {}
@@ -524,7 +541,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
     format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
     format's products in a wider one, rounded exactly (None: where the device has no units for it). Each sink is called
-    with each StepRecord. A model that is still in a session leaves it first, with a notice.
+    with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is still in a
+    session leaves it first, with a notice.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.

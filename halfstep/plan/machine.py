@@ -25,7 +25,7 @@ def read_machine(device: torch.device) -> Machine:
         fast=tuple(fmt.name for fmt in (FP32, BF16, FP16) if computes_fast(fmt, device)),
         system=platform.platform(),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # TorchVersion is a kind of str that no JSON writer knows
         halfstep=__version__,
         commit=source_commit(Path(__file__).resolve().parent),
     )

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from halfstep.bench.machine import read_machine, source_commit
+from halfstep.plan.machine import read_machine, source_commit
 from halfstep.version import __version__
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed here")

@@ -1,0 +1,64 @@
+"""Reads steps on the host after the device is done with them, so that no step waits."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.records import StepRecord, StepValues
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The numbers of a step on their way to the host; `done` is None where they are there already."""
+
+    step: int
+    time: float
+    host: Tensor
+    done: torch.Event | None
+    has_norm: bool
+    has_loss: bool
+
+    def values(self) -> StepValues:
+        skipped, scale, *others = self.host.tolist()
+        norm = others.pop(0) if self.has_norm else None
+        loss = others.pop(0) if self.has_loss else None
+        return StepValues(self.step, self.time, bool(skipped), scale, norm, loss)
+
+
+class LateReader:
+    """Turns StepRecords into StepValues without a sync: on a CPU at once, on a device as soon as it got that far."""
+
+    def __init__(self) -> None:
+        self._copies: deque[_Copy] = deque()
+
+    def add(self, record: StepRecord) -> None:
+        """Starts the copy of a step's numbers to the host; does not wait."""
+        given = (record.skipped, record.scale, record.grad_norm, record.loss)
+        place = record.scale.device
+        row = torch.stack([v.detach().reshape(()).to(place, torch.float32) for v in given if v is not None])
+        host = row.to("cpu", non_blocking=True)
+        done = None
+        if place.type != "cpu":
+            done = torch.Event(place)
+            done.record(torch.accelerator.current_stream(place))
+        has_norm, has_loss = record.grad_norm is not None, record.loss is not None
+        self._copies.append(_Copy(record.step, time.time(), host, done, has_norm, has_loss))
+
+    def ready(self) -> Iterator[StepValues]:
+        """Yields the steps whose numbers have arrived, in order, each once."""
+        while self._copies and (self._copies[0].done is None or self._copies[0].done.query()):
+            yield self._copies.popleft().values()
+
+    def rest(self) -> Iterator[StepValues]:
+        """Yields all steps that are left; waits for the device."""
+        while self._copies:
+            copy = self._copies.popleft()
+            if copy.done is not None:
+                copy.done.synchronize()
+            yield copy.values()

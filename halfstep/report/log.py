@@ -1,0 +1,146 @@
+"""The log of a run: an append-only file of JSON lines that a killed process leaves readable."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from halfstep.errors import LogError
+from halfstep.plan.machine import read_machine
+from halfstep.records import Finding, Observation, SessionStart, StepRecord, Verdict
+from halfstep.report.late import LateReader
+from halfstep.report.lines import (
+    SCHEMA,
+    FindingLine,
+    Line,
+    ObservationLine,
+    SessionLine,
+    Start,
+    StepLine,
+    VerdictLine,
+    check_start,
+    encode,
+)
+from halfstep.version import __version__
+
+LOG_NAME = "run.jsonl"
+_LOG = logging.getLogger("halfstep")
+
+
+class RunLog:
+    """Writes what a session does to a file, as one of its sinks: `initialize(..., sinks=[RunLog("run.jsonl")])`.
+
+    A folder stands for `run.jsonl` in it. A file that is there is continued: a run that resumes gives the same path.
+    Each line is handed to the system as it is made, so a process that is killed loses at most the steps that the device
+    had not finished. Reading a step never waits for the device: on a CPU it is written at once, on a GPU as soon as the
+    device got that far. `close()`, and the end of the process, wait and write the rest. One log takes one session.
+
+    Raises:
+        LogError: the path cannot be written, or holds something else than a log that this halfstep can continue.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path) / LOG_NAME if Path(path).is_dir() else Path(path)
+        self._steps = LateReader()
+        self._last = 0
+        try:
+            self._file = _File(self.path)
+        except OSError as error:
+            raise LogError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
+        self._write(Start(SCHEMA, _now(), __version__, str(torch.__version__)))
+        self._finish = weakref.finalize(self, _finish, self._steps, self._file)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Takes what a step did; does not wait for the device."""
+        self._last = record.step
+        self._steps.add(record)
+        for values in self._steps.ready():
+            self._write(StepLine.of(values))
+
+    def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
+        """Takes any other record; verdicts and findings are noted with the number of the last step."""
+        match record:
+            case SessionStart(plan, device, emulated):
+                self._write(SessionLine(_now(), plan, emulated, read_machine(torch.device(device))))
+            case Observation():
+                self._write(ObservationLine.of(record))
+            case Verdict():
+                self._write(VerdictLine.of(record, self._last))
+            case Finding():
+                self._write(FindingLine.of(record, self._last))
+            case _:
+                raise LogError(f"a run log takes records of halfstep, not {type(record).__name__}: {record!r:.60}")
+
+    def flush(self) -> None:
+        """Writes the steps that are not yet written; waits for the device."""
+        for values in self._steps.rest():
+            self._write(StepLine.of(values))
+
+    def close(self) -> None:
+        """Writes what is left and closes the file; twice is once."""
+        self._finish()
+
+    def _write(self, line: Line) -> None:
+        self._file.write(encode(line))
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _File:
+    """A file that lines are appended to, each by one call of the system; from the first that fails on, none is."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut = False
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as file:
+                check_start(file.readline(), path)
+                file.seek(-1, os.SEEK_END)
+                cut = file.read() != b"\n"
+        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._told = False
+        if cut:  # the process before was killed within a line: ours must not become part of it
+            self.write(b"\n")
+
+    def write(self, line: bytes) -> None:
+        """Appends a line; a disk that is full ends the log, not the training."""
+        if self._file.closed:
+            self._tell("is closed")
+            return
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._tell(f"cannot be written any more ({error.strerror})")
+            self._file.close()
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            _LOG.warning("the run log %s %s; the run goes on without it", self._path, what)
+        self._told = True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finish(steps: LateReader, file: _File) -> None:
+    for values in steps.rest():
+        file.write(encode(StepLine.of(values)))
+    file.close()
+
+
+def _now() -> float:
+    return round(time.time(), 3)

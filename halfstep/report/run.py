@@ -1,0 +1,208 @@
+"""Reads the log of a run."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from halfstep.errors import LogError
+from halfstep.records import Finding, Machine, Observation, StepValues, Verdict
+from halfstep.report.lines import (
+    FindingLine,
+    Line,
+    ObservationLine,
+    SessionLine,
+    Start,
+    StepLine,
+    VerdictLine,
+    check_start,
+)
+from halfstep.report.log import LOG_NAME
+
+_DECODER = msgspec.json.Decoder(Line)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that wrote a log: from when to when (seconds since 1970), with which versions."""
+
+    start: float
+    end: float
+    halfstep: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """A verdict or finding, and the step after which it came; its cure is Python code as text."""
+
+    step: int
+    record: Verdict | Finding
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run log holds. Of steps that were made again by a process that went back, only the last making counts.
+
+    `plan` (as `plan.io.to_dict` gives it), `emulated` and `machine` are those of the last session, None where there is
+    none; `notes` say what is missing or damaged.
+    """
+
+    path: Path
+    processes: tuple[Process, ...]
+    plan: dict[str, Any] | None
+    emulated: bool | None
+    machine: Machine | None
+    steps: tuple[StepValues, ...]
+    events: tuple[Event, ...]
+    notes: tuple[str, ...]
+    returns: tuple[tuple[int, int], ...]  # (line, step) where the run went back to a step
+
+    def observations(self) -> Iterator[Observation]:
+        """Yields the observations, read from the file anew each time: there may be more than fit into memory."""
+        lines = [line for line, _ in self.returns]
+        # the lowest step that the run went back to at this return or a later one
+        floors = [*accumulate((step for _, step in reversed(self.returns)), min)][::-1]
+        for number, line in _lines(self.path):
+            if isinstance(line, ObservationLine):
+                later = bisect_right(lines, number)
+                if later == len(lines) or line.step < floors[later]:
+                    yield line.observation()
+
+
+def read_log(path: str | os.PathLike[str]) -> Run:
+    """Returns what a run log holds; `path` is its file, or the folder that it is in.
+
+    A line that is damaged, such as the last of a process that was killed, is left out and noted.
+
+    Raises:
+        LogError: there is no log, it is empty, of another schema, or something else.
+    """
+    file = find_log(Path(path))
+    try:
+        with file.open("rb") as opened:
+            check_start(opened.readline(), file)
+        found = _Found()
+        for number, line in _lines(file):
+            found.take(number, line)
+    except OSError as error:
+        raise LogError(f"{file} cannot be read: {error.strerror}") from None
+    return found.run(file)
+
+
+def find_log(path: Path) -> Path:
+    """Returns the file of a log that `path` names, or that lies in the folder that it names.
+
+    Raises:
+        LogError: there is none, or there are several.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise LogError(f"there is no file {path}; name the log of a run, or the folder that it is in")
+        return path
+    usual = path / LOG_NAME
+    found = [usual] if usual.is_file() else sorted(path.glob("*.jsonl"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise LogError(f"the folder {path} should hold one run log; {LOG_NAME} is not there, of *.jsonl: {names}")
+    return found[0]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
+    """Yields (number from 1, line), and in place of a line what is wrong with it."""
+    with path.open("rb") as file:
+        for number, data in enumerate(file, start=1):
+            if not data.strip():
+                continue
+            try:
+                line: Line | str = _DECODER.decode(data)
+                if isinstance(line, ObservationLine):
+                    line.check()
+            except (msgspec.ValidationError, UnicodeDecodeError) as error:
+                line = f"is no line of a run log ({error})"
+            except msgspec.DecodeError:
+                line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed while it wrote)"
+            yield number, line
+
+
+@dataclass
+class _Found:
+    """What was read of a log so far."""
+
+    starts: list[Start] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    session: SessionLine | None = None
+    steps: list[StepValues] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    observed: int = 0
+    returns: list[tuple[int, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+
+    def take(self, number: int, line: Line | str) -> None:
+        match line:
+            case Start():
+                self.starts.append(line)
+                self.ends.append(line.time)
+            case SessionLine():
+                self.session = line
+                self.ends[-1] = max(self.ends[-1], line.time)
+            case StepLine():
+                self.ends[-1] = max(self.ends[-1], line.time)
+                self._step(number, line.values())
+            case ObservationLine():
+                self.observed += 1
+            case VerdictLine():
+                self.events.append(Event(line.after, line.verdict()))
+            case FindingLine():
+                self.events.append(Event(line.after, line.finding()))
+            case str():
+                self.damaged.append(f"line {number} {line}")
+
+    def _step(self, number: int, values: StepValues) -> None:
+        if self.steps and values.step <= self.steps[-1].step:
+            before = len(self.steps)
+            while self.steps and values.step <= self.steps[-1].step:
+                self.steps.pop()
+            self.returns.append((number, values.step))
+            self.notes.append(
+                f"line {number}: the run went back to step {values.step}; {before - len(self.steps)} steps that it had "
+                "made before from there on are left out"
+            )
+        self.steps.append(values)
+
+    def run(self, path: Path) -> Run:
+        notes = list(self.notes)
+        if self.damaged:
+            shown = "; ".join(self.damaged[:3]) + ("; ..." if len(self.damaged) > 3 else "")
+            notes.append(f"{len(self.damaged)} of the lines cannot be read and are left out: {shown}")
+        if self.session is None:
+            notes.append(
+                "no session is in the log, so its plan and machine are unknown: sinks=[RunLog(path)] was not given"
+            )
+        if not self.steps:
+            notes.append("no step is in the log")
+        if not self.observed:
+            notes.append("no tensor was observed: call session.observe(...) for histograms and heat maps")
+        session = self.session
+        return Run(
+            path=path,
+            processes=tuple(
+                Process(start.time, end, start.halfstep, start.torch)
+                for start, end in zip(self.starts, self.ends, strict=True)
+            ),
+            plan=None if session is None else session.plan,
+            emulated=None if session is None else session.emulated,
+            machine=None if session is None else session.machine,
+            steps=tuple(self.steps),
+            events=tuple(self.events),
+            notes=tuple(notes),
+            returns=tuple(self.returns),
+        )

@@ -1,0 +1,357 @@
+"""The log of a run: what is written comes back, also from a process that was killed."""
+
+import errno
+import io
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import halfstep
+from halfstep.errors import LogError
+from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, TensorStats, Verdict
+from halfstep.report.lines import ObservationLine, StepLine, VerdictLine, encode
+from halfstep.report.log import RunLog
+from halfstep.report.run import _DECODER, Event, read_log
+from tests.scale.sync import NoSync
+
+ROOT = Path(__file__).parents[2]
+INF, NAN = math.inf, math.nan
+
+
+def step(number, *, skipped=False, scale=1.0, norm=None, loss=None):
+    norm, loss = (None if v is None else torch.tensor(v) for v in (norm, loss))
+    return StepRecord(number, torch.tensor(skipped), torch.tensor(scale), norm, loss=loss)
+
+
+def observation(number, module="head", *, bins=None, **stats):
+    exponents = [0] * 256
+    for bin_, count in (bins or {}).items():
+        exponents[bin_] = count
+    counts = {"zeros": 0, "negatives": 0, "infinities": 0, "nans": 0, "total": 0.0, "squares": 0.0, "amax": 0.0} | stats
+    counted = TensorStats(count=sum(exponents) + counts["zeros"], exponents=tuple(exponents), **counts)
+    return Observation(number, module, "weight_grad", "weight", "fp16", 8.0, counted)
+
+
+def write(path, *records):
+    with RunLog(path) as log:
+        for record in records:
+            log(record) if isinstance(record, StepRecord) else log.record(record)
+
+
+def numbers(run):
+    return [values.step for values in run.steps]
+
+
+def train(path, steps, name="O2", low="bf16"):
+    """Trains a small model with a log; returns session and log."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    log = RunLog(path)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, sinks=[log])
+    for _ in range(steps):
+        model.zero_grad()
+        session.backward(model(torch.ones(1, 4)).square().sum())
+        session.step()
+    return session, log
+
+
+def test_a_session_writes_plan_machine_and_each_step(tmp_path):
+    path = tmp_path / "run.jsonl"
+    _, log = train(path, 3)
+    log.close()
+    run = read_log(path)
+    assert run.plan["name"] == "O2"
+    assert isinstance(run.emulated, bool)
+    assert run.machine.torch == torch.__version__
+    assert numbers(run) == [1, 2, 3]
+    assert [values.scale for values in run.steps] == [1.0, 1.0, 1.0]
+    assert run.steps[0].loss > run.steps[2].loss > 0
+    assert run.steps[0].grad_norm > 0
+    (process,) = run.processes
+    assert process.start <= run.steps[0].time <= run.steps[2].time <= process.end
+    assert process.halfstep == halfstep.__version__
+    assert [note for note in run.notes if "tensor" not in note] == []
+
+
+def test_values_come_back_as_they_were():
+    values = [
+        StepValues(1, 2.5, True, 65536.0, INF, NAN),
+        StepValues(2, 3.5, False, 1.0, None, None),
+        StepValues(3, 4.5, False, 2.0**24, 0.1, -INF),
+    ]
+    back = [_DECODER.decode(encode(StepLine.of(each))).values() for each in values]
+    assert repr(back) == repr(values)  # NaN is not equal to itself
+
+
+def test_lines_are_json_without_nan():
+    line = encode(StepLine.of(StepValues(1, 2.5, True, 1.0, INF, NAN)))
+    found = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert found == {
+        "type": "step", "step": 1, "time": 2.5, "skipped": True, "scale": 1.0, "grad_norm": "inf", "loss": "nan"
+    }  # fmt: skip
+
+
+def test_an_observation_is_written_without_the_empty_ends(tmp_path):
+    line = ObservationLine.of(observation(1, bins={100: 2, 102: 1}))
+    assert (line.first, line.exponents) == (100, (2, 0, 1))
+    assert (ObservationLine.of(observation(1)).first, ObservationLine.of(observation(1)).exponents) == (0, ())
+
+
+@given(
+    bins=st.dictionaries(st.integers(0, 255), st.integers(1, 2**40), max_size=6),
+    total=st.floats(),
+    amax=st.sampled_from([0.0, 1.5, INF, 3e38]),
+)
+def test_observations_come_back_as_they_were(bins, total, amax):
+    seen = observation(7, bins=bins, zeros=3, negatives=2, infinities=1, nans=1, total=total, amax=amax)
+    back = _DECODER.decode(encode(ObservationLine.of(seen))).observation()
+    assert repr(back) == repr(seen)
+
+
+def test_verdicts_and_findings_come_back_with_the_step_before_and_their_cure_as_code(tmp_path):
+    call = OpCall("net", "mul", "forward", ("fp16",), ("fp16",), ((-1.0, 2.0),), (None,), "train.py:3 in forward")
+    rule = halfstep.Rule("net", halfstep.FULL)
+    verdict = Verdict("net", "mul", "forward", "overflow", "train.py:3", (rule,), "70000", "compute fp32", call)
+    finding = Finding("warning", "eps", "norm", "1e-8", "1e-6 or more")
+    write(tmp_path / "log", finding, step(1), step(2), verdict)
+    events = read_log(tmp_path / "log").events
+    assert events == (Event(0, finding), Event(2, replace(verdict, cure=(repr(rule),))))
+    assert eval(events[1].record.cure[0], vars(halfstep)) == rule
+
+
+def test_ranges_of_an_operation_may_be_infinite():
+    call = OpCall("net", "mul", "forward", ("fp16",), ("fp16",), ((-INF, 2.0),), (None,), None)
+    verdict = Verdict("net", "mul", "forward", "overflow", None, (), "seen", "do", call)
+    assert _DECODER.decode(encode(VerdictLine.of(verdict, 1))).verdict() == verdict
+
+
+def test_a_folder_stands_for_the_log_in_it(tmp_path):
+    write(tmp_path, step(1))
+    assert numbers(read_log(tmp_path)) == [1]
+    (tmp_path / "run.jsonl").rename(tmp_path / "other.jsonl")
+    assert read_log(tmp_path).path.name == "other.jsonl"
+
+
+def test_folders_that_are_not_there_are_made(tmp_path):
+    write(tmp_path / "runs" / "first" / "log.jsonl", step(1))
+    assert numbers(read_log(tmp_path / "runs" / "first")) == [1]
+
+
+def test_steps_are_written_without_a_sync(tmp_path):
+    with RunLog(tmp_path / "log") as log, NoSync():
+        for number in range(1, 4):
+            log(step(number, norm=1.0, loss=0.5))
+    assert numbers(read_log(tmp_path / "log")) == [1, 2, 3]
+
+
+def test_a_loss_that_the_user_changes_later_was_read_before(tmp_path):
+    loss = torch.tensor(1.5)
+    with RunLog(tmp_path / "log") as log:
+        log(StepRecord(1, torch.tensor(False), torch.tensor(1.0), None, loss=loss.detach()))
+        loss.add_(100.0)
+    assert read_log(tmp_path / "log").steps[0].loss == 1.5
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.float16), torch.tensor(2.0).double()]
+)
+def test_a_loss_of_any_format_or_of_one_element_is_a_number(tmp_path, loss):
+    write(tmp_path / "log", StepRecord(1, torch.tensor(False), torch.tensor(1.0), None, loss=loss))
+    assert read_log(tmp_path / "log").steps[0].loss == 2.0
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+    write(tmp_path / "log", step(1, loss=1.0), step(2, loss=2.0))
+    write(tmp_path / "log", step(3, loss=3.0))
+    run = read_log(tmp_path / "log")
+    assert numbers(run) == [1, 2, 3]
+    assert len(run.processes) == 2
+    assert not any("went back" in note for note in run.notes)
+
+
+def test_of_steps_that_are_made_again_the_last_making_counts(tmp_path):
+    write(tmp_path / "log", step(1, loss=1.0), step(2, loss=2.0), step(3, loss=3.0), observation(2), observation(3))
+    write(tmp_path / "log", step(2, loss=20.0), observation(2, "new"))
+    run = read_log(tmp_path / "log")
+    assert [values.loss for values in run.steps] == [1.0, 20.0]
+    assert [(seen.step, seen.module) for seen in run.observations()] == [(2, "new")]
+    assert any("went back to step 2; 2 steps" in note for note in run.notes)
+
+
+def test_an_observation_before_the_step_gone_back_to_stays(tmp_path):
+    write(tmp_path / "log", step(1), observation(1), step(2), observation(2), step(3), step(2), step(3), step(3))
+    assert [seen.step for seen in read_log(tmp_path / "log").observations()] == [1]
+
+
+def cut(path, count):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def test_a_line_cut_in_the_middle_is_left_out_and_noted(tmp_path):
+    path = tmp_path / "log"
+    write(path, step(1), step(2))
+    cut(path, 20)
+    run = read_log(path)
+    assert numbers(run) == [1]
+    assert any("line 3 was cut" in note for note in run.notes)
+
+
+def test_a_log_goes_on_after_a_cut_line(tmp_path):
+    path = tmp_path / "log"
+    write(path, step(1), step(2))
+    cut(path, 20)
+    write(path, step(2), step(3))
+    run = read_log(path)
+    assert numbers(run) == [1, 2, 3]
+    assert any("line 3 is damaged" in note for note in run.notes)
+
+
+def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
+    path = tmp_path / "log"
+    write(path, step(1, loss=1.0), observation(1, bins={100: 2}), Finding("note", "a", "b", "c", "d"))
+    whole = path.read_bytes()
+    first = whole.index(b"\n")
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        if end < first:
+            with pytest.raises(LogError, match="empty" if end == 0 else "cut within its first line|no run log"):
+                read_log(path)
+        else:
+            run = read_log(path)
+            found = len(run.steps) + len(list(run.observations())) + len(run.events)
+            assert found == whole[: end + 1].count(b"}\n") - 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n\n", "is empty"),
+        (b'{"type":"sta', "cut within its first line"),
+        (b"epoch,loss\n1,2\n", "no run log"),
+        (b"\x89PNG\x00\xff\n", "no run log"),
+        (b'{"loss":1.0}\n', "first line is not one"),
+        (b"[1]\n", "first line is not one"),
+        (b'{"type":"start","schema":2,"new":1}\n', "schema 2, this halfstep writes and reads 1"),
+    ],
+)
+def test_what_is_no_log_is_refused_by_reader_and_writer(tmp_path, content, message):
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    with pytest.raises(LogError, match=message):
+        read_log(path)
+    if content:
+        with pytest.raises(LogError, match=message):
+            RunLog(path)
+        assert path.read_bytes() == content
+
+
+def test_lines_of_another_kind_are_noted(tmp_path):
+    path = tmp_path / "log"
+    write(path, step(1))
+    with path.open("ab") as file:
+        file.write(b'{"type":"weather"}\n{"type":"step","step":"one"}\n\n\xff\xfe\n' + b"\0" * 9 + b"\n")
+        seen = ObservationLine.of(observation(1, bins={3: 1}))
+        file.write(encode(seen).replace(b'"first":3', b'"first":256'))
+    run = read_log(path)
+    assert numbers(run) == [1]
+    assert any("5 of the lines cannot be read" in note and "line 3" in note for note in run.notes)
+    assert list(run.observations()) == []
+
+
+def test_what_a_log_lacks_is_said(tmp_path):
+    write(tmp_path / "log")
+    notes = " ".join(read_log(tmp_path / "log").notes)
+    assert "no session" in notes
+    assert "no step" in notes
+    assert "no tensor was observed" in notes
+
+
+def test_a_path_without_a_log_is_refused(tmp_path):
+    with pytest.raises(LogError, match="there is no file"):
+        read_log(tmp_path / "nowhere")
+    with pytest.raises(LogError, match=r"\*\.jsonl: none"):
+        read_log(tmp_path)
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl")
+    with pytest.raises(LogError, match=r"a\.jsonl, b\.jsonl"):
+        read_log(tmp_path)
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(LogError, match="cannot be written"):
+        RunLog(tmp_path / "file" / "log")
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, caplog):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = RunLog(tmp_path / "log")
+    log._file._file.close()
+    log._file._file = Full()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        log(step(1))
+        log(step(2))
+    assert len(caplog.records) == 1
+    assert "cannot be written any more" in caplog.text
+
+
+def test_a_closed_log_says_so_once(tmp_path, caplog):
+    log = RunLog(tmp_path / "log")
+    log.close()
+    log.close()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        log(step(1))
+        log(step(2))
+    assert len(caplog.records) == 1
+    assert numbers(read_log(tmp_path / "log")) == []
+
+
+def test_a_record_of_another_kind_is_refused(tmp_path):
+    with RunLog(tmp_path / "log") as log, pytest.raises(LogError, match="not dict"):
+        log.record({"loss": 1.0})
+
+
+PROGRAM = """
+import sys, torch
+from tests.report.test_log import train
+session, log = train(sys.argv[1], 1)
+model = session._roots[0]
+for number in range(2, 10**6):
+    session.backward(model(torch.ones(1, 4)).square().sum())
+    session.step()
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_all_its_steps(tmp_path):
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-c", PROGRAM, str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        printed = [int(line) for line, _ in zip(process.stdout, range(20), strict=False)]
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    run = read_log(path)
+    assert numbers(run) == list(range(1, len(run.steps) + 1))
+    assert run.steps[-1].step >= printed[-1] == 21
+    assert run.machine is not None
+
+
+def test_the_start_of_a_session_is_a_line(tmp_path):
+    write(tmp_path / "log", SessionStart({"name": "O1"}, "cpu", True))
+    run = read_log(tmp_path / "log")
+    assert (run.plan, run.emulated, run.machine.device) == ({"name": "O1"}, True, "cpu")
