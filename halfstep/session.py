@@ -50,8 +50,8 @@ from halfstep.plan.scaling import Scaling
 from halfstep.records import Finding, Observation, Recorder, SessionStart, Status, StepRecord, Verdict
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected, GradientLedger
-from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, scaled, true_gradient
-from halfstep.scale.norm import global_norm
+from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_outputs, scaled, true_gradient
+from halfstep.scale.norm import read
 from halfstep.scale.scaling import Scale, make_scale
 
 Sink = Callable[[StepRecord], None]
@@ -70,6 +70,7 @@ class _Part:
     parameters: Callable[[], list[nn.Parameter]]
     ledger: GradientLedger
     stepper: Stepper
+    needs_closure: bool
 
 
 class Session:
@@ -175,12 +176,13 @@ class Session:
             return [p for group in optimizer.param_groups for p in group["params"]]
 
         ledger = GradientLedger(parameters, full_accumulate=self.plan.param == "low")
+        closure = needs_closure(optimizer)
         if not self._plain:
             self._undo.callback(ledger.close)
             self._undo.callback(exact_state_loading(optimizer))
-            if not needs_closure(optimizer):
+            if not closure:
                 self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
-        return _Part(optimizer, parameters, ledger, stepper)
+        return _Part(optimizer, parameters, ledger, stepper, closure)
 
     def _make_gate(self, formats: ModuleFormats, *, outermost: bool) -> Gate:
         engine = self._engine
@@ -271,16 +273,23 @@ class Session:
             self._add_loss(loss)
             self._awaiting = list(self._parts)
             return
-        not_finite = ~torch.isfinite(loss.detach()).all()
         for part in self._parts:
             part.ledger.before_backward(loss_id, scale.value)
+        token = self._engine.enter_backward() if self._engine is not None else []
         try:
-            with self._backward_context():
+            if self._emulation is None:
                 scaled(loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+            else:
+                with self._emulation:
+                    scaled(loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             for part in self._parts:
                 part.ledger.undo_backward()
             raise
+        finally:
+            if self._engine is not None:
+                self._engine.leave_backward(token)
+        not_finite = overflowed(loss)
         for part in self._parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
         self._counted.discard(loss_id)
@@ -368,7 +377,7 @@ class Session:
             )
             raise SessionError(f"{what}; give it to halfstep.initialize")
         for part in parts:
-            if needs_closure(part.optimizer):
+            if part.needs_closure:
                 name = type(part.optimizer).__name__
                 raise SessionError(
                     f"{name} needs a closure: call optimizer.step(closure), with session.backward inside the closure"
@@ -393,25 +402,26 @@ class Session:
         if self._engine is not None:
             self._engine.clear_cache()
         collected = [part.ledger.collect() for part in parts]
-        measured = [global_norm(held.grads, device=self._device) for held in collected]
-        norms = [norm * held.inverse.to(self._device) for (norm, _), held in zip(measured, collected, strict=True)]
+        readings = [read(held.grads, device=self._device) for held in collected]
+        factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
+        norms = [
+            reading.norm if factor is None else reading.norm * factor
+            for reading, factor in zip(readings, factors, strict=True)
+        ]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        found = torch.stack(
-            [
-                flag.to(self._device)
-                for (_, now), held in zip(measured, collected, strict=True)
-                for flag in (now, held.found)
-            ]
-        ).any()
+        found = readings[0].found
+        for flag in (*(reading.found for reading in readings[1:]), *(held.found for held in collected)):
+            if flag is not None:
+                found = found | flag.to(self._device)
         clip = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for part, held in zip(parts, collected, strict=True):
-            factor = None if self._constant_one else held.inverse.to(self._device)
+        for part, held, factor in zip(parts, collected, factors, strict=True):
             if clip is not None:
                 factor = clip if factor is None else factor * clip
             part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
         self._buffers.restore(found)
-        self._update_scales(collected, [now for _, now in measured])
+        if not self._constant_one:
+            self._update_scales(collected, [reading.found for reading in readings])
         self._skips = self._skips + found
         synced = any(part.stepper.syncs for part in parts)
         return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss)

@@ -16,6 +16,7 @@ from halfstep.errors import SessionError
 from halfstep.plan.optable import Action
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...]]
+Switched = list[tuple[str, bool]]
 
 
 class OpEngine:
@@ -71,20 +72,32 @@ class OpEngine:
 
     @contextmanager
     def backward_region(self) -> Iterator[None]:
-        """Lets the table act in a `with` around a backward pass, where checkpoints compute forward parts again.
-
-        Autocast itself stays as it is: checkpoints switch it on as it was, and gradients need no casts.
-        """
-        marker = self._open_marker()
-        others = REGISTRY.others(marker)
-        before = [(other, torch.is_autocast_enabled(other)) for other in (marker, *others)]
+        """Lets the table act in a `with` around a backward pass."""
+        token = self.enter_backward()
         try:
-            for other, _ in before:
-                torch.set_autocast_enabled(other, other == marker)
             yield
         finally:
-            for other, was_on in before:
-                torch.set_autocast_enabled(other, was_on)
+            self.leave_backward(token)
+
+    def enter_backward(self) -> Switched:
+        """Lets the table act around a backward pass, where checkpoints compute forward parts again.
+
+        Returns the token for `leave_backward`. Autocast itself stays as it is: checkpoints switch it on as it was, and
+        gradients need no casts.
+        """
+        marker = self._open_marker()
+        on = torch.is_autocast_enabled
+        switched = [(other, True) for other in REGISTRY.others(marker) if on(other)]
+        if not on(marker):
+            switched.append((marker, False))
+        for other, was_on in switched:
+            torch.set_autocast_enabled(other, not was_on)
+        return switched
+
+    def leave_backward(self, token: Switched) -> None:
+        """Undoes the `enter_backward` that gave this token."""
+        for marker, was_on in token:
+            torch.set_autocast_enabled(marker, was_on)
 
     def enter(self, enabled: bool = True) -> Token:
         """Does what entering `region` does, faster, in eager code; returns the token for `leave`."""

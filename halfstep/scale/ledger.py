@@ -19,18 +19,22 @@ class Collected:
     """The gradients of one step as they lie in `p.grad`: gradient times `inverse` is the true gradient.
 
     `scale` is the one that the last backward used (fp32). `losses` are the ids of the losses that went in; `found` says
-    whether one of them is known to have overflowed although its gradients may no longer show it (0-dim bool); the step
-    must be skipped where `found` or the present gradients are non-finite.
+    whether one of them is known to have overflowed although its gradients may no longer show it (0-dim bool, None where
+    nothing was noted); the step must be skipped where `found` or the present gradients are non-finite.
     """
 
     params: list[Parameter]
     grads: list[Tensor]
     scale: Tensor
-    inverse: Tensor
-    found: Tensor
+    found: Tensor | None
     losses: tuple[int, ...]
     flags: Mapping[int, Tensor] = field(repr=False)
-    folded: bool = field(repr=False)
+    true: bool = field(repr=False)
+
+    @property
+    def inverse(self) -> Tensor:
+        """What the gradients are multiplied by (0-dim fp32): 1 where they are true already."""
+        return torch.ones_like(self.scale) if self.true else _inverse(self.scale)
 
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
         """Returns for each loss whether its scale must back off, given whether the present gradients are non-finite.
@@ -40,7 +44,7 @@ class Collected:
         """
         clean = torch.zeros_like(found)
         flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
-        return flags if self.folded else {loss: flag | found for loss, flag in flags.items()}
+        return flags if self.true else {loss: flag | found for loss, flag in flags.items()}
 
 
 class GradientLedger:
@@ -116,14 +120,19 @@ class GradientLedger:
 
     def collect(self) -> Collected:
         """Returns the gradients for one step, and what is known of them."""
-        held = self._held()
-        grads = [param.grad for param in held if param.grad is not None]
+        params: list[Parameter] = []
+        grads: list[Tensor] = []
+        for param in self._distinct():
+            grad = param.grad
+            if grad is not None:
+                params.append(param)
+                grads.append(grad)
         device = grads[0].device if grads else self._scale.device
-        found = torch.zeros((), dtype=torch.bool, device=device)
+        found = None
         for flag in self._flags.values():
-            found = found | flag.to(device, non_blocking=True)
-        inverse = torch.ones_like(self._scale) if self._true else _inverse(self._scale)
-        return Collected(held, grads, self._scale, inverse, found, self._losses, dict(self._flags), self._true)
+            here = flag if flag.device == device else flag.to(device, non_blocking=True)
+            found = here if found is None else found | here
+        return Collected(params, grads, self._scale, found, self._losses, dict(self._flags), self._true)
 
     def consumed(self) -> None:
         """Ends the step. What stays in `p.grad` is stale: a later backward adds to it, its overflows are settled."""
@@ -141,8 +150,11 @@ class GradientLedger:
         self._scale, self._source, self._true = torch.ones(()), None, False
         self._mark = None
 
+    def _distinct(self) -> Iterable[Parameter]:
+        return {id(param): param for param in self._params()}.values()
+
     def _held(self) -> list[Parameter]:
-        return [param for param in dict.fromkeys(self._params()) if param.grad is not None]
+        return [param for param in self._distinct() if param.grad is not None]
 
     def _carry(self, scale: Tensor) -> None:
         """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""

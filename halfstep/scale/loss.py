@@ -52,6 +52,16 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
     return paired, directions
 
 
+def overflowed(loss: Tensor) -> Tensor:
+    """Returns whether any number of the loss is infinite or NaN (0-dim bool), from two small operations.
+
+    >>> overflowed(torch.tensor(float("-inf"))), overflowed(torch.tensor(3.0))
+    (tensor(True), tensor(False))
+    """
+    bad = loss.detach() * 0 != 0  # a finite number times 0 is 0, anything else NaN
+    return bad.any() if bad.dim() else bad
+
+
 def scaled(loss: Tensor, scale: Scale) -> Tensor:
     """Returns the loss times its scale, in fp32 (float64 stays); the loss itself where scaling is off."""
     if not scale.active:

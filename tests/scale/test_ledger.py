@@ -51,7 +51,8 @@ class Twin:
         self.ledger.consumed()
         for loss, flag in flags.items():
             self.scales[loss].update(flag)
-        return bool(found | collected.found), {loss: bool(flag) for loss, flag in flags.items()}
+        noted = collected.found is not None and bool(collected.found)
+        return bool(found) or noted, {loss: bool(flag) for loss, flag in flags.items()}
 
     def true(self):
         """The true gradients that a step would use, weight by weight."""
