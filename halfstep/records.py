@@ -58,7 +58,8 @@ class SessionStart:
 class Status:
     """What a session is doing, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
-    `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies or
+    `scales` maps each loss id that was used to its loss scale. `nonfinite_gradients` names the parameters whose
+    gradients were infinite or NaN in the last step, which was skipped for them. `memory` has the bytes of weights, masters (copies or
     remainders), gradients and optimizer state.
     """
 
@@ -69,16 +70,20 @@ class Status:
     scales: dict[int, float]
     nonfinite_parameters: tuple[str, ...]
     memory: dict[str, int]
+    nonfinite_gradients: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         scales = ", ".join(
             f"{value:g}" if len(self.scales) == 1 else f"loss {k}: {value:g}" for k, value in self.scales.items()
         )
         bad = ", ".join(self.nonfinite_parameters) or "none"
+        skipped = f"\nskipped last for the gradients of: {', '.join(self.nonfinite_gradients)}" * bool(
+            self.nonfinite_gradients
+        )
         memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory.items())
         return (
             f"{self.level} in {self.low}: {self.steps} steps, {self.skipped} skipped, scale {scales or 'unused'}\n"
-            f"non-finite parameters: {bad}\nmemory: {memory}"
+            f"non-finite parameters: {bad}{skipped}\nmemory: {memory}"
         )
 
 

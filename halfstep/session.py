@@ -107,6 +107,7 @@ class Session:
         self._scale_ceiling: float | None = None
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
+        self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._engine: OpEngine | None = None
         try:
@@ -169,7 +170,7 @@ class Session:
             self._store.restore(parameter)
 
     def _make_part(self, optimizer: Optimizer) -> _Part:
-        stepper = make_stepper(optimizer, self._store, plain=self._plain)
+        stepper = make_stepper(optimizer, self._store, plain=self._plain, name_of=self._name_of)
         self._undo.callback(stepper.close)
 
         def parameters() -> list[nn.Parameter]:
@@ -419,6 +420,7 @@ class Session:
                 factor = clip if factor is None else factor * clip
             part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
+        self._overflows = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
         self._buffers.restore(found)
         if not self._constant_one:
             self._update_scales(collected, [reading.found for reading in readings])
@@ -435,6 +437,13 @@ class Session:
             self._scales[loss_id].update(flag, count=loss_id not in self._counted)
             self._counted.add(loss_id)
 
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for index, root in enumerate(self._roots):
+            yield from root.named_parameters(prefix="" if len(self._roots) == 1 else str(index))
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, p in self._named_parameters() if p is parameter), "(in no model of the session)")
+
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""
         return list(self._store)
@@ -443,8 +452,7 @@ class Session:
         """Returns what the session is doing, read on the host (this waits for the device)."""
         bad = [
             name
-            for index, root in enumerate(self._roots)
-            for name, p in root.named_parameters(prefix="" if len(self._roots) == 1 else str(index))
+            for name, p in self._named_parameters()
             if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())
         ]
         parameters = {id(p): p for root in self._roots for p in root.parameters()}.values()
@@ -468,8 +476,16 @@ class Session:
             skipped=int(self._skips),
             scales={loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())},
             nonfinite_parameters=tuple(bad),
+            nonfinite_gradients=self._nonfinite_gradients(),
             memory=memory,
         )
+
+    def _nonfinite_gradients(self) -> tuple[str, ...]:
+        """Returns whose gradients were infinite or NaN in the last step, from the flags of its one read."""
+        bad = {
+            id(p) for params, flags in self._overflows for p, flag in zip(params, flags.tolist(), strict=True) if flag
+        }
+        return tuple(name for name, p in self._named_parameters() if id(p) in bad)
 
     def adopt_weights(self) -> None:
         """Takes over weights that were written behind halfstep's back (`p.data.clamp_()` and the like).

@@ -66,3 +66,11 @@ def data_dir():
     if not DATA.is_dir():
         pytest.skip(f"no data folder at {DATA}; {HOW_TO_GET_DATA}")
     return DATA
+
+
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)

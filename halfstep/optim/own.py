@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,10 +41,12 @@ class OwnStepper:
         optimizer: Optimizer,
         store: MasterStore,
         implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
+        name_of: Callable[[Parameter], str] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._store = store
         self._implementations = implementations
+        self._name_of = name_of
         self._scratch = Scratch()
         self._fresh: dict[Parameter, tuple[Tensor, Tensor]] = {}  # first momentum and its flag: 1 until an update
         self._arranged: Arranged | None = None
@@ -121,6 +123,13 @@ class OwnStepper:
         name = type(self._optimizer).__name__
         if not isinstance(self._optimizer, SGD) and any(grad.is_sparse for grad in grads):
             raise SessionError(f"{name} takes no sparse gradients; use SparseAdam or sparse=False")
+        for p, grad in zip(params, grads, strict=True):
+            if grad.shape != p.shape or grad.device != p.device:
+                which = "a parameter" if self._name_of is None else f"the parameter {self._name_of(p)!r}"
+                raise SessionError(
+                    f"the gradient of {which} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+                    f"{tuple(p.shape)} on {p.device}; drop it (zero_grad) after a parameter was reshaped or moved"
+                )
         given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
         groups = self._optimizer.param_groups
         members = [[(p, given.pop(id(p))) for p in group["params"] if id(p) in given] for group in groups]

@@ -59,15 +59,21 @@ class PlainStepper:
         """Does nothing: nothing was attached."""
 
 
-def make_stepper(optimizer: Optimizer, store: MasterStore, *, plain: bool) -> Stepper:
+def make_stepper(
+    optimizer: Optimizer,
+    store: MasterStore,
+    *,
+    plain: bool,
+    name_of: Callable[[Parameter], str] | None = None,
+) -> Stepper:
     """Returns the stepper for `optimizer`: its own step (`plain`), halfstep's update, or its own step on the masters.
 
-    halfstep has an update for exactly `torch.optim.Adam`, `AdamW` and `SGD`; a subclass may compute something else.
+    `name_of` names a parameter in errors. halfstep has an update for exactly `torch.optim.Adam`, `AdamW` and `SGD`; a subclass may compute something else.
     """
     if plain:
         return PlainStepper(optimizer)
     if is_own(optimizer):
-        return OwnStepper(optimizer, store)
+        return OwnStepper(optimizer, store, name_of=name_of)
     return ForeignStepper(optimizer, store)
 
 

@@ -10,8 +10,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def two_threads(one_thread):
-    torch.set_num_threads(2)

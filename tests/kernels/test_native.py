@@ -1,0 +1,244 @@
+"""The compiled loops against the eager reference: the same bits over optimizers, masters, formats, shapes and skips."""
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from halfstep.kernels import build, native
+from halfstep.kernels.batch import Batch
+from halfstep.scale.norm import read_with_torch
+from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, own_run
+
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
+
+MASTERS = [
+    (None, torch.float32),
+    ("copy", torch.bfloat16),
+    ("copy", torch.float16),
+    ("split", torch.bfloat16),
+    ("none", torch.bfloat16),
+    ("none", torch.float16),
+]
+# One below, at and above a vector, a block (128), and a part (16,384); and the shapes with other strides.
+NUMELS = (1, 15, 16, 17, 127, 128, 129, 16383, 16384, 16385, 70000)
+
+
+def shapes():
+    g = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(n, generator=g) for n in NUMELS]
+    tensors.append(torch.randn(4, 3, 5, 5, generator=g).to(memory_format=torch.channels_last))
+    tensors += [torch.randn(6, 9, generator=g).t(), torch.randn((), generator=g)]
+    return tensors
+
+
+def run_of(cls, options, kind, low, implementation):
+    run = own_run(cls, options, kind, low, implementation)
+    run.params = [torch.nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in shapes()]
+    run.optimizer.param_groups[0]["params"] = run.params
+    for p in run.params if kind else ():
+        run.store.track(p)
+    return run
+
+
+def grads_of(run, seed, dtype, scale=1024.0):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(p.shape, generator=g) * scale * 0.01).to(dtype) for p in run.params]
+
+
+@pytest.mark.parametrize(("kind", "low"), MASTERS)
+@pytest.mark.parametrize(("cls", "options"), OWN)
+def test_fifty_steps_have_the_bits_of_the_reference(cls, options, kind, low):
+    runs = [run_of(cls, options, kind, low, name) for name in ("native", "eager")]
+    formats = [low] if kind is None else [low, torch.float32]
+    for seed in range(50):
+        grads = grads_of(runs[0], seed, formats[seed % len(formats)])
+        found = torch.tensor(seed % 7 == 3)
+        if found:
+            grads[3].view(-1)[0] = math.inf
+        factor = None if seed % 5 == 4 else torch.tensor(2.0**-10 * 0.7)
+        for run in runs:
+            if isinstance(options["lr"], float):
+                run.optimizer.param_groups[0]["lr"] = options["lr"] * (1 - seed / 100)
+            run.step(grads, factor, found)
+    assert_same_bits(runs[0].everything(), runs[1].everything())
+
+
+@pytest.mark.parametrize(("cls", "options"), [ADAMS[0], (SGD, {"lr": 0.1, "momentum": 0.9})])
+def test_threads_do_not_change_a_bit(cls, options, two_threads):
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        run = run_of(cls, options, "split", torch.bfloat16, "native")
+        for seed in range(3):
+            run.step(grads_of(run, seed, torch.bfloat16), torch.tensor(0.1), FALSE)
+        runs.append(run.everything())
+    assert_same_bits(*runs)
+
+
+def test_a_skip_writes_nothing_and_reads_no_infinity():
+    run = run_of(AdamW, {"lr": 1e-2}, "split", torch.bfloat16, "native")
+    run.step(grads_of(run, 0, torch.bfloat16), None, FALSE)
+    before, versions = run.everything(), [p._version for p in run.params]
+    run.step([torch.full_like(p, math.nan) for p in run.params], torch.tensor(math.inf), TRUE)
+    assert_same_bits(run.everything(), before)
+    assert all(p._version > version for p, version in zip(run.params, versions, strict=True))
+
+
+def test_autograd_notices_that_a_weight_was_written():
+    w = torch.nn.Parameter(torch.ones(3))
+    run = own_run(AdamW, {"lr": 0.1}, None, implementation="native")
+    run.params = run.optimizer.param_groups[0]["params"] = [w]
+    loss = (w * w).sum()
+    run.step([torch.ones(3)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-8, 2.0**-24, 2.0**-25, 65504.0, 65519.99, 65520.0, 1e6, -3e-5])
+def test_fp16_weights_are_stored_as_torch_casts_them(value):
+    run = own_run(SGD, {"lr": 1.0}, "none", torch.float16, "native")
+    run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(21))]
+    run.store.track(run.params[0])
+    run.step([torch.full((21,), -value)])
+    assert_same_bits([run.params[0]], [(torch.zeros(21) + value).half()])
+
+
+class TestRead:
+    """The norm, the test and the flags of one read."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_every_16_bit_pattern_is_judged_as_torch_judges_it(self, dtype):
+        patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        low = torch.bfloat16 if dtype is torch.float32 else dtype
+        grads = [t.to(dtype) for t in patterns.view(low).split(1)]
+        flags = native.read(grads)[2]
+        assert torch.equal(flags, ~torch.isfinite(torch.cat(grads)))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-25, 1e25])
+    def test_the_norm_is_float64s(self, dtype, scale):
+        grads = [
+            (torch.randn(n) * scale).clamp(-6e4, 6e4).to(dtype)
+            if dtype is torch.float16
+            else (torch.randn(n) * scale).to(dtype)
+            for n in NUMELS
+        ]
+        norm, found, flags = native.read(grads)
+        wide = torch.cat([g.double().reshape(-1) for g in grads]).square().sum().sqrt()
+        torch.testing.assert_close(norm.double(), wide, rtol=1e-6, atol=0)
+        assert not found
+        assert flags.shape == (len(NUMELS),)
+        assert not flags.any()
+
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+    @pytest.mark.parametrize("where", [0, 63, 64, 4095, 4096, 16383, 16384, 69999])
+    def test_a_flag_names_the_gradient(self, bad, where):
+        grads = [torch.ones(70000) for _ in range(3)]
+        grads[1][where] = bad
+        _, found, flags = native.read(grads)
+        assert found
+        assert flags.tolist() == [False, True, False]
+
+    def test_the_largest_numbers_are_finite(self):
+        norm, found, _ = native.read([torch.full((5000,), torch.finfo(torch.float32).max)])
+        assert not found
+        assert norm.isinf()  # 70 times the largest fp32 number
+        assert native.read([torch.full((1,), 3e38)])[0] == torch.tensor(3e38)
+
+    def test_threads_do_not_change_a_bit(self, two_threads):
+        grads = [torch.randn(n) for n in (100_000, 5, 77_777)]
+        norms = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            norms.append(native.read(grads)[0])
+        assert torch.equal(*norms)
+
+    def test_gradients_stay_as_they_are(self):
+        grads = [torch.randn(1000).bfloat16(), torch.full((3,), math.nan)]
+        before = [g.clone() for g in grads]
+        native.read(grads)
+        assert_same_bits(grads, before)
+
+    def test_none_and_empty_gradients(self):
+        assert [t.tolist() for t in native.read([])] == [0.0, False, []]
+        assert [t.tolist() for t in native.read([torch.zeros(0), torch.tensor([3.0])])] == [3.0, False, [False, False]]
+
+    def test_what_it_does_not_take(self):
+        assert native.can_read([torch.ones(2), torch.ones(2, 3).t()])
+        assert not native.can_read([torch.ones(2), torch.ones(2).double()])
+        assert not native.can_read([torch.ones(4, 4)[:, ::2]])
+        assert not native.can_read([torch.ones(4).to_sparse()])
+
+    def test_torchs_operations_give_the_same_flags(self):
+        grads = [torch.ones(3), torch.tensor([math.nan]), torch.zeros(0), torch.tensor([1.0, math.inf]).bfloat16()]
+        for read in (native.read, read_with_torch):
+            norm, found, flags = read(grads)
+            assert (found.item(), flags.tolist()) == (True, [False, True, False, True])
+            assert not norm.isfinite()
+
+
+class TestFits:
+    def test_float64_weights_and_half_dense_ones_are_left_to_others(self):
+        options = own_run(*ADAMS[0]).optimizer
+        from halfstep.optim.own import options_of
+
+        adam = options_of(options, options.param_groups[0])
+        for weight, fits in ((torch.ones(3), True), (torch.ones(3).double(), False), (torch.ones(4, 4)[:, ::2], False)):
+            assert native.fits(Batch("full", [weight], [], [weight]), adam) is fits
+
+
+class TestBuild:
+    def test_source_that_does_not_compile_is_a_notice(self, tmp_path, caplog, monkeypatch):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "broken.cpp"
+        source.write_text("int main( {")
+        with caplog.at_level(logging.WARNING, "halfstep"):
+            assert build.library(source) is None
+            assert build.library(source) is None
+        assert len(caplog.records) == 1
+        assert "could not compile broken.cpp" in caplog.text
+        assert "error" in caplog.text
+
+    def test_the_result_is_kept_and_found_again(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "one.cpp"
+        source.write_text('extern "C" int one() { return 1; }')
+        assert build.library(source).one() == 1
+        kept = list((tmp_path / ".cache" / "halfstep").iterdir())
+        assert [path.suffix for path in kept] == [".so"]
+        source.write_text('extern "C" int one() { return 2; }')
+        build.library.cache_clear()
+        assert build.library(source).one() == 2
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+    def test_a_home_that_cannot_be_written_to(self, tmp_path, monkeypatch):
+        (tmp_path / "home").mkdir(mode=0o500)
+        monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+        source = tmp_path / "three.cpp"
+        source.write_text('extern "C" int three() { return 3; }')
+        assert build.library(source).three() == 3
+
+    def test_without_a_compiler_training_goes_on_and_says_so_once(self, tmp_path):
+        code = (
+            "import logging, torch, halfstep; logging.basicConfig(format='%(message)s')\n"
+            "model = torch.nn.Linear(4, 4); optimizer = torch.optim.AdamW(model.parameters())\n"
+            "session = halfstep.initialize(model, optimizer, 'O2', low='bf16')\n"
+            "before = model.weight.detach().clone()\n"
+            "for _ in range(3):\n"
+            "    optimizer.zero_grad(); session.backward(model(torch.ones(2, 4)).sum()); session.step(max_norm=1.0)\n"
+            "assert not torch.equal(model.weight, before)\n"
+        )
+        environment = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, cwd=root
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("no C++ compiler found") == 1
