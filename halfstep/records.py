@@ -58,9 +58,9 @@ class SessionStart:
 class Status:
     """What a session is doing, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
-    `scales` maps each loss id that was used to its loss scale. `nonfinite_gradients` names the parameters whose
-    gradients were infinite or NaN in the last step, which was skipped for them. `memory` has the bytes of weights, masters (copies or
-    remainders), gradients and optimizer state.
+    `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies or
+    remainders), gradients and optimizer state. `nonfinite_gradients` names the parameters whose gradients were infinite
+    or NaN in the last step, which was skipped for them.
     """
 
     level: str

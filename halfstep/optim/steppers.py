@@ -68,7 +68,8 @@ def make_stepper(
 ) -> Stepper:
     """Returns the stepper for `optimizer`: its own step (`plain`), halfstep's update, or its own step on the masters.
 
-    `name_of` names a parameter in errors. halfstep has an update for exactly `torch.optim.Adam`, `AdamW` and `SGD`; a subclass may compute something else.
+    `name_of` names a parameter in errors. halfstep has an update for exactly `torch.optim.Adam`, `AdamW` and `SGD`; a
+    subclass may compute something else.
     """
     if plain:
         return PlainStepper(optimizer)
