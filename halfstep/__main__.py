@@ -9,6 +9,7 @@ import typer
 from halfstep.cli.bench import bench
 from halfstep.cli.levels import levels
 from halfstep.cli.ops import ops
+from halfstep.cli.report import report
 from halfstep.errors import HalfstepError
 
 USAGE_ERROR = 2
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(levels)
 app.command()(ops)
+app.command()(report)
 
 
 def main() -> None:

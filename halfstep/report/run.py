@@ -52,7 +52,7 @@ class Run:
     """What a run log holds. Of steps that were made again by a process that went back, only the last making counts.
 
     `plan` (as `plan.io.to_dict` gives it), `emulated` and `machine` are those of the last session, None where there is
-    none; `notes` say what is missing or damaged.
+    none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
     """
 
     path: Path
@@ -61,6 +61,7 @@ class Run:
     emulated: bool | None
     machine: Machine | None
     steps: tuple[StepValues, ...]
+    observed: tuple[int, ...]
     events: tuple[Event, ...]
     notes: tuple[str, ...]
     returns: tuple[tuple[int, int], ...]  # (line, step) where the run went back to a step
@@ -141,7 +142,7 @@ class _Found:
     session: SessionLine | None = None
     steps: list[StepValues] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    observed: int = 0
+    observed: set[int] = field(default_factory=set)
     returns: list[tuple[int, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
@@ -158,7 +159,7 @@ class _Found:
                 self.ends[-1] = max(self.ends[-1], line.time)
                 self._step(number, line.values())
             case ObservationLine():
-                self.observed += 1
+                self.observed.add(line.step)
             case VerdictLine():
                 self.events.append(Event(line.after, line.verdict()))
             case FindingLine():
@@ -172,6 +173,7 @@ class _Found:
             while self.steps and values.step <= self.steps[-1].step:
                 self.steps.pop()
             self.returns.append((number, values.step))
+            self.observed = {step for step in self.observed if step < values.step}
             self.notes.append(
                 f"line {number}: the run went back to step {values.step}; {before - len(self.steps)} steps that it had "
                 "made before from there on are left out"
@@ -202,6 +204,7 @@ class _Found:
             emulated=None if session is None else session.emulated,
             machine=None if session is None else session.machine,
             steps=tuple(self.steps),
+            observed=tuple(sorted(self.observed)),
             events=tuple(self.events),
             notes=tuple(notes),
             returns=tuple(self.returns),

@@ -1,0 +1,249 @@
+"""What the page of a run shows, as plain data: the charts draw it, and nothing in it is larger than a screen needs."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
+from halfstep.records import SEVERITIES, StepValues, Verdict
+from halfstep.report.gather import BIAS, MARGIN, MEASURES, Array, Sums, gather
+from halfstep.report.run import Run
+
+POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
+SHOWN = (FP16, BF16, E4M3, E5M2)
+UNPLANNED = FP16  # what a log without a plan is judged by
+GRADIENTS = ("activation_grad", "weight_grad")
+KINDS = (*GRADIENTS, "activation", "weight")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A verdict or finding in the table of the page."""
+
+    step: int
+    severity: str
+    what: str
+    place: str
+    evidence: str
+    advice: str
+    cure: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page of a run: facts by name, what the log lacks, verdicts and findings, and the data of the charts."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+    charts: dict[str, Any]
+
+
+def page_of(run: Run, low: Format | None = None) -> Page:
+    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan."""
+    planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
+    judge = low or planned or UNPLANNED
+    gathered = gather(run.observations(), run.observed, judge)
+    return Page(
+        title=f"{run.path.resolve().parent.name}/{run.path.name}",
+        facts=tuple(_facts(run, judge)),
+        notes=run.notes,
+        rows=tuple(_rows(run)),
+        charts={
+            "formats": {fmt.name: _limits(fmt) for fmt in dict.fromkeys((*SHOWN, judge))},
+            "low": judge.name,
+            "shift": _shift(run.steps),
+            "timeline": _timeline(run.steps),
+            "columns": [list(column) for column in gathered.columns],
+            "gradients": GRADIENTS,
+            "kinds": {
+                name: _kind(sums)
+                for name, sums in sorted(gathered.kinds.items(), key=lambda item: _kind_order(item[0]))
+            },
+        },
+    )
+
+
+def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
+    """Returns the places of at most `points` values that draw the line of all: extremes of groups, both ends.
+
+    >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)
+    array([0, 1, 3, 4, 7])
+    """
+    if len(values) <= points:
+        return np.arange(len(values))
+    chosen = {0, len(values) - 1}
+    for group in np.array_split(np.arange(len(values)), max(1, points // 2 - 1)):
+        finite = group[np.isfinite(values[group])]
+        if len(finite):
+            chosen.update((int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])))
+    return np.array(sorted(chosen))
+
+
+def _timeline(steps: Sequence[StepValues]) -> dict[str, Any]:
+    skips = [values.step for values in steps if values.skipped]
+    return {
+        "steps": len(steps),
+        "skipped": len(skips),
+        "skips": _some(skips),
+        "lines": {name: _line(name, steps) for name in ("loss", "grad_norm", "scale")},
+    }
+
+
+def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
+    """Returns the points of a line, and the steps at which its value was not finite."""
+    given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
+    number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
+    finite = np.isfinite(value)
+    places = thin(value)
+    if name == "scale" and len(value):  # constant between its changes
+        places = np.unique([0, *np.flatnonzero(np.diff(value)) + 1, len(value) - 1])
+        places = places[thin(value[places])]
+    drawn = np.where(finite, value, np.nan)[places]
+    return {"x": _packed(number[places]), "y": _packed(drawn), "nonfinite": _some(number[~finite].tolist())}
+
+
+def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
+    """Returns the steps, or as many of them, evenly taken, as a line of marks can show."""
+    places = np.linspace(0, len(steps) - 1, min(len(steps), points)).astype(int)
+    return [int(steps[place]) for place in places]
+
+
+def _shift(steps: Sequence[StepValues]) -> int:
+    """Returns the exponent of the loss scale that the histogram is shown with: the last of the run."""
+    last = next((values.scale for values in reversed(steps) if 0 < values.scale < math.inf), 1.0)
+    return round(math.log2(last))
+
+
+def _limits(fmt: Format) -> dict[str, Any]:
+    """Returns where a format ends, as base-2 logarithms: what is below `zero` rounds to zero."""
+    return {
+        "zero": int(math.log2(fmt.smallest_subnormal)) - 1,
+        "normal": int(math.log2(fmt.smallest_normal)),
+        "top": math.log2(fmt.max),
+        "max": fmt.max,
+    }
+
+
+def _kind_order(kind: str) -> tuple[int, str]:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS), kind
+
+
+def _kind(sums: Sums) -> dict[str, Any]:
+    used = np.flatnonzero(sums.histogram[0])
+    first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
+    totals = sums.shares.sum(1)
+    shares = dict(zip(MEASURES, np.moveaxis(sums.shares[1:], 2, 0), strict=True))
+    with np.errstate(invalid="ignore"):  # where nothing was observed, 0 / 0: no color
+        maps = {
+            "lost": shares["lost"] / shares["nonzero"],
+            "small": shares["small"] / shares["nonzero"],
+            "zero": shares["zeros"] / shares["count"],
+            "saturated": shares["saturated"] / shares["count"],
+        }
+    return {
+        "modules": sums.modules,
+        "formats": sorted(sums.formats),
+        "sampled": sums.sampled,
+        "first": first - MARGIN - BIAS,
+        "bins": end - first,
+        "histogram": _packed(sums.histogram[:, first:end]),
+        "largest": _packed(sums.largest),
+        "totals": {name: _packed(totals[:, index]) for index, name in enumerate(MEASURES)},
+        "maps": {name: _packed(values.astype(np.float32)) for name, values in maps.items()},
+    }
+
+
+def _packed(values: npt.NDArray[Any]) -> str:
+    """Returns numbers as the page reads them: base64 of little-endian float64, or float32 where they are that."""
+    return base64.b64encode(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def _rows(run: Run) -> Iterator[Row]:
+    """Yields verdicts and findings, the gravest first."""
+    rows = []
+    for event in run.events:
+        record = event.record
+        cure = tuple(map(str, record.cure))
+        if isinstance(record, Verdict):
+            place = f"{record.module or 'the model itself'}" + (f", {record.where}" if record.where else "")
+            what = f"{record.kind}: {record.operator} ({record.phase})"
+            rows.append(Row(event.step, "verdict", what, place, record.evidence, record.advice, cure))
+        else:
+            rows.append(
+                Row(event.step, record.severity, record.code, record.place, record.evidence, record.advice, cure)
+            )
+    order = ("verdict", *reversed(SEVERITIES))
+    yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
+
+
+def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
+    plan, machine = run.plan or {}, run.machine
+    yield "plan", _plan(plan) if plan else "not in the log"
+    planned = plan.get("low")
+    emulated = ", emulated (rounded exactly, computed wider)" if run.emulated else ""
+    yield "low format", f"{planned or 'not in the log'}{emulated}"
+    if judge.name != planned:
+        yield "judged by", f"what {judge.name} can hold"
+    skipped = sum(values.skipped for values in run.steps)
+    if run.steps:
+        yield (
+            "steps",
+            f"{run.steps[0].step:,} to {run.steps[-1].step:,}: {len(run.steps):,}, of them {skipped:,} skipped",
+        )
+        last = [values.loss for values in run.steps if values.loss is not None]
+        if last:
+            yield "loss", f"{last[0]:.4g} at first, {last[-1]:.4g} at last"
+    if run.observed:
+        yield "observed", f"{len(run.observed):,} steps, from {run.observed[0]:,} to {run.observed[-1]:,}"
+    first = run.processes[0]
+    yield "begun", datetime.fromtimestamp(first.start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    seconds = sum(process.end - process.start for process in run.processes)
+    several = f" in {len(run.processes)} processes" if len(run.processes) > 1 else ""
+    yield "ran for", _duration(seconds) + several
+    yield "versions", "; ".join(dict.fromkeys(f"halfstep {p.halfstep}, torch {p.torch}" for p in run.processes))
+    if machine is not None:
+        yield (
+            "machine",
+            (
+                f"{machine.device}; {machine.processor}, {machine.cores} cores, {machine.threads} threads; "
+                f"{machine.system}, Python {machine.python}"
+            ),
+        )
+
+
+def _plan(plan: dict[str, Any]) -> str:
+    scale = plan.get("scale", {})
+    kind = scale.get("kind")
+    parts = [
+        str(plan.get("name")),
+        f"weights {plan.get('param')}",
+        "operations by the table" if plan.get("ops") == "table" else "operations as written",
+        f"norms {plan.get('norms')}",
+        f"masters {plan.get('master')}",
+        "no loss scale" if kind == "none" else f"{kind} loss scale from {scale.get('init', 1):g}",
+    ]
+    rules = [str(rule.get("pattern")) for rule in plan.get("rules", [])]
+    return ", ".join(parts) + (f"; rules on {', '.join(rules)}" if rules else "")
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time in words.
+
+    >>> _duration(3.25), _duration(125), _duration(7500)
+    ('3.2 s', '2 min 5 s', '2 h 5 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,199 @@
+"""The page in a browser: every chart drawn, nothing logged as an error, nothing asked of the network."""
+
+import math
+
+import pytest
+
+from halfstep.records import Finding, Verdict
+from halfstep.report.html import page_html
+from halfstep.report.run import read_log
+from tests.report.browser import Browser, find_browser
+from tests.report.logs import START, seen, step, write
+
+pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as opened:
+        yield opened
+
+
+def opened(browser, folder, *records):
+    """Opens the page of a log of these records and returns the browser."""
+    path = folder / "run.html"
+    path.write_text(page_html(read_log(write(folder / "run.jsonl", records))), encoding="utf-8")
+    browser.open(path)
+    return browser
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    return lambda *records: opened(browser, tmp_path, *records)
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory):
+    """The page of `run_of()`, opened once."""
+    with Browser() as browser:
+        yield opened(browser, tmp_path_factory.mktemp("run"), *run_of())
+
+
+def choose(browser, name, value, event="change"):
+    """Sets a control to an option with this text, or to this value, as a person would."""
+    browser.run(f"""(() => {{
+        const control = document.getElementById({name!r});
+        const option = [...(control.options ?? [])].find(each => each.text === {value!r});
+        control.value = option ? option.value : {value!r};
+        control.dispatchEvent(new Event({event!r}));
+    }})()""")
+
+
+def words(browser, name):
+    return browser.run(f"document.getElementById({name!r}).textContent")
+
+
+def count(browser, selector):
+    return browser.run(f"document.querySelectorAll({selector!r}).length")
+
+
+def run_of(steps=6):
+    """A run in fp16: gradients that lie partly below its range, a scale that moves them into it, one skipped step."""
+    yield START
+    yield Finding("warning", "eps", "norm", "eps 1e-8 is 0 in fp16", "1e-6 or more")
+    for number in range(1, steps + 1):
+        skipped, scale = number == 3, 1024 if number < 4 else 512
+        yield step(number, skipped=skipped, scale=scale, norm=math.inf if skipped else number, loss=10 / number)
+        for module, powers in (("body", {-28: 2, -20: 1}), ("head", {-10: 3, 0: 1})):
+            scaled = {power + (10 if number < 4 else 9): n for power, n in powers.items()}
+            yield seen(number, module, scaled, scale=scale, infinities=int(skipped))
+            yield seen(number, module, {-3: 5}, kind="activation", zeros=5)
+    yield Verdict("head", "mul", "backward", "scale too high", "a.py:3", (), "inf at scale 1024", "lower it")
+
+
+def test_every_chart_is_drawn_without_an_error_or_a_request(run_page):
+    browser = run_page
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+    assert sum(url.startswith("file:") for url in browser.requests) == 1  # the page itself
+    assert browser.run("[...document.querySelectorAll('.chart')].map(chart => chart.id)") == [
+        "timeline", "histogram", "small-map", "saturated-map"
+    ]  # fmt: skip
+    assert count(browser, "#timeline .scatterlayer .trace") == 4  # loss, norm, scale, skips
+    assert count(browser, "#timeline .scatterlayer .js-line") == 4  # the norm in two parts, around the skipped step
+    assert count(browser, "#timeline .scatterlayer path.point") == 1
+    assert count(browser, "#histogram .barlayer .trace") == 2
+    assert count(browser, "#histogram .shapelayer path") == 5  # three lines, two shaded ranges
+    for name in ("small-map", "saturated-map"):
+        assert browser.run(f"document.querySelector('#{name} .heatmaplayer image').getBBox().width") > 100
+    assert count(browser, "table.rows tbody tr") == 2
+
+
+def test_every_module_kind_and_format_can_be_chosen(run_page):
+    browser = run_page
+    for name in ("kind", "map-kind", "map-measure", "format", "module"):
+        for option in browser.run(f"[...document.getElementById({name!r}).options].map(option => option.text)"):
+            choose(browser, name, option)
+            assert count(browser, "#histogram .barlayer .trace") >= 1
+    assert browser.errors == []
+
+
+def test_a_module_stays_chosen_when_other_tensors_are(run_page):
+    choose(run_page, "kind", "weight_grad")
+    choose(run_page, "module", "head")
+    choose(run_page, "kind", "activation")
+    assert "activation in head" in words(run_page, "histogram-words")
+    choose(run_page, "kind", "weight_grad")
+
+
+def test_the_words_say_how_much_lies_left_of_the_red_line_and_where_the_scale_moves_it(run_page):
+    browser = run_page
+    choose(browser, "kind", "weight_grad")
+    choose(browser, "format", "fp16")
+    choose(browser, "module", "body")
+    choose(browser, "shift", "0", "input")
+    # of three values two are 2^-28, below half of fp16's smallest subnormal 2^-24, and one is 2^-20, below 2^-14
+    assert "as they are: 66.7% lie left of the red line" in words(browser, "histogram-words")
+    assert "33.3% lie between" in words(browser, "histogram-words")
+    assert "Times a loss scale" not in words(browser, "histogram-words")
+    choose(browser, "shift", "3", "input")
+    moved = words(browser, "histogram-words").partition("Times a loss scale of 8: ")[2]
+    assert moved.startswith("0% lie left of the red line")
+    choose(browser, "shift", "2", "input")
+    moved = words(browser, "histogram-words").partition("Times a loss scale of 4: ")[2]
+    assert moved.startswith("66.7% lie left of the red line")
+    assert browser.run("document.getElementById('histogram').data[1].x[0]") == -28 + 0.5 + 2
+
+
+def test_the_loss_scale_that_is_too_high_is_seen(run_page):
+    browser = run_page
+    choose(browser, "kind", "weight_grad")
+    choose(browser, "format", "fp16")
+    choose(browser, "module", "head")
+    choose(browser, "shift", "16", "input")
+    moved = words(browser, "histogram-words").partition("Times a loss scale of 65,536: ")[2]
+    assert "25% lie right of the black line" in moved  # 2^0 of {2^-10: 3, 2^0: 1}
+    choose(browser, "shift", "15", "input")
+    moved = words(browser, "histogram-words").partition("Times a loss scale of 32,768: ")[2]
+    assert "; 0% lie right of the black line" in moved
+
+
+def test_the_page_opens_at_the_last_scale_of_the_run_and_with_what_was_lost(show):
+    browser = show(*run_of())
+    assert words(browser, "shift-value") == "2^9 = 512"
+    assert words(browser, "timeline-words").startswith("1 of 6 steps were skipped")
+    assert browser.run("document.getElementById('map-measure').value") == "lost"
+
+
+def test_what_carries_no_loss_scale_is_not_moved(run_page):
+    browser = run_page
+    choose(browser, "kind", "activation")
+    choose(browser, "module", "body")
+    assert browser.run("getComputedStyle(document.getElementById('shift-label')).display") == "none"
+    assert count(browser, "#histogram .barlayer .trace") == 1
+    assert "50% were zero" in words(browser, "histogram-words")
+
+
+def test_the_maps_show_shares_by_module_and_step(run_page):
+    browser = run_page
+    choose(browser, "map-kind", "weight_grad")
+    share = browser.run("Array.from(document.getElementById('saturated-map').data[0].customdata, row => [...row])")
+    assert share[0] == pytest.approx([0, 0, 0.25, 0, 0, 0])  # one infinity to three values at the skipped step
+    assert share[1] == pytest.approx([0, 0, 0.2, 0, 0, 0])
+    assert browser.run("document.getElementById('saturated-map').data[0].y") == ["body", "head"]
+
+
+def test_a_tensor_that_is_stored_low_is_said_to_hide_what_it_lost(show):
+    browser = show(START, step(1), seen(1, "body", {-20: 1}, fmt="fp16", zeros=3))
+    assert browser.run("document.getElementById('map-measure').value") == "small"
+    assert "stored in fp16" in words(browser, "maps-words")
+    assert "stored in fp16" in words(browser, "histogram-words")
+
+
+def test_names_and_texts_cannot_become_part_of_the_page(show):
+    evil = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
+    browser = show(START, step(1, loss=1), seen(1, evil, {0: 1}), Finding("error", evil, evil, evil, evil))
+    choose(browser, "module", evil)
+    assert browser.run("window.broken") is None
+    assert evil in words(browser, "histogram-words")
+    assert count(browser, "img") == 0
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize(
+    ("records", "hidden"),
+    [((), 3), ((START, step(1)), 2), ((seen(1, "m", {0: 1}),), 1), ((START, seen(1, "m", {}, zeros=4), step(1)), 0)],
+    ids=["nothing", "no observations", "no steps", "zeros only"],
+)
+def test_a_log_that_lacks_something_is_a_page_that_says_so(show, records, hidden):
+    browser = show(*records)
+    assert count(browser, "section[hidden]") == hidden
+    assert browser.errors == []
+    assert (count(browser, ".notes li") > 0) == (hidden > 0)
+
+
+def test_a_run_of_one_step_whose_loss_is_not_finite(show):
+    browser = show(START, step(1, loss=math.nan, norm=math.nan, skipped=True, scale=2))
+    assert "not finite" in words(browser, "timeline-words")
+    assert count(browser, "#timeline .scatterlayer path.point") >= 2
+    assert browser.errors == []
