@@ -18,7 +18,7 @@ from halfstep.plan.policy import FULL, LOW, Policy
 from halfstep.plan.resolve import Assignment, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Status, StepRecord
+from halfstep.records import Status, StepRecord, Verdict
 from halfstep.report.log import RunLog
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session import Session, initialize
@@ -55,6 +55,7 @@ __all__ = [
     "StateError",
     "Status",
     "StepRecord",
+    "Verdict",
     "__version__",
     "initialize",
     "level",

@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.emulate import Emulation
-from halfstep.cast.enter import CheckpointHook, Entrances, Gate, mark, owners
+from halfstep.cast.enter import CheckpointHook, Entrances, Gate, mark, owners, plain_copies
 from halfstep.cast.functions import check_functions, patch_functions
 from halfstep.cast.modules import CastOut, cast_buffers, inputs_to, keep_checkpoints_full, outputs_to
 from halfstep.cast.ops import OpEngine
 from halfstep.cast.tree import map_tensors
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import FP16, FP32, Format
+from halfstep.observe.blame import Held, Subject, blame
+from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.replay import standing_in
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
@@ -110,6 +113,8 @@ class Session:
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._engine: OpEngine | None = None
+        self._op_recorder: OpRecorder | None = None
+        self._last: StepRecord | None = None
         try:
             self._open(optimizers)
             self.tell(SessionStart(to_dict(plan), str(self._device), emulate))
@@ -216,7 +221,14 @@ class Session:
         return lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs)
 
     def _emulating(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._emulation is None else self._emulation
+        if self._emulation is None:
+            return nullcontext()
+        return self._emulation if self._op_recorder is None else self._with_recorder(self._emulation, self._op_recorder)
+
+    @contextmanager
+    def _with_recorder(self, emulation: Emulation, recorder: OpRecorder) -> Iterator[None]:
+        with emulation, recorder:
+            yield
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns a context that extends the plan to code outside the model's forward (a loss with weights, say)."""
@@ -353,6 +365,7 @@ class Session:
         self._awaiting = [part for part in self._awaiting if part not in parts]
         if not self._awaiting:
             self._buffers.after_step()
+        self._last = record
         for sink in self._sinks:
             sink(record)
         return record
@@ -443,6 +456,70 @@ class Session:
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, p in self._named_parameters() if p is parameter), "(in no model of the session)")
+
+    def blame(self, closure: Callable[[], Tensor], *, loss_id: int = 0) -> Verdict | None:
+        """Returns which operation made the first value that is not finite and that mattered; None where all are finite.
+
+        The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the
+        same random numbers, at the loss scale of the last step where that was skipped. A cure was tried on a copy of
+        the model. Weights, buffers, gradients, optimizer, scale and random state are afterwards as before.
+
+        Raises:
+            SessionError: the session is closed, or the closure is no function that computes and returns the loss.
+        """
+        self._check_open()
+        if not callable(closure):
+            raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
+        verdict = blame(self._subject(), closure, scale=self._scale_to_explain(loss_id), held=self._held())
+        if verdict is not None:
+            self.tell(verdict)
+        return verdict
+
+    def _subject(self) -> Subject:
+        return Subject(self.plan, self._roots, self._recording, self._backward_pass, self._trial, self._store.full)
+
+    @contextmanager
+    def _recording(self, recorder: OpRecorder) -> Iterator[None]:
+        self._op_recorder = recorder
+        try:
+            with recorder:
+                yield
+        finally:
+            self._op_recorder = None
+
+    def _backward_pass(self, loss: Tensor, scale: float) -> None:
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        with self._backward_context():
+            (wide * scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _trial(self, plan: Plan) -> Iterator[Subject]:
+        twins = plain_copies(self._roots)
+        trial = Session(twins, [], plan, emulate=self._emulation is not None and plan.ops != "none")
+        try:
+            self.__dict__["autocast"] = trial.autocast
+            with standing_in(self._roots, twins):
+                yield trial._subject()
+        finally:
+            del self.__dict__["autocast"]
+            trial.close()
+
+    def _scale_to_explain(self, loss_id: int) -> float:
+        """Returns the scale of the last step where it was skipped, else the one that the next would have."""
+        if loss_id in self._scales:
+            now = float(self._scales[loss_id].value)
+            return max(now, float(self._last.scale)) if self._last is not None and bool(self._last.skipped) else now
+        return self.plan.scale.init if self.plan.scale.kind != "none" else 1.0
+
+    def _held(self) -> Held:
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
+        bad = [
+            names.get(id(p), "a parameter")
+            for part in self._parts
+            for p in part.parameters()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
+        return Held(tuple(bad), any(part.ledger.left_over for part in self._parts))
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""

@@ -170,16 +170,22 @@ def _plain_class(cls: type) -> type:
     return plain
 
 
-def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed."""
-    twin = copy.deepcopy(self)
-    for module in list(twin.modules()):
+def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns copies as ordinary fp32 models that know of no session; what the models share their copies share."""
+    twins = copy.deepcopy(list(models))
+    for module in {id(module): module for twin in twins for module in twin.modules()}.values():
         module.__dict__.pop(GATE, None)
         module.__dict__.pop(MARK, None)
         module.__class__ = _plain_class(type(module))
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
                 del hooks[key]
+    return twins
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed."""
+    (twin,) = plain_copies([self])
     reduced: Any = twin.__reduce_ex__(protocol)
     rebuild, arguments, *rest = reduced
     if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle would compare the class with that of `self`

@@ -55,6 +55,7 @@ class GradientLedger:
     under another loss's scale, or after `unscale_`, is held apart, unscaled and added to the true gradients. Gradients
     that were left over from an earlier step take part as they would in fp32. Nothing syncs.
 
+    `left_over` says that the last backward added to gradients that nobody had written to since a step: no `zero_grad`.
     `params` is called each time, so that parameter groups added later take part. Around each backward call
     `before_backward`, and then `after_backward`, or `undo_backward` where it raised.
     """
@@ -69,11 +70,13 @@ class GradientLedger:
         self._losses_before: tuple[int, ...] = ()
         self._source: tuple[Tensor, int] | None = None
         self._mark: tuple[int, int] | None = None
+        self.left_over = False
         self._forget()
 
     def before_backward(self, loss_id: int, scale: Tensor) -> None:
         """Prepares `p.grad` for a backward of loss `loss_id`, which is multiplied by `scale` (0-dim fp32 tensor)."""
         held = self._held()
+        self.left_over = bool(held) and self._stale and self._mark is not None and self._mark == self._marked()
         if not held:
             self._narrow()
             self._forget()

@@ -1,0 +1,68 @@
+"""What of a tensor is not finite, and the range of the rest; each look waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_NARROW = ("float8", "float4")
+
+
+@dataclass(frozen=True)
+class Badness:
+    """How many elements of how many are NaN, plus infinity (above) and minus infinity (below), and the first place."""
+
+    count: int
+    nan: int
+    above: int
+    below: int
+    first: tuple[int, ...] = ()
+
+    def __add__(self, other: Badness) -> Badness:
+        return Badness(
+            self.count + other.count,
+            self.nan + other.nan,
+            self.above + other.above,
+            self.below + other.below,
+            self.first,
+        )
+
+    def __str__(self) -> str:
+        parts = [(self.nan, "NaN"), (self.above, "inf"), (self.below, "-inf")]
+        said = " and ".join(f"{count:,} {word}" for count, word in parts if count)
+        return f"{said} of {self.count:,} element{'s' * (self.count != 1)}"
+
+
+def badness(tensor: Tensor) -> Badness | None:
+    """Returns what is not finite in a tensor, None where all is (or where it holds no floating numbers)."""
+    values = _values(tensor)
+    if values is None or bool(torch.isfinite(values).all()):
+        return None
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    wrong = ~torch.isfinite(values)
+    first = tuple(int(i) for i in torch.nonzero(wrong)[0]) if values.dim() else ()
+    nan, above = int(torch.isnan(values).sum()), int(torch.isposinf(values).sum())
+    return Badness(values.numel(), nan, above, int(wrong.sum()) - nan - above, first)
+
+
+def measure(tensor: Tensor) -> tuple[float, float] | None:
+    """Returns the smallest and the largest finite element; None where there is none."""
+    values = _values(tensor)
+    if values is None or values.is_complex():
+        return None
+    finite = values[torch.isfinite(values)]
+    return None if finite.numel() == 0 else (float(finite.min()), float(finite.max()))
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values._values() if values.is_sparse else values.values()
+    if values.numel() == 0:
+        return None
+    return values.float() if str(values.dtype).startswith(tuple(f"torch.{name}" for name in _NARROW)) else values

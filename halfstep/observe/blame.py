@@ -1,0 +1,237 @@
+"""Which operation made the first value that is not finite and that mattered, why, and which edit of the plan cures it.
+
+A closure is run under the recorder; what it shows is walked back to its origin; lower scales, fp32 and the edits that
+might cure it are then tried on the same closure. Nothing is told that was not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import HalfstepError
+from halfstep.observe.badness import badness
+from halfstep.observe.cures import candidates, scaling_cure
+from halfstep.observe.diagnosis import Diagnosis, diagnose
+from halfstep.observe.origin import find_origin
+from halfstep.observe.places import Places
+from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.words import say
+from halfstep.plan.levels import level
+from halfstep.plan.plan import Edit, Plan
+from halfstep.plan.scaling import Scaling
+from halfstep.records import Verdict
+
+_LOG = logging.getLogger("halfstep")
+_SMALLEST_TRIED = 2.0**-14
+_TRIES = 12  # edits that are tried on the closure, each by one more run
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What blame needs from a session, or from one over copies of the models, on which an edit is tried.
+
+    `recording` is a context in which a recorder sees what the models do; `backward(loss, scale)` runs the backward pass
+    and keeps the graph; `trial(plan)` gives the subject of a session with another plan over copies of the models, which
+    stand in for them; `full` is the fp32 value of a stored parameter.
+    """
+
+    plan: Plan
+    roots: Sequence[nn.Module]
+    recording: Callable[[OpRecorder], AbstractContextManager[Any]]
+    backward: Callable[[Tensor, float], None]
+    trial: Callable[[Plan], AbstractContextManager[Subject]]
+    full: Callable[[nn.Parameter], Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What lay in `p.grad` when blame was called: gradients that are not finite, and whether nobody had zeroed them."""
+
+    bad: tuple[str, ...]
+    left_over: bool
+
+
+@dataclass
+class _Run:
+    """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is)."""
+
+    loss: float
+    recorder: OpRecorder
+    found: Diagnosis | None
+
+
+def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held) -> Verdict | None:
+    """Returns what made the closure's loss or gradients non-finite at a loss scale; None, with a notice, where all are.
+
+    Raises:
+        SessionError: what the closure returned is no loss. After any error all is as it was.
+    """
+    params = _parameters(subject.roots)
+    with untouched(subject.roots, params) as rewind, torch.compiler.set_stance("force_eager"):
+        run, lower = _first_run(subject, closure, scale, params)
+        if run.found is None:
+            return _nothing_found(run, scale, held)
+        if lower is not None:
+            found = replace(run.found, kind="scale too high", lower_scale=lower)
+            return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
+        rewind()
+        again, _ = _first_run(subject, closure, scale, params, scales=False)
+        found = run.found
+        if again.found is None or not again.found.is_at(found):
+            return say(replace(found, repeats=False), subject.plan, _untried(subject, found), scale=scale)
+        return _try_cures(subject, closure, rewind, found, scale)
+
+
+def _parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return list({id(p): p for root in roots for p in root.parameters() if p.requires_grad}.values())
+
+
+def _first_run(
+    subject: Subject, closure: Callable[[], Any], scale: float, params: list[nn.Parameter], *, scales: bool = True
+) -> tuple[_Run, float | None]:
+    """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed."""
+    recorder = OpRecorder(Places(subject.roots))
+    with subject.recording(recorder):
+        loss = run_to_the_loss(closure, params)
+        finite = badness(loss) is None
+        with _leaves_kept(loss, params) as leaves:
+            if finite:
+                subject.backward(loss, scale)
+            sinks = [leaf.grad for leaf in leaves if leaf.grad is not None] if finite else [loss]
+            origin = find_origin(recorder, sinks)
+    value = float(loss.detach())
+    if origin is None:
+        return _Run(value, recorder, None), None
+    found = diagnose(recorder, origin, subject.plan, subject.full, scale)
+    lower = None
+    if scales and found.may_be_scale and found.phase == "backward" and scale > _SMALLEST_TRIED:
+        lower = _passing_scale(subject, loss, params, scale)
+    return _Run(value, recorder, found), lower
+
+
+@contextmanager
+def _leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
+    leaves = {id(leaf): leaf for leaf in [*params, *_leaves(loss)]}
+    own = {id(p) for p in params}
+    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield list(leaves.values())
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _passing_scale(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> float | None:
+    """Returns the largest of the halved scales at which the gradients are finite, on the graph as it is."""
+    while scale > _SMALLEST_TRIED:
+        scale /= 2
+        if _is_finite_at(subject, loss, params, scale):
+            return scale
+    return None
+
+
+def _is_finite_at(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> bool:
+    with _leaves_kept(loss, params) as leaves:
+        for leaf in leaves:
+            leaf.grad = None
+        subject.backward(loss, scale)
+        return all(leaf.grad is None or badness(leaf.grad) is None for leaf in leaves)
+
+
+def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
+    """Says what was looked at where the closure's numbers are all finite."""
+    if held.bad and held.left_over:
+        return say(Diagnosis.stale(held.bad), None, (), scale=scale)
+    _LOG.info(
+        "blame: nothing that mattered was not finite when the closure ran (loss %g, %d operations, loss scale %g)",
+        run.loss,
+        len(run.recorder.notes),
+        scale,
+    )
+    if held.bad:
+        _LOG.warning(
+            "blame: the gradients of %s are not finite, but the closure does not reproduce it: its loss and its "
+            "gradients are finite. Give the batch that failed (an iterator has moved on), and the model as it was then",
+            ", ".join(held.bad),
+        )
+    return None
+
+
+def _untried(subject: Subject, found: Diagnosis) -> tuple[Edit, ...]:
+    return next(iter(candidates(subject.plan, found)), ())
+
+
+def _try_cures(
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float
+) -> Verdict:
+    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did."""
+    full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
+    if full is None:
+        return say(replace(found, tried=False), subject.plan, _untried(subject, found), scale=scale)
+    found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
+    if full.found is not None or found.kind in ("input data", "stale gradients"):
+        return say(found, subject.plan, (), scale=scale)
+    for edits in candidates(subject.plan, found)[:_TRIES]:
+        run = _tried(subject, closure, rewind, subject.plan.edit(*edits), scale)
+        if run is not None and run.found is None:
+            return say(replace(found, cured_loss=run.loss), subject.plan, edits, scale=scale)
+    return say(found, subject.plan, (), scale=scale)
+
+
+def _tried(
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], plan: Plan, scale: float
+) -> _Run | None:
+    """Runs the closure on copies of the models under a plan, at the scales that its loss scale may come down to.
+
+    None where it cannot be tried: the models cannot be copied, the closure calls others, or the plan does not fit.
+    """
+    rewind()
+    try:
+        with subject.trial(plan) as trial:
+            params = _parameters(trial.roots)
+            run = None
+            for at in _scales_of(plan.scale, scale):
+                run, _ = _first_run(trial, closure, at, params, scales=False)
+                if run.found is None or not run.found.may_be_scale:
+                    break
+                rewind()
+            reached = any(p.grad is not None for p in params)
+            return run if reached or (run is not None and run.found is not None) else None
+    except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:
+        _LOG.debug("blame: %s was not tried: %s", plan.name, error)
+        return None
+
+
+def _scales_of(scaling: Scaling, scale: float) -> Iterator[float]:
+    if scaling.kind != "dynamic":
+        yield 1.0 if scaling.kind == "none" else scaling.init
+        return
+    at = min(scale, scaling.max)
+    while at >= scaling.min:
+        yield at
+        at *= scaling.backoff

@@ -1,0 +1,160 @@
+"""What an origin means: its kind, and the facts that a verdict tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.formats import BF16, FP16, FP32, Format
+from halfstep.observe.origin import Origin
+from halfstep.observe.recorder import Leaf, Note, OpRecorder
+from halfstep.plan.plan import Plan
+from halfstep.records import OpCall
+
+# operations with a pole: a finite argument whose result is infinite in every format
+_POLES = (
+    "div", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "pow", "xlogy", "lgamma",
+    "digamma", "float_power", "special_log_ndtr", "true_divide", "addcdiv",
+)  # fmt: skip
+_DEPTH = 6  # how far back the addition of an eps is looked for
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """What is known of a failure; `module` is "" for the model itself and None where no module called the operation.
+
+    `exact` is the largest true result in fp32 (None: not known), `eps` a constant that rounded to zero, `mask` the
+    constant of a mask that became infinite. `repeats` says that a second run failed in the same place, `tried` that the
+    closure could be run on a copy; then `full_fails` and `full_loss` are what fp32 gave, and `cured_loss` the loss
+    under the cure (None: no edit that was tried cures it).
+    """
+
+    kind: str
+    module: str | None
+    operator: str
+    phase: str
+    line: str | None = None
+    call: OpCall | None = None
+    note: Note | None = None
+    leaf: Leaf | None = None
+    low: Format | None = None
+    exact: float | None = None
+    eps: float | None = None
+    mask: float | None = None
+    stored_overflow: bool = False
+    names: tuple[str, ...] = ()
+    lower_scale: float | None = None
+    repeats: bool = True
+    tried: bool = False
+    full_fails: bool = False
+    full_loss: float | None = None
+    cured_loss: float | None = None
+
+    @property
+    def may_be_scale(self) -> bool:
+        """Whether a lower loss scale may be all that it takes: the backward pass made something too large."""
+        return self.phase == "backward" and self.kind in ("overflow", "invalid")
+
+    def is_at(self, other: Diagnosis) -> bool:
+        """Tells whether another run failed in the same place and way."""
+        return (self.kind, self.module, self.operator, self.phase) == (
+            other.kind,
+            other.module,
+            other.operator,
+            other.phase,
+        )
+
+    @staticmethod
+    def stale(names: Sequence[str]) -> Diagnosis:
+        """Returns the diagnosis of gradients that were left from an earlier step."""
+        module = names[0].rpartition(".")[0]
+        return Diagnosis("stale gradients", module, "zero_grad", "backward", names=tuple(names))
+
+
+def diagnose(
+    recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[nn.Parameter], Tensor], scale: float
+) -> Diagnosis:
+    """Returns what an origin means; `full` gives the fp32 value of a stored parameter, `scale` is the loss scale."""
+    note, leaf = origin.note, origin.leaf
+    if leaf is not None:
+        return _of_leaf(recorder, note, leaf, full)
+    assert note is not None
+    kind, mask = _kind(recorder, origin, note)
+    return Diagnosis(
+        kind,
+        note.module,
+        recorder.operator(note),
+        note.phase,
+        recorder.line(note),
+        note.call,
+        note,
+        low=_format(note),
+        exact=None if note.exact is None or not note.exact.finite else note.exact.largest,
+        eps=_vanished(note, plan.low) if kind == "invalid" else None,
+        mask=mask,
+    )
+
+
+def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable[[nn.Parameter], Tensor]) -> Diagnosis:
+    operator = "backward" if note is None else recorder.operator(note)
+    module = None if note is None else note.module
+    line = None if note is None else recorder.line(note)
+    phase = "forward" if note is None else note.phase
+    if leaf.kind == "gradient":
+        return Diagnosis.stale([leaf.name])
+    if leaf.kind == "data":
+        return Diagnosis("input data", module, operator, phase, line, note=note, leaf=leaf)
+    owner = leaf.name.rpartition(".")[0]
+    known = recorder.places.named_tensor(leaf.name)
+    stored = isinstance(known, nn.Parameter) and bool(torch.isfinite(full(known)).all())
+    return Diagnosis(
+        "overflow" if stored else "weights", owner, operator, phase, line, note=note, leaf=leaf, stored_overflow=stored
+    )
+
+
+def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float | None]:
+    """Returns the kind of failure, and the constant of the mask that it came from."""
+    if origin.masked:
+        return "masked row", next((m.exact.value for m in _masks(note) if m.exact is not None), None)
+    if note.exact is not None and note.exact.constant:
+        return "overflow", note.exact.value
+    if any(note.zeros) and not {recorder.operator(note), note.aten.rstrip("_")}.isdisjoint(_POLES):
+        return "invalid", None
+    if note.exact is not None and note.exact.finite:
+        return "overflow", None
+    assert note.bad is not None
+    return ("invalid" if note.bad.nan else "overflow"), None
+
+
+def _masks(note: Note) -> list[Note]:
+    found: list[Note] = []
+    waiting = list(note.parents)
+    while waiting:
+        parent = waiting.pop()
+        if parent not in found:
+            found.append(parent)
+            waiting += parent.parents
+    return [each for each in found if each.exact is not None and each.exact.constant]
+
+
+def _format(note: Note) -> Format | None:
+    return next((fmt for fmt in (FP16, BF16, FP32) if fmt.dtype is note.dtype), None)
+
+
+def _vanished(note: Note, low: Format) -> float | None:
+    """Returns a constant near zero that was added, or taken as a bound, before a division, and that is 0 in `low`."""
+    if low not in (FP16, BF16):
+        return None
+    waiting = [(source, 0) for source in note.sources if source is not None]
+    while waiting:
+        source, depth = waiting.pop(0)
+        for scalar in source.scalars if source.dtype is low.dtype else ():
+            if 0 < abs(scalar) <= low.smallest_subnormal / 2 and math.isfinite(scalar):
+                return scalar
+        if depth < _DEPTH:
+            waiting += [(each, depth + 1) for each in source.sources if each is not None]
+    return None

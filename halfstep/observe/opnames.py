@@ -1,0 +1,102 @@
+"""The public torch name of an operation, of which the dispatcher knows the parts by other names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+# what aten calls the part that computes -> the function that users call
+PUBLIC: Mapping[str, str] = {
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "_safe_softmax": "softmax",
+    "_to_copy": "to",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "mv": "matmul",
+    "dot": "matmul",
+    "_addmm_activation": "linear",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "_fused_rms_norm": "rms_norm",
+    "native_dropout": "dropout",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss",
+    "mkldnn_rnn_layer": "lstm",
+    "_cudnn_rnn": "lstm",
+    "miopen_rnn": "lstm",
+    "_embedding_bag": "embedding_bag",
+    "_unsafe_index": "index",
+    "_index_put_impl": "index_put",
+    "_native_multi_head_attention": "multi_head_attention_forward",
+    "linalg_vector_norm": "norm",
+    "_ctc_loss": "ctc_loss",
+}
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm", "cudnn_batch_norm", "_batch_norm", "miopen_batch_norm")
+_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "add", "_to_copy", "_addmm_activation", "mul", "sum")
+_RECURRENT: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.LSTM, "lstm"),
+    (nn.GRU, "gru"),
+    (nn.RNN, "rnn_tanh"),
+    (nn.LSTMCell, "lstm_cell"),
+    (nn.GRUCell, "gru_cell"),
+    (nn.RNNCell, "rnn_tanh_cell"),
+)
+
+
+def public_name(aten: str, *, call: Collection[str] = (), function: str = "", module: nn.Module | None = None) -> str:
+    """Returns the torch function that a user knows an operation by.
+
+    `aten` is its name in the dispatcher, `call` are the names of all operations that the same call of C++ made,
+    `function` is the torch function in Python around it, `module` the module that called it.
+
+    >>> public_name("addmm", call=["t", "addmm"])
+    'linear'
+    >>> public_name("_softmax")
+    'softmax'
+    """
+    recurrent = next((name for kind, name in _RECURRENT if isinstance(module, kind)), None)
+    if recurrent is not None:
+        return recurrent.replace("tanh", str(getattr(module, "nonlinearity", "tanh")))
+    if function == "cross_entropy" or {"nll_loss_forward", "_log_softmax"} <= set(call):
+        return "cross_entropy"
+    if function and _is_torch_op(function):
+        return function
+    if "t" in call and not {"addmm", "mm", "bmm"}.isdisjoint(call) and aten in _PRODUCTS:
+        return "linear"
+    if aten == "_to_copy":
+        aten = next((name for name in call if name not in _MOVES), aten)
+    if aten.startswith(_BATCH_NORMS):
+        return "batch_norm"
+    if aten.startswith("_scaled_dot_product"):
+        return "scaled_dot_product_attention"
+    return PUBLIC.get(aten, aten.rstrip("_") if not aten.startswith("__") else aten.strip("_"))
+
+
+_MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", "copy_", "reshape", "_unsafe_view")
+
+
+def of_node(node: str) -> str:
+    """Returns the name in the dispatcher of the operation whose backward an autograd node is.
+
+    >>> of_node("LogSoftmaxBackward0")
+    'log_softmax'
+    """
+    name = re.sub(r"Backward\d*$", "", node.rpartition("::")[2])
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def is_backward_of(node: str, aten: str) -> bool:
+    """Tells whether an autograd node is the backward of an operation.
+
+    >>> is_backward_of("SoftmaxBackward0", "_softmax")
+    True
+    """
+    return of_node(node).replace("_", "") == aten.replace("_", "")
+
+
+def _is_torch_op(name: str) -> bool:
+    return not name.startswith("_") and hasattr(torch.ops.aten, name)

@@ -1,0 +1,76 @@
+"""From the loss or the gradients that are not finite back to the first operation, or tensor, that made them so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfstep.observe.badness import badness
+from halfstep.observe.recorder import Leaf, Note, OpRecorder
+
+_NORMALISERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "cross_entropy")
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What made the first value that is not finite and that mattered.
+
+    `note` is the operation: the one that made it, or, for a `leaf` (a tensor from outside), the first that computed
+    with it. `masked` says that it met nothing but what a mask had excluded.
+    """
+
+    note: Note | None
+    leaf: Leaf | None = None
+    masked: bool = False
+
+
+def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
+    """Returns the origin of what is not finite in `sinks`; None where all are finite.
+
+    An operation counts only where its result reached a sink: what a mask excludes on purpose does not.
+    """
+    bad = [sink for sink in sinks if badness(sink) is not None]
+    if not bad:
+        return None
+    writers = [note for sink in bad for note in recorder.writers(sink)]
+    return _earliest(recorder, reached_from(writers)) if writers else Origin(None, recorder.leaf(bad[0]))
+
+
+def reached_from(notes: Iterable[Note]) -> list[Note]:
+    """Returns the notes and all that what is not finite in them came from, in the order in which they ran."""
+    found: dict[int, Note] = {}
+    waiting = list(notes)
+    while waiting:
+        note = waiting.pop()
+        if note.index not in found:
+            found[note.index] = note
+            waiting += note.parents
+    return [found[index] for index in sorted(found)]
+
+
+def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
+    for note in reached:
+        harmful = [leaf for leaf in note.leaves if not leaf.masked]
+        if harmful:
+            return Origin(_first_to_compute(recorder, note, reached), harmful[0])
+        if note.masked or not all(parent.masked for parent in note.parents):
+            continue
+        if not note.parents and not note.leaves:
+            return Origin(note)
+        if recorder.operator(note) in _NORMALISERS and note.phase == "forward":
+            return Origin(note, masked=True)
+        rounded = [mask for mask in reached_from(note.parents) if mask.exact is not None and mask.exact.constant]
+        return Origin(rounded[0] if rounded else note)
+    return Origin(reached[0])
+
+
+def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
+    """Returns the first operation after a copy or a cast of what came from outside."""
+    while recorder.operator(note) in ("to", "clone", "copy", "detach"):
+        following = [each for each in reached if note in each.parents]
+        if not following:
+            break
+        note = following[0]
+    return note

@@ -1,0 +1,153 @@
+"""Where an operation was called from: the module, the line of the user's code, the torch function, by the stack.
+
+The stack is read instead of hooks: a hook that returns a value changes the model, one that raises is left behind, and
+neither sees a part of a forward that a checkpoint runs again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.plan.fit import unwrap
+from halfstep.plan.matching import uncompiled
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_USERS = os.path.join(_OURS, "workloads") + os.sep  # models like any user's
+_BELOW = tuple(
+    os.path.join(_TORCH, *path.split("/"))
+    for path in (
+        "_ops.py",
+        "utils/_python_dispatch.py",
+        "utils/_contextlib.py",
+        "_compile.py",
+        "library.py",
+        "_dynamo/eval_frame.py",
+    )
+)
+_FUNCTIONAL = tuple(os.path.join(_TORCH, *path.split("/")) for path in ("nn/functional.py", "functional.py"))
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_ENGINE = "_engine_run_backward"
+END = "run_to_the_loss"
+"""The function of replay.py under which a closure runs; who called it is not part of the user's model."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What called an operation.
+
+    `module` is a dotted name, None outside of every module; `line` is "file.py:12 in forward", None where no line of
+    the user's is on the stack (C++ alone, in a backward pass). `call` tells apart the calls that one line of Python
+    makes: the operations of one C++ function have the same. `function` is the torch function written in Python that
+    called it, "" for none. `again` says that a checkpoint runs this part of a forward for the second time.
+    """
+
+    module: str | None
+    line: str | None
+    call: tuple[int, int]
+    function: str = ""
+    again: bool = False
+
+
+class Places:
+    """The modules, parameters, gradients and buffers of models by identity, and the place of the running operation.
+
+    Where there are several models, names begin with the number of theirs, "1:encoder.attn".
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
+        self._tensors: dict[int, tuple[str, str, Tensor]] = {}
+        for number, root in enumerate(map(unwrap, roots)):
+            model = f"{number}:" if len(roots) > 1 else ""
+            for name, module in root.named_modules():
+                self._modules.setdefault(id(module), (model + uncompiled(name), module))
+            for name, parameter in root.named_parameters():
+                known = model + uncompiled(name)
+                self._tensors.setdefault(storage_of(parameter), ("parameter", known, parameter))
+                if parameter.grad is not None:
+                    self._tensors.setdefault(storage_of(parameter.grad), ("gradient", known, parameter))
+            for name, buffer in root.named_buffers():
+                self._tensors.setdefault(storage_of(buffer), ("buffer", model + uncompiled(name), buffer))
+
+    def module(self, name: str) -> nn.Module | None:
+        """Returns the module of this name."""
+        return next((module for known, module in self._modules.values() if known == name), None)
+
+    def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
+        """Returns "parameter", "gradient" or "buffer", its name and the tensor itself; None for memory of others."""
+        return self._tensors.get(storage_of(tensor))
+
+    def named_tensor(self, name: str) -> Tensor | None:
+        """Returns the parameter or buffer of this name."""
+        return next((t for kind, known, t in self._tensors.values() if known == name and kind != "gradient"), None)
+
+    def here(self) -> Place:
+        """Returns the place of the operation that runs now, up the stack to the start of a pass."""
+        frame: FrameType | None = sys._getframe(1)
+        module = line = call = None
+        function, again = "", False
+        while frame is not None:
+            code = frame.f_code
+            kind = _kind(code)
+            if kind == "end":
+                break
+            again = again or kind == "checkpoint"
+            if kind != "below":
+                if call is None:
+                    call = (id(frame), frame.f_lasti)
+                if line is None and kind == "functional":
+                    function = code.co_name
+                if line is None and kind == "user":
+                    line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+                if module is None and code.co_varnames[:1] == ("self",):
+                    module = self._modules.get(id(frame.f_locals.get("self")))
+            if module is not None and line is not None:
+                again = again or _is_run_again(frame)
+                break
+            frame = frame.f_back
+        return Place(None if module is None else module[0], line, call or (0, 0), function, again)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns the identity of the memory that a tensor reads; 0 where it has none of its own (sparse ones)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _is_run_again(frame: FrameType | None) -> bool:
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    while frame is not None:
+        kind = _kind(frame.f_code)
+        if kind in ("end", "checkpoint"):
+            return kind == "checkpoint"
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _kind(code: CodeType) -> str:
+    """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" where the search ends."""
+    path = code.co_filename
+    name: Any = code.co_name
+    if name in (_ENGINE, END) and path.startswith((_TORCH, _OURS)):
+        return "end"
+    if path == _CHECKPOINT:
+        return "checkpoint"
+    if path in _FUNCTIONAL:
+        return "functional"
+    if path in _BELOW or (path.startswith(_OURS) and not path.startswith(_USERS)):
+        return "below"
+    return "torch" if path.startswith(_TORCH) else "user"

@@ -1,0 +1,330 @@
+"""The recorder: a dispatch mode that notes every operation of a forward and a backward pass, and where it came from.
+
+It looks at each result, which waits for the device; it is on for one step at a time, and only when something broke.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halfstep.observe.badness import Badness, badness, measure
+from halfstep.observe.opnames import is_backward_of, of_node, public_name
+from halfstep.observe.places import Places, storage_of
+from halfstep.observe.rerun import Exact, recompute
+from halfstep.records import OpCall
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
+
+
+@dataclass(eq=False)
+class Note:
+    """One operation as it ran.
+
+    `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
+    result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
+    its arguments that were not finite came from. `constant` is an infinite or huge number among its arguments. `fresh`
+    says that nothing it read explains what it wrote; `call` and `exact` are there for these alone.
+    """
+
+    index: int
+    aten: str
+    module: str | None
+    phase: str
+    line: str | None
+    names: list[str]
+    function: str
+    node: str | None = None
+    forward: Note | None = None
+    dtype: torch.dtype | None = None
+    scalars: tuple[float, ...] = ()
+    sources: tuple[Note | None, ...] = ()
+    bad: Badness | None = None
+    parents: tuple[Note, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    masked: bool = False
+    call: OpCall | None = None
+    exact: Exact | None = None
+    zeros: tuple[bool, ...] = ()
+    formats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A tensor that was not finite when the pass began: a parameter, a buffer, or data ("data", without a name)."""
+
+    kind: str
+    name: str
+    bad: Badness
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    masked: bool
+
+
+@dataclass(eq=False)
+class _Writes:
+    """Who wrote to a piece of memory, and who wrote there what is not finite; keeps its identity from being reused."""
+
+    reference: StorageWeakRef
+    last: Note
+    bad: list[Note] = field(default_factory=list)
+
+
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Notes the operations of one forward and backward pass; may be entered again inside itself.
+
+    Where another mode lies between two of its entries, as emulation does, it notes what the inner entry sees: the
+    operations as the model called them.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places = places
+        self.notes: list[Note] = []
+        self._writes: dict[int, _Writes] = {}
+        self._nodes: dict[int, list[Note]] = {}  # by the number that autograd gave the node of an operation
+        self._local = threading.local()
+        self._call: tuple[tuple[int, int], list[str]] = ((0, 0), [])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and notes it."""
+        named = {} if kwargs is None else kwargs
+        if getattr(self._local, "inside", False):
+            return func(*args, **named)
+        self._local.inside = True
+        try:
+            return self._run(func, args, named)
+        finally:
+            self._local.inside = False
+
+    def writers(self, tensor: Tensor) -> list[Note]:
+        """Returns who wrote to a tensor's memory what is not finite, in order."""
+        return [note for key in _memory(tensor) if key in self._writes for note in self._writes[key].bad]
+
+    def last_writer(self, tensor: Tensor) -> Note | None:
+        """Returns who wrote last to a tensor's memory; None where it came from outside."""
+        return next((self._writes[key].last for key in _memory(tensor) if key in self._writes), None)
+
+    def leaf(self, tensor: Tensor) -> Leaf | None:
+        """Returns what is known of a tensor from outside that is not finite; None for a finite one."""
+        bad = badness(tensor)
+        if bad is None:
+            return None
+        kind, name, _ = self.places.tensor(tensor) or ("data", "", tensor)
+        return Leaf(kind, name, bad, tuple(tensor.shape), tensor.dtype, kind != "parameter" and _is_mask(tensor, bad))
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        note = self._begin(func, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        note.sources = tuple(self.last_writer(t) for t in tensors)
+        note.scalars = tuple(_scalars(args, kwargs))
+        if _is_view(func):
+            return func(*args, **kwargs)
+        writes = func._schema.is_mutable
+        read = tensors
+        if writes:
+            read = [t.clone() if 0 < t.numel() <= _KEPT and _is_dense(t) else t for t in tensors]
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
+        note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
+        self._look(note, func, (args, kwargs), tensors, read, outputs)
+        return result
+
+    def _look(
+        self, note: Note, func: Any, given: Any, tensors: list[Tensor], read: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        """Notes what the operation wrote, and where it is not finite, why."""
+        found = [(out, badness(out)) for out in outputs]
+        bad = [each for _, each in found if each is not None]
+        if bad and not _is_uninitialised(func):
+            note.bad = sum(bad[1:], bad[0])
+            self._trace(note, func, given, tensors, read, outputs)
+        fresh_memory = not func._schema.is_mutable
+        for out, each in found:
+            self._wrote(note if not _is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
+
+    def _wrote(self, blamed: Note | None, note: Note, out: Tensor, bad: bool, fresh: bool) -> None:
+        for key in _memory(out):
+            entry = self._writes.get(key)
+            if entry is None or (fresh and entry.last is not note):
+                reference = StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
+                entry = self._writes[key] = _Writes(reference, note)
+            entry.last = note
+            if bad and blamed is not None:
+                entry.bad.append(blamed)
+            elif not bad and not fresh and entry.bad and badness(_whole(out)) is None:
+                entry.bad.clear()
+
+    def _trace(
+        self, note: Note, func: Any, given: Any, tensors: list[Tensor], read: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        parents: list[Note] = []
+        leaves: list[Leaf] = []
+        for tensor, before in zip(tensors, read, strict=True):
+            if badness(before) is None:
+                continue
+            writers = [w for w in self.writers(tensor) if w is not note]
+            parents += writers
+            if not writers:
+                leaf = self.leaf(before)
+                if leaf is not None:
+                    named = self.places.tensor(tensor)
+                    leaves.append(leaf if named is None else Leaf(named[0], named[1], *_rest(leaf)))
+        note.parents, note.leaves = tuple(parents), tuple(leaves)
+        assert note.bad is not None
+        harmless = all(p.masked for p in parents) and all(leaf.masked for leaf in leaves)
+        infinite = any(abs(s) == float("inf") for s in note.scalars)
+        note.masked = harmless and not note.bad.nan and (infinite or bool(parents or leaves)) and not note.bad.above
+        if note.masked or not harmless:
+            return
+        note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in read)
+        note.formats = tuple(str(t.dtype).removeprefix("torch.") for t in read)
+        note.call = OpCall(
+            module=note.module or "",
+            operator=note.aten,
+            phase=note.phase,
+            input_formats=note.formats,
+            output_formats=tuple(str(t.dtype).removeprefix("torch.") for t in outputs),
+            input_ranges=tuple(measure(t) for t in read),
+            output_ranges=tuple(measure(t) for t in outputs),
+            line=note.line,
+        )
+        if not parents and not leaves:
+            note.exact = recompute(func, given, tensors, read, outputs)
+            note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
+
+    def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
+        aten = _name(func, args)
+        place = self.places.here()
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = "backward" if in_backward and not place.again else "forward"
+        if self._call[0] != place.call or place.call == (0, 0):
+            self._call = (place.call, [])
+        names = self._call[1]
+        names.append(aten)
+        note = Note(len(self.notes), aten, place.module, phase, place.line, names, place.function)
+        if phase == "forward":
+            self._enter(note)
+        else:
+            self._find_forward(note)
+        self.notes.append(note)
+        return note
+
+    def _enter(self, note: Note) -> None:
+        """Ties a forward operation to the autograd nodes that were made since the operation before it."""
+        now = torch._C._autograd._get_sequence_nr()
+        seen = getattr(self._local, "seen", now)
+        for number in range(seen, now):
+            self._nodes.setdefault(number, []).append(note)
+        self._local.seen = now
+
+    def _find_forward(self, note: Note) -> None:
+        """Gives a backward operation the place of the forward one that it belongs to."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return
+        note.node = node.name()
+        if note.node == _ACCUMULATE:
+            known = self.places.tensor(node.variable)
+            note.module = known[1].rpartition(".")[0] if known else note.module
+            return
+        made = self._nodes.get(node._sequence_nr(), [])
+        fitting = [each for each in made if is_backward_of(note.node, each.aten)]
+        note.forward = fitting[-1] if fitting else made[-1] if made else None
+        if note.forward is not None:
+            note.module = note.forward.module if note.module is None else note.module
+
+    def operator(self, note: Note) -> str:
+        """Returns the public torch name of an operation; of a backward one that of its forward operation."""
+        if note.phase == "backward" and note.line is None and note.node not in (None, _ACCUMULATE):
+            assert note.node is not None
+            if note.forward is not None and is_backward_of(note.node, note.forward.aten):
+                return self.operator(note.forward)
+            if hasattr(torch.ops.aten, of_node(note.node)):
+                return public_name(of_node(note.node))
+        module = None if note.module is None else self.places.module(note.module)
+        return public_name(note.aten, call=note.names, function=note.function, module=module)
+
+    def line(self, note: Note) -> str | None:
+        """Returns the line of the user's code that an operation came from."""
+        if note.line is None and note.forward is not None:
+            return note.forward.line
+        return note.line
+
+    def __enter__(self) -> OpRecorder:
+        if not hasattr(self._local, "seen"):
+            self._local.seen = torch._C._autograd._get_sequence_nr()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+
+def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:
+    return leaf.bad, leaf.shape, leaf.dtype, leaf.masked and leaf.kind != "parameter"
+
+
+def _name(func: Any, args: Sequence[Any]) -> str:
+    name: str = func._schema.name.rpartition("::")[2]
+    if name == "convolution":
+        return f"conv{'_transpose' if args[6] else ''}{args[1].dim() - 2}d"
+    return name
+
+
+def _scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, float):
+            yield leaf
+
+
+def _memory(tensor: Tensor) -> list[int]:
+    if tensor.layout is torch.strided:
+        key = storage_of(tensor)
+    else:
+        key = storage_of(tensor._values()) if tensor.is_sparse else 0
+    return [key] if key else []
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Returns all of the memory that a tensor is a part of."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _is_view(func: Any) -> bool:
+    return bool(func.is_view) and not func._schema.is_mutable
+
+
+def _is_uninitialised(func: Any) -> bool:
+    return func._schema.name in (
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::resize_",
+        "aten::set_",
+    )
+
+
+def _is_mask(tensor: Tensor, bad: Badness) -> bool:
+    """Tells whether a tensor is a mask to be added: minus infinity in places, and zero everywhere else."""
+    if bad.nan or bad.above:
+        return False
+    dense = tensor.detach()
+    return bool((dense.isinf() | (dense == 0)).all())

@@ -1,0 +1,123 @@
+"""Running a closure again and leaving no trace: random state, buffers, weights and gradients are put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import SessionError
+
+
+@contextmanager
+def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Puts all back at its end; the function it gives does so in between, so that the next run starts the same.
+
+    `params` are whose gradients are put aside: within, `p.grad` is None at the start of each run. Hooks that act on
+    finished gradients, as of an optimizer that steps in the backward pass, are off.
+    """
+    state = _State(roots, params)
+    with ExitStack() as stack:
+        for param in params:
+            stack.callback(_without_hooks(param))
+        stack.callback(state.finish)
+        state.rewind()
+        yield state.rewind
+
+
+class _State:
+    def __init__(self, roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
+        modules = {id(module): module for root in roots for module in root.modules()}
+        self._buffers = [(m, name, b) for m in modules.values() for name, b in m._buffers.items() if b is not None]
+        tensors = [b for _, _, b in self._buffers] + [p for root in roots for p in root.parameters()]
+        distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
+        self._values = [(t, t.detach().clone()) for t in distinct.values()]
+        self._grads = [(p, p.grad) for p in params]
+        self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def rewind(self) -> None:
+        """Brings buffers, weights and random state back to the start, and clears the gradients."""
+        for module, name, buffer in self._buffers:
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer
+        for tensor, value in self._values:
+            if tensor.is_floating_point() or tensor.is_complex() or not torch.equal(tensor.detach(), value):
+                tensor.data.copy_(value)  # through .data: the count of writes would look like a change of the user's
+        for param, _ in self._grads:
+            param.grad = None
+        python, numbers, cpu = self._random
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def finish(self) -> None:
+        self.rewind()
+        for param, grad in self._grads:
+            param.grad = grad
+
+
+def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
+    hooks: dict[Any, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
+    if not hooks:
+        return lambda: None
+    kept = dict(hooks)
+    hooks.clear()
+    return lambda: hooks.update(kept)
+
+
+@contextmanager
+def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
+    """Makes copies stand in for models: who calls a module of a model calls that of its copy.
+
+    Raises:
+        RuntimeError: a module has a `forward` of its own (not its class's), which no copy can stand in for.
+    """
+    pairs = {
+        id(own): (own, other)
+        for model, twin in zip(models, twins, strict=True)
+        for own, other in zip(model.modules(), twin.modules(), strict=True)
+    }
+    for own, _ in pairs.values():
+        if "forward" in own.__dict__ or isinstance(own, torch.jit.ScriptModule):
+            raise RuntimeError(f"{type(own).__name__} has a forward of its own, which a copy cannot stand in for")
+    for own, other in pairs.values():
+        own.__dict__["forward"] = MethodType(type(other).forward, other)
+    try:
+        yield
+    finally:
+        for own, _ in pairs.values():
+            del own.__dict__["forward"]
+
+
+def run_to_the_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
+    """Calls the closure and returns the loss that it computed.
+
+    Raises:
+        SessionError: it returned no scalar tensor that needs a gradient, or ran the backward pass itself.
+    """
+    loss = closure()
+    what = "give a function without arguments that computes the loss and returns it, as lambda: loss_fn(model(x), y)"
+    if not isinstance(loss, Tensor):
+        raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {what}")
+    if loss.numel() != 1 or loss.is_complex():
+        raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
+    if any(param.grad is not None for param in params):
+        raise SessionError(
+            "the closure ran the backward pass; leave it out, blame runs it: the closure is to compute "
+            "and return the loss only"
+        )
+    if not loss.requires_grad:
+        raise SessionError(
+            "the loss of the closure needs no gradient: it was computed under torch.no_grad(), detached, or from "
+            "nothing trainable"
+        )
+    return loss

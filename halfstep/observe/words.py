@@ -1,0 +1,168 @@
+"""A diagnosis as a verdict, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfstep.formats import Format
+from halfstep.observe.diagnosis import Diagnosis
+from halfstep.plan.plan import Edit, OpChange, Plan
+from halfstep.plan.policy import FULL
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.records import OpCall, Verdict
+
+
+def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
+    """Returns the verdict on a failure under a plan, with the edits that cure it."""
+    return Verdict(
+        module=found.module or "",
+        operator=found.operator,
+        phase=found.phase,
+        kind=found.kind,
+        where=found.line,
+        cure=tuple(cure),
+        evidence=_evidence(found, scale),
+        advice=_advice(found, plan, cure, scale),
+        call=found.call,
+    )
+
+
+def spell(edit: Edit) -> str:
+    """Returns an edit as one would write it.
+
+    >>> spell(Rule("head", FULL))
+    "Rule('head', FULL)"
+    """
+    if isinstance(edit, Rule):
+        policy = "FULL" if edit.policy == FULL else repr(edit.policy)
+        return f"Rule({edit.pattern!r}, {policy})"
+    if isinstance(edit, OpChange):
+        return f"OpChange({edit.list!r}, {edit.op!r})"
+    own = [f"{name}={value:g}" for name, value in _changed(edit)]
+    return f"Scaling({', '.join([repr(edit.kind), *own])})"
+
+
+def _changed(scaling: Scaling) -> list[tuple[str, float]]:
+    names = ("init", "growth", "backoff", "growth_interval", "min", "max", "hysteresis")
+    plain = Scaling(scaling.kind)
+    return [(n, getattr(scaling, n)) for n in names if n == "init" or getattr(scaling, n) != getattr(plain, n)]
+
+
+def _evidence(found: Diagnosis, scale: float) -> str:
+    parts = [_seen(found)]
+    if found.module is None:
+        parts.append("called outside of the model's forward")
+    if found.phase == "backward" and scale != 1 and found.kind != "stale gradients":
+        parts.append(f"at loss scale {scale:g}")
+    if found.lower_scale is not None:
+        parts.append(f"at {found.lower_scale:g} all gradients are finite")
+    if not found.repeats:
+        parts.append(
+            "the closure does not repeat: a second run of it did not fail in the same place (an iterator that moved "
+            "on, or a model with a state of its own), so that nothing else could be tried"
+        )
+    elif found.tried:
+        parts.append(
+            "in fp32 the same closure fails too" if found.full_fails else f"in fp32 its loss is {found.full_loss:g}"
+        )
+    return "; ".join(parts)
+
+
+def _seen(found: Diagnosis) -> str:
+    if found.names:
+        more = f" and {len(found.names) - 3} more" if len(found.names) > 3 else ""
+        return f"the gradients of {', '.join(found.names[:3])}{more} were not finite when the backward pass began"
+    if found.leaf is not None:
+        leaf = found.leaf
+        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {_dtype(leaf.dtype)} and shape {leaf.shape}"
+        stored = ", though its fp32 value is finite" if found.stored_overflow else ""
+        return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"
+    assert found.note is not None
+    bad = found.note.bad
+    inputs = _inputs(found.call)
+    text = f"{found.operator} ({found.note.aten}) gave {bad}{inputs}"
+    if found.exact is not None and found.low is not None and found.exact > found.low.max:
+        text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {_number(found.low)}"
+    if found.mask is not None:
+        text += f", as the mask's {found.mask:g} is -inf in {found.low}"
+    if found.eps is not None:
+        text += f", as {found.eps:g} is 0 in the low format"
+    return text
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _number(low: Format) -> str:
+    return f"{low.max:,.0f}" if low.max < 1e6 else f"{low.max:.3g}"
+
+
+def _inputs(call: OpCall | None) -> str:
+    if call is None:
+        return ""
+    said = [
+        f"{name} in [{span[0]:.4g}, {span[1]:.4g}]"
+        for name, span in zip(call.input_formats, call.input_ranges, strict=True)
+        if span is not None
+    ]
+    return f" from {', '.join(said[:4])}" if said else ""
+
+
+def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: float) -> str:
+    words = _words(found, plan, scale)
+    if cure:
+        edits = ", ".join(map(spell, cure))
+        words.insert(0, f"plan.edit({edits})")
+        if found.cured_loss is not None:
+            words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
+        elif found.kind != "scale too high":
+            words.insert(1, "not tried")
+    return "; ".join(words)
+
+
+def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
+    if found.kind == "scale too high":
+        return _about_scale(found, plan)
+    if found.kind == "stale gradients":
+        return ["call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"]
+    if found.kind == "input data":
+        return ["clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"]
+    if found.kind == "weights":
+        return ["load the last checkpoint whose weights are finite, and find the step that spoiled them"]
+    if found.kind == "masked row":
+        return _about_masks(found)
+    if found.eps is not None:
+        return [f"an eps of {found.eps:g} is 0 in fp16, whose smallest number is 6e-08: give 1e-6 or more"]
+    if found.full_fails:
+        return [_in_every_format(found)]
+    if found.mask is not None:
+        return [f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}"]
+    return []
+
+
+def _in_every_format(found: Diagnosis) -> str:
+    if found.kind == "invalid":
+        return f"no format helps: keep what {found.operator} gets away from where it has no value (an eps, a clamp)"
+    return f"no format helps: the result of {found.operator} is too large for fp32 too; scale its inputs down"
+
+
+def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
+    lower = found.lower_scale
+    if plan is None or lower is None or plan.scale.kind != "dynamic":
+        return [f"take a loss scale of {lower:g} or less, or a dynamic one"]
+    if lower >= plan.scale.min:
+        return [
+            f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; to start there saves them"
+        ]
+    return [f"the floor of the loss scale, {plan.scale.min:g}, is too high: let it come down to {lower:g} or less"]
+
+
+def _about_masks(found: Diagnosis) -> list[str]:
+    if found.mask is not None:
+        return [
+            f"the mask's {found.mask:g} is -inf in the low format, and some row has nothing else: compute the scores "
+            "full, or leave each row one entry"
+        ]
+    return ["leave each row that is masked at least one entry, or set the result of masked rows to zero by torch.where"]
