@@ -19,6 +19,7 @@ import torch
 import torch.compiler.config
 from torch._ops import OpOverload
 
+from halfstep.cast.backward import ATTENTION, pays_off, wide_attention
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
 from halfstep.errors import PlanError
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
@@ -73,6 +74,7 @@ class _Site:
 class _Device:
     library: torch.library.Library = field(default_factory=lambda: torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
     sites: dict[str, _Site] = field(default_factory=dict)
+    with_backward: bool = False
 
 
 class Registry:
@@ -175,6 +177,21 @@ class Registry:
             site = site or self._register(device, name, table.device_type, own)
             if site is not None:
                 site.acts = (*site.acts, (marker, make_act(site.site, action)))
+        if table.device_type == "cpu" and not device.with_backward and pays_off():
+            self._register_backward(device)
+            device.with_backward = True
+
+    def _register_backward(self, device: _Device) -> None:
+        overload = find_overload(ATTENTION)
+        if overload is None:
+            return
+        stock = torch.library.get_kernel(overload, "CPU")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            device.library.impl(ATTENTION, wide_attention(stock, self._any_on), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+
+    def _any_on(self) -> bool:
+        return any(map(torch.is_autocast_enabled, self._slots))
 
     def _register(self, device: _Device, name: str, device_type: str, own: Action | None) -> _Site | None:
         overload = find_overload(name)
