@@ -23,15 +23,12 @@ from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRec
 from halfstep.report.lines import ObservationLine, StepLine, VerdictLine, encode
 from halfstep.report.log import RunLog
 from halfstep.report.run import _DECODER, Event, read_log
+from tests.report import logs
+from tests.report.logs import step
 from tests.scale.sync import NoSync
 
 ROOT = Path(__file__).parents[2]
 INF, NAN = math.inf, math.nan
-
-
-def step(number, *, skipped=False, scale=1.0, norm=None, loss=None):
-    norm, loss = (None if v is None else torch.tensor(v) for v in (norm, loss))
-    return StepRecord(number, torch.tensor(skipped), torch.tensor(scale), norm, loss=loss)
 
 
 def observation(number, module="head", *, bins=None, **stats):
@@ -44,9 +41,7 @@ def observation(number, module="head", *, bins=None, **stats):
 
 
 def write(path, *records):
-    with RunLog(path) as log:
-        for record in records:
-            log(record) if isinstance(record, StepRecord) else log.record(record)
+    logs.write(path, records)
 
 
 def numbers(run):
