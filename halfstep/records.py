@@ -88,6 +88,7 @@ class Status:
 
 
 TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
+UPDATE = "update"  # a further kind: what a step added to a weight, in units of the weight's last place
 SEVERITIES = ("note", "warning", "error")
 VERDICT_KINDS = (
     "scale too high",  # overflow in backward that vanishes at a lower scale

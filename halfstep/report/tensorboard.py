@@ -7,7 +7,8 @@ import os
 from types import TracebackType
 
 from halfstep.formats import FORMATS, FP16, Format
-from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
+from halfstep.records import UPDATE, Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
+from halfstep.report.gather import BIAS, limits_of
 from halfstep.report.late import LateReader
 
 try:
@@ -16,8 +17,6 @@ except ImportError as error:
     raise ImportError(
         f"halfstep.report.tensorboard needs {error.name or 'tensorboard'}; run: pip install 'halfstep[tensorboard]'"
     ) from error
-
-BIAS = 127  # entry e of a histogram has the values from 2^(e - BIAS) on
 
 
 class TensorBoard:
@@ -70,8 +69,11 @@ class TensorBoard:
     def _write_observation(self, seen: Observation) -> None:
         tensor = f"{seen.kind}/{seen.module or 'model'}.{seen.name}"
         stats = seen.stats
-        self._scalar(f"lost/{tensor}", stats.lost(self._low), seen.step)
-        self._scalar(f"saturated/{tensor}", stats.saturated(self._low), seen.step)
+        limits = limits_of(seen.kind, self._low)
+        if stats.nonzero:
+            self._scalar(f"lost/{tensor}", stats.below(limits.zero) / stats.nonzero, seen.step)
+        if seen.kind != UPDATE:
+            self._scalar(f"saturated/{tensor}", stats.saturated(self._low), seen.step)
         used = [entry for entry, count in enumerate(stats.exponents) if count]
         if not used:
             return

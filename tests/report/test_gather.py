@@ -45,6 +45,11 @@ def test_shares_are_those_of_the_statistics(powers, fmt, infinities):
     assert shares["saturated"] / shares["count"] == pytest.approx(found.saturated(fmt))
 
 
+def test_an_update_is_lost_below_half_a_unit_in_the_last_place():
+    sums = gather([seen(1, "m", {-2: 3, -1: 1, 40: 4}, kind="update", infinities=1)], [1], FP16).kinds["update"]
+    assert at(sums, 1) == {"nonzero": 8, "lost": 3, "small": 3, "count": 9, "zeros": 0, "saturated": 1}
+
+
 def test_one_value_beyond_the_largest_counts_as_one_and_none_as_none():
     almost = gather([seen(1, "m", {15: 1000})], [1], FP16).kinds["weight_grad"]  # 2^15 is the largest of these
     assert at(almost, 1)["saturated"] == 0

@@ -44,13 +44,22 @@ def test_observations_are_shares_and_histograms_of_true_magnitudes(tmp_path):
     found = read(tmp_path)
     assert scalars(found, "lost/weight_grad/head.weight") == [(5, 0.375)]
     assert scalars(found, "saturated/weight_grad/head.weight") == [(5, 0.5)]
-    assert scalars(found, "lost/weight_grad/model.weight") == [(5, 0.0)]
+    assert scalars(found, "saturated/weight_grad/model.weight") == [(5, 0.0)]
+    assert "lost/weight_grad/model.weight" not in found.Tags()["scalars"]  # of no values there is no share
     (event,) = found.Histograms("log2 of weight_grad/head.weight")
     value = event.histogram_value
     assert (event.step, value.num, value.min, value.max) == (5, 8, -28, 15)
     counts = {limit - 1: n for limit, n in zip(value.bucket_limit, value.bucket, strict=True) if n}
     assert counts == {-28: 3, -22: 1, 14: 4}
     assert value.sum == pytest.approx(3 * -27.5 - 21.5 + 4 * 14.5)
+
+
+def test_updates_are_lost_below_half_a_unit_in_the_last_place(tmp_path):
+    with TensorBoard(tmp_path) as board:
+        board.record(seen(5, "head", {-2: 3, -1: 1}, kind="update"))
+    found = read(tmp_path)
+    assert scalars(found, "lost/update/head.weight") == [(5, 0.75)]
+    assert "saturated/update/head.weight" not in found.Tags()["scalars"]
 
 
 def test_the_plan_names_the_format(tmp_path):
