@@ -26,7 +26,7 @@ MEASURES = ("nonzero", "lost", "small", "count", "zeros", "saturated")
 
 @dataclass(frozen=True)
 class Limits:
-    """Where magnitudes end: below `zero` lies what is lost, below `normal` what has fewer digits, above `top` nothing."""
+    """Where magnitudes end: lost below `zero`, with fewer digits below `normal`, beyond reach above `top`."""
 
     zero: float
     normal: float
