@@ -47,11 +47,15 @@ class StepValues:
 
 @dataclass(frozen=True)
 class SessionStart:
-    """What a session that opens will do: its plan as `plan.io.to_dict` gives it, the device, what is emulated."""
+    """What a session that opens will do: its plan as `plan.io.to_dict` gives it, where, and with which modules.
+
+    `emulated` says that the low format is rounded to and not computed in; `modules` are names in the model's order.
+    """
 
     plan: dict[str, Any]
     device: str
     emulated: bool
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from halfstep.records import UPDATE, Observation
 Array = npt.NDArray[np.float64]
 
 NETWORK = "(the whole network)"
+MODEL = "(the model itself)"
 COLUMNS = 200  # of a heat map; more steps share columns
 CHUNK = 512
 BINS = 256
@@ -68,8 +69,13 @@ class Gathered:
     kinds: dict[str, Sums]
 
 
-def gather(observations: Iterable[Observation], steps: Sequence[int], low: Format) -> Gathered:
-    """Returns the sums of observations at the given steps (sorted), judged by what `low` can hold."""
+def gather(
+    observations: Iterable[Observation], steps: Sequence[int], low: Format, modules: Sequence[str] = ()
+) -> Gathered:
+    """Returns the sums of observations at the given steps (sorted), judged by what `low` can hold.
+
+    Modules come in the order of `modules`, and those that are not in it as they were seen.
+    """
     groups = np.array_split(np.asarray(steps, dtype=np.int64), min(len(steps), COLUMNS)) if steps else []
     column = {int(step): index for index, group in enumerate(groups) for step in group}
     kinds: dict[str, Sums] = {}
@@ -82,12 +88,17 @@ def gather(observations: Iterable[Observation], steps: Sequence[int], low: Forma
             for seen in part:
                 if (kind, seen.module) not in rows:
                     rows[kind, seen.module] = len(sums.modules)
-                    sums.modules.append(seen.module or "(the model itself)")
+                    sums.modules.append(seen.module or MODEL)
                 sums.formats.add(seen.format)
                 sums.sampled |= seen.sampled
             _grow(sums, len(sums.modules), len(groups))
             _add(sums, limits, part, [rows[kind, seen.module] for seen in part], [column[seen.step] for seen in part])
+    places = {name or MODEL: place for place, name in enumerate(modules)}
+    places[NETWORK] = -1
     for sums in kinds.values():
+        order = sorted(range(len(sums.modules)), key=lambda row: places.get(sums.modules[row], len(places)))
+        sums.modules = [sums.modules[row] for row in order]
+        sums.histogram, sums.shares, sums.largest = sums.histogram[order], sums.shares[order], sums.largest[order]
         sums.histogram[0] = sums.histogram.sum(0)
         sums.shares[0] = sums.shares.sum(0)
         sums.largest[0] = sums.largest.max()

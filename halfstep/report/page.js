@@ -137,7 +137,7 @@
     ];
     const shade = (x0, x1, color) => ({type: "rect", x0, x1, yref: "paper", y0: 0, y1: 1, fillcolor: color, line: {width: 0}, layer: "below"});
     Plotly.react("histogram", traces, {
-      height: 400, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 34, b: 45},
+      height: 420, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 52, b: 45},
       legend: {x: 0.01, y: 0.98, bgcolor: "rgba(255,255,255,0.7)"}, showlegend: gradient,
       xaxis: {title: {text: isUpdate ? "units in the last place of the weight" : "magnitude"}, range: [low, high], ...POWER, tickformat: "d", zeroline: false},
       yaxis: {title: {text: "share of the nonzero values"}, tickformat: ".3~%", rangemode: "tozero"},
@@ -179,7 +179,8 @@
     const share = unpack(found.maps[measure], Float32Array);
     const shown = share.map(value => (value > 0 ? Math.max(LEAST, Math.log10(value)) : value === 0 ? EMPTY : NaN));
     const rows = values => modules.map((_, row) => values.subarray(row * columns.length, (row + 1) * columns.length));
-    const every = Math.ceil(modules.length / 60), labelled = modules.filter((_, row) => row % every === 0);
+    const none = !share.some(value => value > 0);
+    const every = Math.ceil(modules.length / (none ? 4 : 60)), labelled = modules.filter((_, row) => row % every === 0);
     const short = name => escaped(name.length > 34 ? `…${name.slice(-33)}` : name);
     const first = columns.map(([from]) => from);
     Plotly.react(id, [{
@@ -187,8 +188,8 @@
       hoverongaps: false, hovertemplate: "%{y}, step %{x}: %{customdata:.3~%}<extra></extra>",
       colorbar: {tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14},
     }], {
-      height: Math.min(900, 150 + 16 * modules.length), font: FONT, margin: {l: 10, r: 10, t: 34, b: 45},
-      title: {text: title, x: 0, xref: "paper", font: {size: 14}},
+      height: none ? 170 : Math.min(900, 150 + 16 * modules.length), font: FONT, margin: {l: 10, r: 10, t: 34, b: 45},
+      title: {text: none ? `${title}: none` : title, x: 0, xref: "paper", font: {size: 14}},
       xaxis: {title: {text: "step"}, type: "linear", zeroline: false},
       yaxis: {type: "category", autorange: "reversed", automargin: true, tickvals: labelled, ticktext: labelled.map(short)},
     }, CONFIG);

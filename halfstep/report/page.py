@@ -52,7 +52,7 @@ def page_of(run: Run, low: Format | None = None) -> Page:
     """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan."""
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
     judge = low or planned or UNPLANNED
-    gathered = gather(run.observations(), run.observed, judge)
+    gathered = gather(run.observations(), run.observed, judge, run.modules)
     return Page(
         title=f"{run.path.resolve().parent.name}/{run.path.name}",
         facts=tuple(_facts(run, judge)),

@@ -86,6 +86,14 @@ def test_kinds_and_modules_keep_their_order_and_apart():
     assert [at(found["weight_grad"], 3, column)["count"] for column in (0, 1)] == [0, 8]
 
 
+def test_modules_come_in_the_order_of_the_model_and_others_as_they_were_seen():
+    some = [seen(1, name, {index: 2**index}) for index, name in enumerate(("new", "c", "", "other", "a"))]
+    sums = gather(some, [1], FP16, ["", "a", "b", "c"]).kinds["weight_grad"]
+    assert sums.modules == [NETWORK, "(the model itself)", "a", "c", "new", "other"]
+    assert [exponents(sums, row) for row in range(1, 6)] == [{2: 4}, {4: 16}, {1: 2}, {0: 1}, {3: 8}]
+    assert [at(sums, row)["count"] for row in range(6)] == [31, 4, 16, 2, 1, 8]
+
+
 @pytest.mark.parametrize("steps", [COLUMNS, COLUMNS + 1, 7 * COLUMNS + 3])
 def test_many_steps_share_columns_and_lose_nothing(steps):
     every = [seen(10 * number, "m", {0: number}) for number in range(1, steps + 1)]

@@ -347,6 +347,7 @@ def test_a_killed_process_leaves_all_its_steps(tmp_path):
 
 
 def test_the_start_of_a_session_is_a_line(tmp_path):
-    write(tmp_path / "log", SessionStart({"name": "O1"}, "cpu", True))
+    write(tmp_path / "log", SessionStart({"name": "O1"}, "cpu", True, ("", "head")))
     run = read_log(tmp_path / "log")
-    assert (run.plan, run.emulated, run.machine.device) == ({"name": "O1"}, True, "cpu")
+    assert (run.plan, run.emulated, run.modules) == ({"name": "O1"}, True, ("", "head"))
+    assert run.machine.device == "cpu"
