@@ -47,11 +47,15 @@ class StepValues:
 
 @dataclass(frozen=True)
 class SessionStart:
-    """What a session that opens will do: its plan as `plan.io.to_dict` gives it, the device, what is emulated."""
+    """What a session that opens will do: its plan as `plan.io.to_dict` gives it, where, and with which modules.
+
+    `emulated` says that the low format is rounded to and not computed in; `modules` are names in the model's order.
+    """
 
     plan: dict[str, Any]
     device: str
     emulated: bool
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Status:
 
 
 TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
+UPDATE = "update"  # a further kind: what a step added to a weight, in units of the weight's last place
 SEVERITIES = ("note", "warning", "error")
 VERDICT_KINDS = (
     "scale too high",  # overflow in backward that vanishes at a lower scale

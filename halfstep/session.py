@@ -117,7 +117,7 @@ class Session:
         self._last: StepRecord | None = None
         try:
             self._open(optimizers)
-            self.tell(SessionStart(to_dict(plan), str(self._device), emulate))
+            self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
         except BaseException:
             self.close()
             raise

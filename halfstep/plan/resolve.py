@@ -13,7 +13,7 @@ from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.plan.checks import near_miss
 from halfstep.plan.fit import unwrap
-from halfstep.plan.matching import Site, find_sites, match_rules
+from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
@@ -54,6 +54,14 @@ class Assignment:
 
     plan: Plan
     modules: tuple[ModuleFormats, ...]
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the dotted names of all modules; of several models with the model's number before them."""
+        several = any(formats.model > 0 for formats in self.modules)
+        return tuple(
+            ".".join([*([str(formats.model)] if several else []), *filter(None, [uncompiled(formats.name)])])
+            for formats in self.modules
+        )
 
     def of(self, name: str, *, model: int = 0) -> ModuleFormats:
         """Returns what the module of this dotted name is given; "" is the model itself.

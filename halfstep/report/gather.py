@@ -11,17 +11,34 @@ import numpy as np
 import numpy.typing as npt
 
 from halfstep.formats import Format
-from halfstep.records import Observation
+from halfstep.records import UPDATE, Observation
 
 Array = npt.NDArray[np.float64]
 
 NETWORK = "(the whole network)"
+MODEL = "(the model itself)"
 COLUMNS = 200  # of a heat map; more steps share columns
 CHUNK = 512
 BINS = 256
 BIAS = 127  # entry e of a histogram has the values from 2^(e - BIAS) on
 MARGIN = 64  # a loss scale moves the exponents of true values out of the histogram by at most this much
 MEASURES = ("nonzero", "lost", "small", "count", "zeros", "saturated")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where magnitudes end: lost below `zero`, with fewer digits below `normal`, beyond reach above `top`."""
+
+    zero: float
+    normal: float
+    top: float
+
+
+def limits_of(kind: str, fmt: Format) -> Limits:
+    """Returns what can be held: of a tensor in `fmt`; of an update, what a stored weight can follow."""
+    if kind == UPDATE:  # in units of the last place of the weight
+        return Limits(0.5, 0.5, math.inf)
+    return Limits(fmt.smallest_subnormal / 2, fmt.smallest_normal, fmt.max)
 
 
 @dataclass
@@ -31,8 +48,8 @@ class Sums:
     `histogram` counts the true values (the loss scale taken out) by exponent, from `MARGIN` below the smallest of fp32
     on. `shares` holds, by row and column of steps, how many values were counted (`MEASURES`): nonzero ones, those that
     the low format rounds to zero, those below its smallest normal value (the lost ones too), all, zeros, and those
-    beyond its largest (infinities and NaN too), all of them with the loss scale that they carried. `largest` is the
-    largest true magnitude.
+    beyond its largest (infinities and NaN too), all of them with the loss scale that they carried; of updates, those
+    that are lost are those that the stored weight cannot follow. `largest` is the largest true magnitude.
     """
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
@@ -52,8 +69,13 @@ class Gathered:
     kinds: dict[str, Sums]
 
 
-def gather(observations: Iterable[Observation], steps: Sequence[int], low: Format) -> Gathered:
-    """Returns the sums of observations at the given steps (sorted), judged by what `low` can hold."""
+def gather(
+    observations: Iterable[Observation], steps: Sequence[int], low: Format, modules: Sequence[str] = ()
+) -> Gathered:
+    """Returns the sums of observations at the given steps (sorted), judged by what `low` can hold.
+
+    Modules come in the order of `modules`, and those that are not in it as they were seen.
+    """
     groups = np.array_split(np.asarray(steps, dtype=np.int64), min(len(steps), COLUMNS)) if steps else []
     column = {int(step): index for index, group in enumerate(groups) for step in group}
     kinds: dict[str, Sums] = {}
@@ -62,15 +84,21 @@ def gather(observations: Iterable[Observation], steps: Sequence[int], low: Forma
         for kind in dict.fromkeys(seen.kind for seen in chunk):
             sums = kinds.setdefault(kind, Sums())
             part = [seen for seen in chunk if seen.kind == kind]
+            limits = limits_of(kind, low)
             for seen in part:
                 if (kind, seen.module) not in rows:
                     rows[kind, seen.module] = len(sums.modules)
-                    sums.modules.append(seen.module or "(the model itself)")
+                    sums.modules.append(seen.module or MODEL)
                 sums.formats.add(seen.format)
                 sums.sampled |= seen.sampled
             _grow(sums, len(sums.modules), len(groups))
-            _add(sums, part, [rows[kind, seen.module] for seen in part], [column[seen.step] for seen in part], low)
+            _add(sums, limits, part, [rows[kind, seen.module] for seen in part], [column[seen.step] for seen in part])
+    places = {name or MODEL: place for place, name in enumerate(modules)}
+    places[NETWORK] = -1
     for sums in kinds.values():
+        order = sorted(range(len(sums.modules)), key=lambda row: places.get(sums.modules[row], len(places)))
+        sums.modules = [sums.modules[row] for row in order]
+        sums.histogram, sums.shares, sums.largest = sums.histogram[order], sums.shares[order], sums.largest[order]
         sums.histogram[0] = sums.histogram.sum(0)
         sums.shares[0] = sums.shares.sum(0)
         sums.largest[0] = sums.largest.max()
@@ -83,13 +111,13 @@ def _chunks(observations: Iterable[Observation]) -> Iterator[list[Observation]]:
         yield chunk
 
 
-def _add(sums: Sums, part: Sequence[Observation], rows: list[int], columns: list[int], low: Format) -> None:
+def _add(sums: Sums, limits: Limits, part: Sequence[Observation], rows: list[int], columns: list[int]) -> None:
     bins: Array = np.array([seen.stats.exponents for seen in part], dtype=np.float64)
     amax = np.array([seen.stats.amax for seen in part])
     nonfinite = np.array([seen.stats.infinities + seen.stats.nans for seen in part])
     count = np.array([seen.stats.count for seen in part])
     nonzero = bins.sum(1)
-    beyond = np.where(amax > low.max, np.maximum(1, bins @ (1 - _below(low.max))), 0)
+    beyond = np.where(amax > limits.top, np.maximum(1, bins @ (1 - _below(limits.top))), 0)
 
     def below(limit: float) -> Array:
         share: Array = np.where(amax < limit, nonzero, bins @ _below(limit))
@@ -97,8 +125,8 @@ def _add(sums: Sums, part: Sequence[Observation], rows: list[int], columns: list
 
     found = {
         "nonzero": nonzero,
-        "lost": below(low.smallest_subnormal / 2),
-        "small": below(low.smallest_normal),
+        "lost": below(limits.zero),
+        "small": below(limits.normal),
         "count": count,
         "zeros": np.array([seen.stats.zeros for seen in part]),
         "saturated": beyond + nonfinite,

@@ -34,11 +34,12 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
 
 
 class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
-    """A session begins: its plan, whether the low format is emulated, and where it runs."""
+    """A session begins: its plan, whether the low format is emulated, its modules, and where it runs."""
 
     time: float
     plan: dict[str, Any]
     emulated: bool
+    modules: tuple[str, ...]
     machine: Machine
 
 

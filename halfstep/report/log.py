@@ -66,8 +66,8 @@ class RunLog:
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Takes any other record; verdicts and findings are noted with the number of the last step."""
         match record:
-            case SessionStart(plan, device, emulated):
-                self._write(SessionLine(_now(), plan, emulated, read_machine(torch.device(device))))
+            case SessionStart(plan, device, emulated, modules):
+                self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device))))
             case Observation():
                 self._write(ObservationLine.of(record))
             case Verdict():

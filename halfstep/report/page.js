@@ -74,6 +74,8 @@
   // Which share of the values from 2^exponent to 2^(exponent + 1) lies below 2^limit, even in their logarithm.
   const below = (exponent, limit) => Math.min(1, Math.max(0, limit - exponent));
 
+  const topOf = limits => limits.max ?? Infinity;
+
   // The shares that a format loses, keeps with fewer digits and cannot reach, of values times 2^shift.
   function judge(bins, first, largest, limits, shift) {
     let all = 0, lost = 0, small = 0, beyond = 0;
@@ -82,15 +84,16 @@
       all += number;
       lost += number * below(exponent, limits.zero);
       small += number * below(exponent, limits.normal);
-      beyond += number * (1 - below(exponent, limits.top));
+      beyond += number * (1 - below(exponent, limits.top ?? Infinity));
     });
-    if (largest * 2 ** shift <= limits.max) beyond = 0;
-    else beyond = Math.max(1, beyond);
+    beyond = largest * 2 ** shift > topOf(limits) ? Math.max(1, beyond) : 0;
     return {all, lost: lost / all, small: (small - lost) / all, saturated: beyond / all};
   }
 
-  const inWords = (shares, format) =>
-    `<b class="lost">${percent(shares.lost)} lie left of the red line</b>, where ${format} rounds to zero; ` +
+  const inWords = (shares, format) => format === null
+    ? `<b class="lost">${percent(shares.lost)} lie left of the red line</b>, half a unit in the last place of the weight as it ` +
+      "is stored: it cannot follow them. A master adds them up; without one they are lost."
+    : `<b class="lost">${percent(shares.lost)} lie left of the red line</b>, where ${format} rounds to zero; ` +
     `<b class="small">${percent(shares.small)}</b> lie between the red and the orange line, where it keeps fewer digits; ` +
     `<b class="saturated">${percent(shares.saturated)}</b> lie right of the black line, beyond its largest value.`;
 
@@ -105,7 +108,9 @@
 
   function drawHistogram() {
     const {kind, found, row, bins, total, largest} = chosenHistogram();
-    const format = Object.keys(data.formats)[Number($("format").value)], limits = data.formats[format];
+    const isUpdate = kind === data.update.kind, format = isUpdate ? null : Object.keys(data.formats)[Number($("format").value)];
+    const limits = isUpdate ? data.update : data.formats[format];
+    $("format-label").hidden = isUpdate;
     const gradient = data.gradients.includes(kind), shift = gradient ? Number($("shift").value) : 0;
     $("shift-label").hidden = !gradient;
     $("shift-value").textContent = `2^${shift} = ${count(2 ** shift)}`;
@@ -119,21 +124,22 @@
     });
     const traces = [bars(0, gradient ? "as they are (loss scale 1)" : "as they are", BLUE, {opacity: shift ? 0.55 : 0.9})];
     if (shift) traces.push(bars(shift, `times the loss scale 2^${shift}`, SHIFTED, {opacity: 0.75}));
-    const low = Math.min(found.first, limits.zero - 2), high = Math.max(found.first + found.bins + shift, limits.top + 2);
+    const low = Math.min(found.first, limits.zero - 2), high = Math.max(found.first + found.bins + shift, limits.top === null ? 2 : limits.top + 2);
     const wall = (x, color, text, side) => ({
       line: {type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: {color, width: 2}},
       note: {x, xref: "x", yref: "paper", y: 1, yanchor: "bottom", xanchor: side, showarrow: false, text, font: {color, size: 12}},
     });
-    const walls = [
+    const largestValue = count(topOf(limits)).length < 9 ? count(topOf(limits)) : topOf(limits).toPrecision(3);
+    const walls = isUpdate ? [wall(limits.zero, RED, "half a unit in the last place", "left")] : [
       wall(limits.zero, RED, `${format}: half its smallest subnormal 2<sup>${limits.zero + 1}</sup>`, "right"),
       wall(limits.normal, ORANGE, `smallest normal 2<sup>${limits.normal}</sup>`, "left"),
-      wall(limits.top, BLACK, `largest ${count(limits.max).length < 9 ? count(limits.max) : limits.max.toPrecision(3)}`, "right"),
+      wall(limits.top, BLACK, `largest ${largestValue}`, "right"),
     ];
     const shade = (x0, x1, color) => ({type: "rect", x0, x1, yref: "paper", y0: 0, y1: 1, fillcolor: color, line: {width: 0}, layer: "below"});
     Plotly.react("histogram", traces, {
-      height: 400, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 34, b: 45},
+      height: 420, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 52, b: 45},
       legend: {x: 0.01, y: 0.98, bgcolor: "rgba(255,255,255,0.7)"}, showlegend: gradient,
-      xaxis: {title: {text: "magnitude"}, range: [low, high], ...POWER, tickformat: "d", zeroline: false},
+      xaxis: {title: {text: isUpdate ? "units in the last place of the weight" : "magnitude"}, range: [low, high], ...POWER, tickformat: "d", zeroline: false},
       yaxis: {title: {text: "share of the nonzero values"}, tickformat: ".3~%", rangemode: "tozero"},
       shapes: [shade(low, limits.zero, "rgba(198,40,40,0.08)"), shade(limits.zero, limits.normal, "rgba(224,134,0,0.06)"),
         ...walls.map(each => each.line)],
@@ -154,6 +160,7 @@
     const parts = [`Of ${number} nonzero values of ${kind} in ${place}, ${found.sampled ? "a sample, " : ""}as they are: ` +
       inWords(judge(bins, found.first, largest, limits, 0), format)];
     if (shift) parts.push(`Times a loss scale of ${count(2 ** shift)}: ` + inWords(judge(bins, found.first, largest, limits, shift), format));
+    if (format === null) return parts.join("<br>");
     const lost = total("lost") / total("nonzero"), small = (total("small") - total("lost")) / total("nonzero");
     parts.push(`As they were in this run${gradient ? ", with the loss scales that they carried" : ""}: ${percent(lost)} of them are ` +
       `lost in ${data.low}, ${percent(small)} kept with fewer digits; ${percent(total("saturated") / total("count"))} of all ` +
@@ -172,7 +179,8 @@
     const share = unpack(found.maps[measure], Float32Array);
     const shown = share.map(value => (value > 0 ? Math.max(LEAST, Math.log10(value)) : value === 0 ? EMPTY : NaN));
     const rows = values => modules.map((_, row) => values.subarray(row * columns.length, (row + 1) * columns.length));
-    const every = Math.ceil(modules.length / 60), labelled = modules.filter((_, row) => row % every === 0);
+    const none = !share.some(value => value > 0);
+    const every = Math.ceil(modules.length / (none ? 4 : 60)), labelled = modules.filter((_, row) => row % every === 0);
     const short = name => escaped(name.length > 34 ? `…${name.slice(-33)}` : name);
     const first = columns.map(([from]) => from);
     Plotly.react(id, [{
@@ -180,8 +188,8 @@
       hoverongaps: false, hovertemplate: "%{y}, step %{x}: %{customdata:.3~%}<extra></extra>",
       colorbar: {tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14},
     }], {
-      height: Math.min(900, 150 + 16 * modules.length), font: FONT, margin: {l: 10, r: 10, t: 34, b: 45},
-      title: {text: title, x: 0, xref: "paper", font: {size: 14}},
+      height: none ? 170 : Math.min(900, 150 + 16 * modules.length), font: FONT, margin: {l: 10, r: 10, t: 34, b: 45},
+      title: {text: none ? `${title}: none` : title, x: 0, xref: "paper", font: {size: 14}},
       xaxis: {title: {text: "step"}, type: "linear", zeroline: false},
       yaxis: {type: "category", autorange: "reversed", automargin: true, tickvals: labelled, ticktext: labelled.map(short)},
     }, CONFIG);
@@ -189,14 +197,16 @@
 
   function drawMaps() {
     const kind = Object.keys(data.kinds)[Number($("map-kind").value)], measure = $("map-measure").value;
-    const titles = {
+    const isUpdate = kind === data.update.kind, less = "smaller than half a unit in the last place of the stored weight";
+    const titles = isUpdate ? {lost: `Share of the updates ${less}`, small: `Share of the updates ${less}`, zero: "Share of weights without an update"} : {
       lost: `Share of the nonzero values that ${data.low} rounds to zero`,
       small: `Share of the nonzero values below the smallest normal value of ${data.low}`,
       zero: `Share of values that are zero: at most this was lost where ${data.low} stores them`,
     };
     drawMap("small-map", kind, measure, titles[measure]);
-    drawMap("saturated-map", kind, "saturated", `Share of values beyond the largest value of ${data.low}, or not finite`);
-    const stored = storedLow(data.kinds[kind]);
+    drawMap("saturated-map", kind, "saturated",
+      isUpdate ? "Share of updates that are not finite" : `Share of values beyond the largest value of ${data.low}, or not finite`);
+    const stored = isUpdate ? "" : storedLow(data.kinds[kind]);
     const groups = data.columns.some(([from, to]) => from !== to) ? " A column has several observed steps." : "";
     $("maps-words").textContent = (stored ? `${stored} a zero, which does not count as lost here.` : "") + groups;
   }

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
-from halfstep.records import SEVERITIES, StepValues, Verdict
-from halfstep.report.gather import BIAS, MARGIN, MEASURES, Array, Sums, gather
+from halfstep.records import SEVERITIES, UPDATE, StepValues, Verdict
+from halfstep.report.gather import BIAS, MARGIN, MEASURES, Array, Limits, Sums, gather, limits_of
 from halfstep.report.run import Run
 
 POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
 SHOWN = (FP16, BF16, E4M3, E5M2)
 UNPLANNED = FP16  # what a log without a plan is judged by
 GRADIENTS = ("activation_grad", "weight_grad")
-KINDS = (*GRADIENTS, "activation", "weight")
+KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ def page_of(run: Run, low: Format | None = None) -> Page:
     """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan."""
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
     judge = low or planned or UNPLANNED
-    gathered = gather(run.observations(), run.observed, judge)
+    gathered = gather(run.observations(), run.observed, judge, run.modules)
     return Page(
         title=f"{run.path.resolve().parent.name}/{run.path.name}",
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
         rows=tuple(_rows(run)),
         charts={
-            "formats": {fmt.name: _limits(fmt) for fmt in dict.fromkeys((*SHOWN, judge))},
+            "formats": {fmt.name: _limits(limits_of("", fmt)) for fmt in dict.fromkeys((*SHOWN, judge))},
+            "update": {"kind": UPDATE, **_limits(limits_of(UPDATE, judge))},
             "low": judge.name,
             "shift": _shift(run.steps),
             "timeline": _timeline(run.steps),
@@ -124,13 +125,14 @@ def _shift(steps: Sequence[StepValues]) -> int:
     return round(math.log2(last))
 
 
-def _limits(fmt: Format) -> dict[str, Any]:
-    """Returns where a format ends, as base-2 logarithms: what is below `zero` rounds to zero."""
+def _limits(limits: Limits) -> dict[str, Any]:
+    """Returns limits as the page reads them: base-2 logarithms and the largest value, None where there is none."""
+    endless = math.isinf(limits.top)
     return {
-        "zero": int(math.log2(fmt.smallest_subnormal)) - 1,
-        "normal": int(math.log2(fmt.smallest_normal)),
-        "top": math.log2(fmt.max),
-        "max": fmt.max,
+        "zero": math.log2(limits.zero),
+        "normal": math.log2(limits.normal),
+        "top": None if endless else math.log2(limits.top),
+        "max": None if endless else limits.top,
     }
 
 

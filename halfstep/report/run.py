@@ -51,14 +51,15 @@ class Event:
 class Run:
     """What a run log holds. Of steps that were made again by a process that went back, only the last making counts.
 
-    `plan` (as `plan.io.to_dict` gives it), `emulated` and `machine` are those of the last session, None where there is
-    none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
+    `plan` (as `plan.io.to_dict` gives it), `emulated`, `modules` and `machine` are those of the last session, None or
+    none where there is none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
     """
 
     path: Path
     processes: tuple[Process, ...]
     plan: dict[str, Any] | None
     emulated: bool | None
+    modules: tuple[str, ...]
     machine: Machine | None
     steps: tuple[StepValues, ...]
     observed: tuple[int, ...]
@@ -202,6 +203,7 @@ class _Found:
             ),
             plan=None if session is None else session.plan,
             emulated=None if session is None else session.emulated,
+            modules=() if session is None else session.modules,
             machine=None if session is None else session.machine,
             steps=tuple(self.steps),
             observed=tuple(sorted(self.observed)),

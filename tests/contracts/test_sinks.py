@@ -62,7 +62,7 @@ def test_a_recorder_is_told_what_opens_and_what_it_is_given_and_a_function_is_no
     assert isinstance(kept, Recorder)
     model, session = open_session("O2", "fp16", sinks=[kept, steps.append], emulate=True)
     (start,) = kept.others
-    assert start == SessionStart(start.plan, "cpu", emulated=True)
+    assert start == SessionStart(start.plan, "cpu", emulated=True, modules=("",))
     assert (start.plan["name"], start.plan["low"]) == ("O2", "fp16")
     finding = Finding("note", "code", "place", "evidence", "advice")
     session.tell(finding)

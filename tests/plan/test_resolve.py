@@ -111,6 +111,12 @@ def test_modules_come_in_the_order_of_named_modules():
     assert [formats.name for formats in resolve(O2, model).modules] == [name for name, _ in model.named_modules()]
 
 
+def test_names_are_those_of_the_model_and_of_several_models_have_their_number():
+    model = Called(body=Called(a=linear()), head=linear())
+    assert resolve(O2, model).names() == ("", "body", "body.a", "head")
+    assert resolve(O2, [linear(), Called(a=linear())]).names() == ("0", "1", "1.a")
+
+
 def test_only_fp32_parameters_are_given_a_format():
     wide, low = linear().double(), linear().bfloat16()
     assignment = resolve(O2, net(wide=wide, low=low, drop=nn.Dropout()))

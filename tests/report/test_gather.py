@@ -45,6 +45,11 @@ def test_shares_are_those_of_the_statistics(powers, fmt, infinities):
     assert shares["saturated"] / shares["count"] == pytest.approx(found.saturated(fmt))
 
 
+def test_an_update_is_lost_below_half_a_unit_in_the_last_place():
+    sums = gather([seen(1, "m", {-2: 3, -1: 1, 40: 4}, kind="update", infinities=1)], [1], FP16).kinds["update"]
+    assert at(sums, 1) == {"nonzero": 8, "lost": 3, "small": 3, "count": 9, "zeros": 0, "saturated": 1}
+
+
 def test_one_value_beyond_the_largest_counts_as_one_and_none_as_none():
     almost = gather([seen(1, "m", {15: 1000})], [1], FP16).kinds["weight_grad"]  # 2^15 is the largest of these
     assert at(almost, 1)["saturated"] == 0
@@ -79,6 +84,14 @@ def test_kinds_and_modules_keep_their_order_and_apart():
     assert found["weight_grad"].modules == [NETWORK, "a", "(the model itself)", "b"]
     assert [at(found["weight_grad"], row)["count"] for row in range(4)] == [14, 2, 4, 8]
     assert [at(found["weight_grad"], 3, column)["count"] for column in (0, 1)] == [0, 8]
+
+
+def test_modules_come_in_the_order_of_the_model_and_others_as_they_were_seen():
+    some = [seen(1, name, {index: 2**index}) for index, name in enumerate(("new", "c", "", "other", "a"))]
+    sums = gather(some, [1], FP16, ["", "a", "b", "c"]).kinds["weight_grad"]
+    assert sums.modules == [NETWORK, "(the model itself)", "a", "c", "new", "other"]
+    assert [exponents(sums, row) for row in range(1, 6)] == [{2: 4}, {4: 16}, {1: 2}, {0: 1}, {3: 8}]
+    assert [at(sums, row)["count"] for row in range(6)] == [31, 4, 16, 2, 1, 8]
 
 
 @pytest.mark.parametrize("steps", [COLUMNS, COLUMNS + 1, 7 * COLUMNS + 3])

@@ -170,6 +170,14 @@ def test_a_tensor_that_is_stored_low_is_said_to_hide_what_it_lost(show):
     assert "stored in fp16" in words(browser, "histogram-words")
 
 
+def test_updates_are_judged_by_what_the_stored_weight_can_follow(show):
+    browser = show(START, step(1), seen(1, "body", {-2: 3, -1: 1}, kind="update", fmt="bf16"))
+    assert "75% lie left of the red line, half a unit in the last place" in words(browser, "histogram-words")
+    assert count(browser, "#histogram .shapelayer path") == 3  # one line, two shaded ranges of which one is empty
+    assert words(browser, "maps-words") == ""
+    assert browser.errors == []
+
+
 def test_names_and_texts_cannot_become_part_of_the_page(show):
     evil = "</script><script>window.broken = true</script><img src=x onerror='window.broken = true'>"
     browser = show(START, step(1, loss=1), seen(1, evil, {0: 1}), Finding("error", evil, evil, evil, evil))

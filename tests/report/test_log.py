@@ -23,15 +23,12 @@ from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRec
 from halfstep.report.lines import ObservationLine, StepLine, VerdictLine, encode
 from halfstep.report.log import RunLog
 from halfstep.report.run import _DECODER, Event, read_log
+from tests.report import logs
+from tests.report.logs import step
 from tests.scale.sync import NoSync
 
 ROOT = Path(__file__).parents[2]
 INF, NAN = math.inf, math.nan
-
-
-def step(number, *, skipped=False, scale=1.0, norm=None, loss=None):
-    norm, loss = (None if v is None else torch.tensor(v) for v in (norm, loss))
-    return StepRecord(number, torch.tensor(skipped), torch.tensor(scale), norm, loss=loss)
 
 
 def observation(number, module="head", *, bins=None, **stats):
@@ -44,9 +41,7 @@ def observation(number, module="head", *, bins=None, **stats):
 
 
 def write(path, *records):
-    with RunLog(path) as log:
-        for record in records:
-            log(record) if isinstance(record, StepRecord) else log.record(record)
+    logs.write(path, records)
 
 
 def numbers(run):
@@ -352,6 +347,7 @@ def test_a_killed_process_leaves_all_its_steps(tmp_path):
 
 
 def test_the_start_of_a_session_is_a_line(tmp_path):
-    write(tmp_path / "log", SessionStart({"name": "O1"}, "cpu", True))
+    write(tmp_path / "log", SessionStart({"name": "O1"}, "cpu", True, ("", "head")))
     run = read_log(tmp_path / "log")
-    assert (run.plan, run.emulated, run.machine.device) == ({"name": "O1"}, True, "cpu")
+    assert (run.plan, run.emulated, run.modules) == ({"name": "O1"}, True, ("", "head"))
+    assert run.machine.device == "cpu"

@@ -1,0 +1,91 @@
+"""A line in the terminal that shows how a run goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
+from halfstep.report.late import LateReader
+
+SPEED_OVER = 50  # steps
+
+
+class LiveLine:
+    """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
+
+    It is drawn at most `per_second` times a second, and not at all where there is no terminal; what else is printed
+    goes above it, as verdicts and findings do. No step waits for the device. `close()` draws the last step.
+    """
+
+    def __init__(self, *, console: Console | None = None, per_second: float = 4.0) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._wait = 1.0 / per_second
+        self._steps = LateReader()
+        self._skipped = 0
+        self._times: deque[tuple[int, float]] = deque(maxlen=SPEED_OVER)
+        self._last: StepValues | None = None
+        self._drawn = -1.0
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # what is printed into a file stays there
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._finish = weakref.finalize(self, self._live.stop)
+
+    def __call__(self, record: StepRecord) -> None:
+        """Takes what a step did; does not wait for the device."""
+        self._steps.add(record)
+        for values in self._steps.ready():
+            self._take(values)
+        now = time.monotonic()
+        if self._last is not None and now - self._drawn >= self._wait:
+            self._drawn = now
+            self._draw(self._last)
+
+    def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
+        """Prints verdicts and findings above the line."""
+        if isinstance(record, (Verdict, Finding)):
+            self._console.print(str(record), markup=False)
+
+    def close(self) -> None:
+        """Draws the last step, waiting for the device, and leaves the line; twice is once."""
+        for values in self._steps.rest():
+            self._take(values)
+        if self._finish.alive and self._last is not None:
+            self._draw(self._last)
+        self._finish()
+
+    def _take(self, values: StepValues) -> None:
+        self._last = values
+        self._skipped += values.skipped
+        self._times.append((values.step, values.time))
+
+    def _draw(self, last: StepValues) -> None:
+        if not self._console.is_terminal:
+            return
+        (first_step, first), (_, end) = self._times[0], self._times[-1]
+        parts = [f"step {last.step:,}"]
+        parts += [f"loss {last.loss:.4f}"] if last.loss is not None else []
+        parts += [f"norm {last.grad_norm:.3g}"] if last.grad_norm is not None else []
+        parts += [f"scale {last.scale:g}", f"skipped {self._skipped:,}"]
+        parts += [f"{(last.step - first_step) / (end - first):.3g} steps/s"] if end > first else []
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def __enter__(self) -> LiveLine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

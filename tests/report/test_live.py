@@ -1,0 +1,96 @@
+"""The live line: what it shows, how often, and that it is silent where no one looks."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+import halfstep.report.live
+from halfstep.records import Finding
+from halfstep.report.live import LiveLine
+from tests.report.logs import START, seen, step
+from tests.scale.sync import NoSync
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(halfstep.report.live.time, "monotonic", lambda: self.now)
+
+
+def screen(*, terminal=True):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False, color_system=None)
+
+
+def text(console):
+    return console.file.getvalue()
+
+
+def test_the_line_has_step_loss_norm_scale_and_skips():
+    console = screen()
+    with LiveLine(console=console) as line:
+        line(step(1, skipped=True, scale=65536, norm=float("inf"), loss=2))
+        line(step(2, scale=32768, norm=0.5, loss=1.25))
+    assert "step 2  loss 1.2500  norm 0.5  scale 32768  skipped 1" in text(console)
+
+
+def test_what_a_step_does_not_have_is_not_shown():
+    console = screen()
+    with LiveLine(console=console) as line:
+        line(step(1))
+    assert "step 1  scale 1  skipped 0" in text(console)
+
+
+def test_it_is_drawn_as_often_as_told(monkeypatch):
+    clock, console = Clock(monkeypatch), screen()
+    line = LiveLine(console=console, per_second=2)
+    for number in range(1, 101):  # eight a second
+        line(step(number))
+        clock.now += 0.125
+    line.close()
+    drawn = [number for number in range(1, 101) if f"step {number} " in text(console)]
+    assert drawn == [*range(1, 100, 4), 100]
+
+
+def test_where_there_is_no_terminal_it_is_silent():
+    console = screen(terminal=False)
+    with LiveLine(console=console) as line:
+        line(step(1))
+    assert text(console) == ""
+
+
+def test_findings_go_above_the_line_and_other_records_nowhere():
+    console = screen()
+    with LiveLine(console=console) as line:
+        line.record(START)
+        line.record(seen(1, "m", {0: 1}))
+        line(step(1))
+        line.record(Finding("warning", "eps", "norm[0]", "1e-8", "use 1e-6"))
+    assert "warning: eps at norm[0]" in text(console)
+    assert "norm[0]" in text(console).rpartition("step 1 ")[0]
+
+
+def test_no_step_waits():
+    with NoSync():
+        LiveLine(console=screen())(step(1, loss=1.0))
+
+
+def test_the_cursor_comes_back_without_close():
+    console = screen()
+    line = LiveLine(console=console)
+    line(step(1))
+    assert text(console).count("\x1b[?25l") == 1
+    del line
+    assert text(console).count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_closing_twice_is_once(times):
+    console = screen()
+    line = LiveLine(console=console)
+    line(step(1))
+    for _ in range(times):
+        line.close()
+    assert text(console).count("\x1b[?25h") == 1
