@@ -1,5 +1,6 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from halfstep.advise.whatif import whatif
 from halfstep.errors import (
     DataError,
     FormatError,
@@ -18,7 +19,7 @@ from halfstep.plan.policy import FULL, LOW, Policy
 from halfstep.plan.resolve import Assignment, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Status, StepRecord, Verdict
+from halfstep.records import Finding, Status, StepRecord, Verdict, WhatIf
 from halfstep.report.log import RunLog
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session import Session, initialize
@@ -36,6 +37,7 @@ __all__ = [
     "TF32",
     "Assignment",
     "DataError",
+    "Finding",
     "Format",
     "FormatError",
     "GradScaler",
@@ -56,10 +58,12 @@ __all__ = [
     "Status",
     "StepRecord",
     "Verdict",
+    "WhatIf",
     "__version__",
     "initialize",
     "level",
     "load_plan",
     "resolve",
     "save_plan",
+    "whatif",
 ]

@@ -10,6 +10,7 @@ from halfstep.cli.bench import bench
 from halfstep.cli.levels import levels
 from halfstep.cli.ops import ops
 from halfstep.cli.report import report
+from halfstep.cli.whatif import whatif
 from halfstep.errors import HalfstepError
 
 USAGE_ERROR = 2
@@ -24,6 +25,7 @@ app.command()(bench)
 app.command()(levels)
 app.command()(ops)
 app.command()(report)
+app.command()(whatif)
 
 
 def main() -> None:

@@ -300,6 +300,74 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """What rounding to a format would do to the tensors of one kind of one module, all steps together.
+
+    `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first and carry
+    what rounding did to the gradients that they come from. `lost` is the share of the nonzero elements that becomes
+    zero, `saturated` the share of all that lies beyond the format's largest value, and `snr_db` the signal to noise
+    ratio in decibels (squares of the values over squares of their rounding errors), infinite where all is exact and
+    minus infinity where nothing but zeros arrives. `low` is false where the plan keeps these tensors full:
+    they lose only what those before them have lost. `stats` counts the fp32 values, without the scale.
+    """
+
+    module: str
+    kind: str
+    format: str
+    low: bool
+    scale: float
+    lost: float
+    saturated: float
+    snr_db: float
+    stats: TensorStats
+
+
+@dataclass(frozen=True)
+class ScaleRange:
+    """Which constant loss scales are safe in a format, and where a dynamic one settles.
+
+    `largest` is where the largest gradient times the scale reaches the format's largest value, `place` the module that
+    has this gradient. `smallest` is the smallest power of two that leaves every module's gradients a signal to noise
+    ratio of 20 dB (None: no scale does); `recommended` a power of two with room for gradients eight times as large,
+    and `edit` that scale as an edit of a plan. A dynamic scale settles between the two of `settles`.
+    """
+
+    format: str
+    smallest: float | None
+    largest: float
+    recommended: float
+    settles: tuple[float, float]
+    largest_gradient: float
+    place: str
+    edit: object
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What training in other formats would do, predicted from `steps` steps in fp32.
+
+    `plan` names the plan whose low and full tensors are told apart, `rows` has an entry a format, module and kind,
+    `scales` one a format. `stay_full` has by format what is found of modules that should compute in fp32: the `cure` of
+    each finding is the edit that keeps the module full.
+    """
+
+    plan: str
+    steps: int
+    formats: tuple[str, ...]
+    rows: tuple[Rounded, ...]
+    scales: tuple[ScaleRange, ...]
+    stay_full: dict[str, tuple[Finding, ...]]
+
+    def scale(self, fmt: str) -> ScaleRange:
+        """Returns the safe loss scales of a format, given by its name."""
+        return next(entry for entry in self.scales if entry.format == fmt)
+
+    def edits(self, fmt: str) -> tuple[object, ...]:
+        """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules."""
+        return (self.scale(fmt).edit, *(edit for finding in self.stay_full[fmt] for edit in finding.cure))
+
+
+@dataclass(frozen=True)
 class Machine:
     """Where and with what a measurement was made.
 

@@ -9,34 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halfstep.bench.bench import Progress as Report
 from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.contenders import entries
+from halfstep.cli.options import Data, Device, Name, Settings, check_writable, device_of, names, write_json
 from halfstep.cli.screen import stderr, stdout
-from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
-from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
+from halfstep.workloads.load import load_workload, parse_settings
 
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-DEVICES = ("auto", "cpu", "cuda")
 
-Name = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, from 0 on.")]
-Settings = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload; repeatable.")
-]
-Data = Annotated[Path | None, typer.Option("--data", help="The folder or file that the workload reads.")]
-Device = Annotated[str, typer.Option("--device", help="auto (cuda where there is one), cpu or cuda.")]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write every figure, with machine and versions, to this file.")
 ]
@@ -54,11 +46,11 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     json: Json = None,
 ) -> None:
     """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table."""
-    place = _device(device)
+    place = device_of(device)
     job = load_workload(workload, parse_settings(settings), data=data)
-    rows = entries(_names(levels), [as_format(name) for name in _names(low)], place, peer=True)
+    rows = entries(names(levels), [as_format(name) for name in names(low)], place, peer=True)
     if json is not None:
-        _check_writable(json)
+        check_writable(json)
     with _progress_bar() as progress:
         result = run_bench(
             job,
@@ -72,40 +64,11 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
     if json is not None:
-        try:
-            json.write_text(bench_json(result), encoding="utf-8")
-        except OSError as error:  # the disk is full, or the folder is gone since
-            raise WorkloadError(f"--json {json} could not be written: {error.strerror}") from error
+        write_json(json, bench_json(result))
     if all(run.error is not None for run in result.runs):
         raise typer.Exit(FAILED)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind."""
-    try:
-        if not path.absolute().parent.is_dir():
-            raise WorkloadError(f"--json {path}: there is no folder {path.absolute().parent}; make it first")
-        existed = path.exists()
-        with path.open("a", encoding="utf-8"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise WorkloadError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _device(name: str) -> torch.device:
-    if name not in DEVICES:
-        raise WorkloadError(f"--device {name!r} is unknown; choose one of {', '.join(DEVICES)}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise WorkloadError("--device cuda, but torch sees no CUDA device; choose cpu")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def run_to_the_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) 
         raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
     if any(param.grad is not None for param in params):
         raise SessionError(
-            "the closure ran the backward pass; leave it out, blame runs it: the closure is to compute "
+            "the closure ran the backward pass; leave it out, it is run by what calls the closure, which is to compute "
             "and return the loss only"
         )
     if not loss.requires_grad:

@@ -11,15 +11,19 @@ from typing import Any
 import msgspec
 
 from halfstep.errors import DataError
-from halfstep.records import BenchResult
+from halfstep.records import BenchResult, WhatIf
 
 _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 
 
 def bench_json(result: BenchResult) -> str:
     """Returns every figure of a benchmark as JSON; a non-finite number is the text "nan", "inf" or "-inf"."""
-    text = json.dumps(_plain(asdict(result)), indent=2, allow_nan=False)
-    return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"
+    return _text(result)
+
+
+def whatif_json(result: WhatIf) -> str:
+    """Returns a prediction as JSON, with the histogram of each kind of tensor of each module."""
+    return _text(result)
 
 
 def read_bench(text: str | bytes) -> BenchResult:
@@ -32,6 +36,11 @@ def read_bench(text: str | bytes) -> BenchResult:
         return msgspec.convert(json.loads(text), BenchResult, strict=False)
     except (ValueError, msgspec.ValidationError) as error:
         raise DataError(f"not the JSON of a benchmark: {error}") from error
+
+
+def _text(record: BenchResult | WhatIf) -> str:
+    text = json.dumps(_plain(asdict(record)), indent=2, allow_nan=False)
+    return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"
 
 
 def _plain(value: Any) -> Any:

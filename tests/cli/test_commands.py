@@ -9,24 +9,9 @@ import time
 
 import pytest
 
-from halfstep.__main__ import main
 from halfstep.errors import DataError
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
-
-
-@pytest.fixture
-def halfstep(monkeypatch, capsys):
-    """Runs the command and returns exit code, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["halfstep", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
 
 
 def test_levels_prints_the_four(halfstep):

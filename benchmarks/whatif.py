@@ -1,0 +1,206 @@
+"""What `halfstep.whatif` predicts from fp32 steps against what a real low run of the same steps does.
+
+    python benchmarks/whatif.py --data FOLDER                       # all of it, about 10 minutes on 2 cores
+    python benchmarks/whatif.py --data FOLDER --workload imdb_lstm  # one workload
+
+Both start from the same weights and train on the same batches: whatif in fp32, the other in a session (fp16 emulated
+where the device has no units for it) with the same constant loss scale, once 1 and once the recommended one. For each
+module and kind of tensor the share of nonzero values that are zero in the low run (its zeros less those of the fp32
+run) is compared with the predicted loss, and the share of non-finite values with the predicted saturation. The
+criterion: every difference is at most one percentage point. Exits with 1 where one is more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfstep
+from halfstep.errors import HalfstepError
+from halfstep.observe.watch import Place, step
+from halfstep.plan.machine import read_machine
+from halfstep.workloads.load import load_workload
+from halfstep.workloads.workload import Workload, to_device_of
+
+RESULTS = Path(__file__).resolve().parent / "results" / "whatif"
+WORKLOADS = {"char_lm": None, "cifar_resnet": "cifar10", "imdb_lstm": "imdb", "regression": None}
+ALLOWED = 0.01
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One kind of tensor of one module: shares predicted and real."""
+
+    module: str
+    kind: str
+    lost: float
+    really_lost: float
+    saturated: float
+    really_saturated: float
+
+    @property
+    def most(self) -> float:
+        """The larger of the two differences."""
+        return max(abs(self.lost - self.really_lost), abs(self.saturated - self.really_saturated))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A workload in a format at a level with a constant loss scale; `differences` has the largest first."""
+
+    workload: str
+    low: str
+    plan: str
+    scale: float
+    recommended: bool
+    steps: int
+    skipped: int
+    compared: int
+    most: float
+    lost: float
+    differences: tuple[Difference, ...]
+
+
+def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, steps: int = STEPS) -> Comparison:
+    """Returns how far prediction and low run are apart; without a `scale` at the recommended one."""
+    model = job.build(0)
+    closure, optimizer = _closure(job, model), job.optimizer(model, fused=False)
+    found = halfstep.whatif(closure, model, (low,), steps=steps, optimizer=optimizer, plan=plan, loss_scale=scale)
+    carried = next(row.scale for row in found.rows if row.kind == "weight_grad")
+    counted, skipped = _low_run(job, low, plan, carried, steps)
+    rows = [(row, counted[row.module, row.kind]) for row in found.rows if (row.module, row.kind) in counted]
+    differences = sorted(
+        (
+            Difference(
+                row.module,
+                row.kind,
+                row.lost,
+                (zeros - row.stats.zeros) / max(row.stats.nonzero, 1),
+                row.saturated,
+                nonfinite / count,
+            )
+            for row, (count, zeros, nonfinite) in rows
+        ),
+        key=lambda difference: -difference.most,
+    )
+    return Comparison(
+        workload=job.name,
+        low=low,
+        plan=plan,
+        scale=carried,
+        recommended=scale is None,
+        steps=steps,
+        skipped=skipped,
+        compared=len(differences),
+        most=differences[0].most,
+        lost=max(row.lost for row, _ in rows),
+        differences=tuple(differences),
+    )
+
+
+def _closure(job: Workload, model: torch.nn.Module, *, skip: int = 0) -> Callable[[], Tensor]:
+    batches = itertools.islice(job.batches(0), skip, None)
+
+    def closure() -> Tensor:
+        inputs, targets = to_device_of(model, *next(batches))
+        return job.loss(model(inputs), targets)
+
+    return closure
+
+
+def _low_run(job: Workload, low: str, plan: str, scale: float, steps: int) -> tuple[dict[Any, list[int]], int]:
+    """Trains the steps that were predicted, and returns (count, zeros, non-finite) of each module and kind."""
+    model = job.build(0)
+    optimizer = job.optimizer(model, fused=False)
+    closure = _closure(job, model, skip=1)  # whatif takes a batch to see what is low
+    session = halfstep.initialize(model, optimizer, plan, low=low, loss_scale=scale)
+    counted: dict[Any, list[int]] = {}
+
+    def see(place: Place, tensor: Tensor) -> None:
+        sums = counted.setdefault(place[:2], [0, 0, 0])
+        for index, count in enumerate((tensor.numel(), (tensor == 0).sum(), (~tensor.isfinite()).sum())):
+            sums[index] += int(count)
+
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step(model, closure, see, backward=session.backward)
+        session.step()
+    skipped = session.status().skipped
+    session.close()
+    return counted, skipped
+
+
+def table(rows: Sequence[Comparison]) -> str:
+    """Returns the comparisons as a Markdown table."""
+    header = "| workload | run | loss scale | compared | most lost in a module | largest difference | where | verdict |"
+    lines = [header, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for row in rows:
+        worst = row.differences[0]
+        lines.append(
+            f"| {row.workload} | {row.plan} {row.low} | {row.scale:g}{' (recommended)' if row.recommended else ''} "
+            f"| {row.compared} | {row.lost:.2%} | {100 * row.most:.3f} points | {worst.module} {worst.kind} "
+            f"| {'holds' if row.most <= ALLOWED else 'MISSED'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Runs the comparisons that were asked for, writes their JSON and the table, and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, help="the folder with cifar10/ and imdb/")
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="only this one; repeatable")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in options.workload or WORKLOADS:
+            _run(name, options)
+    except HalfstepError as error:
+        raise SystemExit(str(error)) from error
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
+    rows = [_read(entry) for result in found for entry in result["comparisons"]]
+    text = table(rows)
+    print(text)
+    (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
+    return 0 if all(row.most <= ALLOWED for row in rows) else 1
+
+
+def _run(name: str, options: argparse.Namespace) -> None:
+    folder = WORKLOADS[name]
+    if folder is not None and options.data is None:
+        raise SystemExit(f"{name} reads data: give --data FOLDER, with {folder}/ in it")
+    job = load_workload(name, data=None if folder is None else options.data / folder)
+    comparisons = []
+    for low, plan in itertools.product(("fp16", "bf16"), ("O1", "O2")):
+        for scale in (None, 1.0) if low == "fp16" else (None,):  # bf16 needs no scale
+            comparisons.append(compare(job, low, plan, scale=scale, steps=options.steps))
+            print(table(comparisons[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    result = {
+        "workload": name,
+        "comparisons": [asdict(row) for row in comparisons],
+        "machine": asdict(read_machine(torch.device("cpu"))),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(entry: dict[str, Any]) -> Comparison:
+    return Comparison(**{**entry, "differences": tuple(Difference(**row) for row in entry["differences"])})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What to do: checks before training and predictions, as findings whose cures are edits of the plan."""

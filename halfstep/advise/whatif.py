@@ -1,0 +1,193 @@
+"""What-if: what a training job would lose in each format, predicted from a few steps in fp32."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.cast.enter import owners
+from halfstep.errors import FormatError, PlanError, SetupError
+from halfstep.formats import BF16, FP32, Format, as_format, round_nearest
+from halfstep.observe.replay import untouched
+from halfstep.observe.watch import Place, parameters, step
+from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Scouted, predict
+from halfstep.plan.choose import choose_plan
+from halfstep.plan.fit import check_models
+from halfstep.plan.levels import customize
+from halfstep.plan.plan import Plan
+from halfstep.plan.policy import FULL, Policy
+from halfstep.plan.resolve import resolve
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.records import Finding, Rounded, WhatIf
+from halfstep.scale.loss import FP16_LOSS_CEILING
+from halfstep.session import Session, initialize
+
+FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
+WIDE = Policy("full", "full", "full")  # the output too: values beyond the low format would overflow there again
+
+
+def whatif(
+    closure: Callable[[], Any],
+    model: nn.Module,
+    formats: Iterable[Format | torch.dtype | str] = FORMATS,
+    *,
+    steps: int = 3,
+    optimizer: Optimizer | None = None,
+    plan: Plan | str = "O2",
+    loss_scale: float | None = None,
+) -> WhatIf:
+    """Predicts from fp32 training steps what each format would lose, which loss scales are safe, and what to keep full.
+
+    `closure` takes a batch, computes and returns the loss, and does not call backward. It is called `steps` times, and
+    once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. An `optimizer`
+    makes the steps training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights,
+    gradients, buffers, optimizer state and random states are put back.
+
+    Raises:
+        SessionError: the closure returns no scalar loss, or one that is not finite in fp32.
+        SetupError: a model that is in a session or cannot be trained in low precision (no floating parameters), or
+            `steps` is no count.
+        FormatError: an unknown format, or none, or fp32.
+        PlanError: an unknown plan, one that stores nothing low, or a loss scale that none can be.
+    """
+    if loss_scale is not None:
+        loss_scale = Scaling("static", init=loss_scale).init
+    chosen = [as_format(fmt) for fmt in formats]
+    _check(model, chosen, steps)
+    low_plan, _ = choose_plan(plan, "bf16", torch.device("cpu"))
+    low_plan = customize(low_plan, low=BF16)
+    if low_plan.ops == "none":
+        raise PlanError(f"plan {low_plan.name} stores nothing low; give O1, O2, O3 or a plan in between")
+    check_models([model], low_plan)
+    with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
+        scouted = scout(closure, model, low_plan)
+        rewind()
+        prediction = predict(
+            closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale
+        )
+    findings = {
+        fmt.name: tuple(_stay_full([row for row in prediction.rows if row.format == fmt.name], model, low_plan))
+        for fmt in chosen
+    }
+    return WhatIf(
+        plan=low_plan.name,
+        steps=steps,
+        formats=tuple(fmt.name for fmt in chosen),
+        rows=prediction.rows,
+        scales=prediction.scales,
+        stay_full=findings,
+    )
+
+
+def _check(model: nn.Module, formats: Sequence[Format], steps: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise SetupError(f"model must be a Module, not {type(model).__name__}; give the module that the closure calls")
+    if not formats or FP32 in formats:
+        raise FormatError("what-if needs formats to compare with fp32; give some of fp16, bf16, e4m3, e5m2, tf32")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise SetupError(f"steps is {steps!r}; give a count of fp32 steps, 1 or more")
+    if any(isinstance(owner, Session) and not owner.closed for owner in owners(model.modules())):
+        raise SetupError("the model is in a session; ask what if before initialize, or after session.close()")
+
+
+@contextmanager
+def _kept(optimizer: Optimizer | None) -> Iterator[None]:
+    """Puts back the state and settings of an optimizer."""
+    if optimizer is None:
+        yield
+        return
+    state = {p: copy.deepcopy(entries) for p, entries in optimizer.state.items()}
+    settings = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    called = getattr(optimizer, "_opt_called", False)
+    try:
+        yield
+    finally:
+        optimizer.state = defaultdict(dict, state)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before)
+        optimizer._opt_called = called  # type: ignore[attr-defined]  # what schedulers look at
+
+
+def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
+    """Returns what one step under `plan` stores low: each tensor whose values all lie in the low format.
+
+    The values say more than the dtype: a gradient that is computed low and handed on as fp32 was rounded.
+    """
+    places: dict[Place, Tensor] = {}
+    largest: dict[Place, Tensor] = {}
+
+    def see(place: Place, tensor: Tensor) -> None:
+        values = tensor.detach().float()
+        exact = (round_nearest(values, plan.low) == values) | ~values.isfinite()
+        places[place] = places[place] & exact.all() if place in places else exact.all()
+        if place.kind in GRADIENTS and values.numel():
+            amax = values.abs().nan_to_num(0.0, 0.0, 0.0).max()
+            largest[place] = torch.maximum(largest[place], amax) if place in largest else amax
+
+    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
+    with initialize(model, still, plan) as session:
+        loss = step(model, closure, see, backward=session.backward)
+        stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
+    low = {place: bool(exact) for place, exact in places.items()}
+    for place in [place for place in low if place.kind == "weight"]:
+        gradient = place._replace(kind="weight_grad")
+        if plan.param == "low":
+            low[place] = low[gradient] = place in stored_low
+        else:  # a full weight that is cast for use has a gradient of that format
+            low[place] = low.get(gradient, False)
+    ceiling = {"ceiling": FP16_LOSS_CEILING} if loss.dtype is plan.low.dtype else {}
+    return Scouted(low, max((float(a) for place, a in largest.items() if low[place]), default=0.0), **ceiling)
+
+
+def _stay_full(rows: Iterable[Rounded], model: nn.Module, plan: Plan) -> Iterable[Finding]:
+    """Yields a finding for each module that a format does not suit."""
+    harmed: dict[str, list[Rounded]] = {}
+    for row in rows:
+        if row.low and (-math.inf < row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)):
+            harmed.setdefault(row.module, []).append(row)
+    for module, bad in harmed.items():
+        policy = WIDE if any(row.kind == "activation" for row in bad) else FULL
+        cure, why = _cure(module, policy, model, plan)
+        evidence = "; ".join(
+            f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in bad
+        )
+        yield Finding("warning", "stay full", module or "(model)", evidence, why, cure)
+
+
+def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:
+    """Returns the rules that keep a module full: its own, its parent's where the parent uses its weights itself.
+
+    Modules that share a parameter with it get the same rule.
+    """
+    name = module
+    while name:
+        rules = tuple(Rule(each, policy) for each in dict.fromkeys((name, *_tied(name, model))))
+        try:
+            resolve(plan.edit(*rules), model)
+        except PlanError:
+            name = name.rpartition(".")[0]
+            continue
+        return rules, f"keep {', '.join(rule.pattern for rule in rules)} full"
+    return (), "a rule would keep the whole model full; deny the ops of its own forward instead"
+
+
+def _tied(name: str, model: nn.Module) -> Iterable[str]:
+    own = {id(p) for p in model.get_submodule(name).parameters()}
+    return (
+        other
+        for other, module in model.named_modules()
+        if any(p is not None and id(p) in own for p in module._parameters.values())
+        and not f"{other}.".startswith(f"{name}.")
+    )

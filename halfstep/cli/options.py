@@ -1,0 +1,74 @@
+"""Options that several commands share, and what is checked of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from halfstep.errors import WorkloadError
+from halfstep.workloads.load import WORKLOADS
+
+DEVICES = ("auto", "cpu", "cuda")
+
+Name = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload; repeatable.")
+]
+Data = Annotated[Path | None, typer.Option("--data", help="The folder or file that the workload reads.")]
+Device = Annotated[str, typer.Option("--device", help="auto (cuda where there is one), cpu or cuda.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]
+
+
+def names(text: str) -> list[str]:
+    """Returns the names in a list that commas part.
+
+    >>> names("O1, O2")
+    ['O1', 'O2']
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the device that an option names.
+
+    Raises:
+        WorkloadError: an unknown name, or cuda where there is none.
+    """
+    if name not in DEVICES:
+        raise WorkloadError(f"--device {name!r} is unknown; choose one of {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise WorkloadError("--device cuda, but torch sees no CUDA device; choose cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind.
+
+    Raises:
+        WorkloadError: there is no such folder, or the file cannot be opened.
+    """
+    try:
+        if not path.absolute().parent.is_dir():
+            raise WorkloadError(f"--json {path}: there is no folder {path.absolute().parent}; make it first")
+        existed = path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise WorkloadError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def write_json(path: Path, text: str) -> None:
+    """Writes a result.
+
+    Raises:
+        WorkloadError: the disk is full, or the folder is gone since.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WorkloadError(f"--json {path} could not be written: {error.strerror}") from error

@@ -1,0 +1,61 @@
+"""`halfstep whatif`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.advise.whatif import whatif as predict
+from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, names, write_json
+from halfstep.cli.screen import stdout
+from halfstep.report.json import whatif_json
+from halfstep.report.whatif import whatif_table
+from halfstep.workloads.load import load_workload, parse_settings
+from halfstep.workloads.workload import to_device_of
+
+Formats = Annotated[str, typer.Option("--formats", help="Formats, separated by commas.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps in fp32.")]
+PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose low tensors are predicted.")]
+Modules = Annotated[bool, typer.Option("--modules", help="Show every module, not only the whole and what stays full.")]
+LossScale = Annotated[float | None, typer.Option("--loss-scale", help="Predict for this loss scale.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write every figure and histogram to this file.")]
+
+
+def whatif(  # noqa: PLR0913  # each is an option of the command, described above
+    workload: Name = "char_lm",
+    formats: Formats = "fp16,bf16,e4m3,e5m2",
+    steps: Steps = 3,
+    plan: PlanName = "O2",
+    loss_scale: LossScale = None,
+    modules: Modules = False,
+    settings: Settings = [],  # noqa: B006  # read only; typer's way
+    data: Data = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Train a workload a few steps in fp32, and say what other formats would lose and which loss scales are safe."""
+    job = load_workload(workload, parse_settings(settings), data=data)
+    if json is not None:
+        check_writable(json)
+    model = job.build(seed).to(device_of(device))
+    batches = job.batches(seed)
+
+    def closure() -> object:
+        inputs, targets = to_device_of(model, *next(batches))
+        return job.loss(model(inputs), targets)
+
+    result = predict(
+        closure,
+        model,
+        names(formats),
+        steps=steps,
+        optimizer=job.optimizer(model, fused=False),
+        plan=plan,
+        loss_scale=loss_scale,
+    )
+    stdout().print(whatif_table(result, modules=modules))
+    if json is not None:
+        write_json(json, whatif_json(result))

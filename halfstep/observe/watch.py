@@ -1,0 +1,105 @@
+"""Sees the four kinds of tensors of a training step, module by module, through hooks that leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from halfstep.observe.replay import run_to_the_loss
+from halfstep.plan.matching import uncompiled
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: the module's dotted name, one of `records.TENSOR_KINDS`, and which of a kind it is."""
+
+    module: str
+    kind: str
+    name: str
+
+
+See = Callable[[Place, Tensor], Tensor | None]
+"""Gets each tensor; where it returns one for an `activation_grad`, the backward pass goes on with that."""
+
+
+def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
+    """Runs the closure and the backward pass of its loss and shows `see` every tensor; returns the loss, detached.
+
+    Raises:
+        SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
+    """
+    with watching(model, see):
+        loss = run_to_the_loss(closure, list(model.parameters()))
+        backward(loss)
+    show_weight_grads(model, see)
+    return loss.detach()
+
+
+@contextmanager
+def watching(model: nn.Module, see: See) -> Iterator[None]:
+    """Shows `see` the weights at once, then each module's output and, in the backward pass, that output's gradient.
+
+    A tensor that a container hands on from a module inside it is that module's. What a checkpoint computes again in
+    the backward pass was seen before. Compiled code runs eager meanwhile, as hooks inside it would not be seen.
+    """
+    for place, parameter in parameters(model):
+        see(place, parameter.detach())
+    seen: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+    with ExitStack() as undo:
+        for name, module in model.named_modules():
+            hook = _hook(uncompiled(name), see, seen, undo)
+            undo.callback(module.register_forward_hook(hook).remove)
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def show_weight_grads(model: nn.Module, see: See) -> None:
+    """Shows `see` the gradients that the parameters hold."""
+    for place, parameter in parameters(model):
+        if parameter.grad is not None:
+            see(place._replace(kind="weight_grad"), dense(parameter.grad))
+
+
+def _hook(
+    module: str, see: See, seen: WeakValueDictionary[tuple[int, int], Tensor], undo: ExitStack
+) -> Callable[..., None]:
+    def look(_: nn.Module, args: Any, output: Any) -> None:
+        again = torch._C._current_graph_task_id() != -1
+        for index, leaf in enumerate(tree_leaves(output)):
+            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+                continue
+            version = 0 if leaf.is_inference() else leaf._version  # in-place modules return what they got
+            if seen.get((id(leaf), version)) is leaf:
+                continue
+            seen[id(leaf), version] = leaf
+            if not again:
+                see(Place(module, "activation", str(index)), leaf.detach())
+            if leaf.requires_grad:
+                show = _gradient_hook(Place(module, "activation_grad", str(index)), see)
+                undo.callback(leaf.register_hook(show).remove)  # type: ignore[no-untyped-call]
+
+    return look
+
+
+def _gradient_hook(place: Place, see: See) -> Callable[[Tensor], Tensor | None]:
+    return lambda grad: see(place, grad.detach()) if grad.layout is torch.strided else None
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
+    """Yields each floating parameter once, at the first module that has it."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield Place(uncompiled(name), "weight", own), parameter
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Returns a gradient's values, of a sparse one those that it stores."""
+    return grad if grad.layout is torch.strided else grad.coalesce().values()

@@ -1,0 +1,327 @@
+"""What training in other formats would do, predicted by exact rounding of what fp32 training steps compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import SessionError
+from halfstep.formats import FP32, Format, count_rounding, round_nearest, saturate
+from halfstep.observe.recurrent import RoundedInside, recurrent_ranges
+from halfstep.observe.replay import run_to_the_loss
+from halfstep.observe.stats import measure
+from halfstep.observe.watch import Place, show_weight_grads, watching
+from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
+from halfstep.records import Rounded, ScaleRange, TensorStats
+
+GRADIENTS = ("activation_grad", "weight_grad")
+LEAST_SNR_DB = 20.0  # below, rounding errors have more than a hundredth of the signal's energy
+HEADROOM = 8.0  # the recommended scale leaves room for gradients this much larger
+Group = tuple[str, str]  # a module's name and a tensor kind
+
+
+@dataclass(frozen=True)
+class Scouted:
+    """What one step said before the measurement: which places are stored low (others: all), the largest low gradient.
+
+    `ceiling` is the largest scale that the format of the loss takes.
+    """
+
+    low: Mapping[Place, bool] = field(default_factory=dict)
+    largest_gradient: float = 0.0
+    ceiling: float = LARGEST_SCALE
+
+    def is_low(self, place: Place) -> bool:
+        """Returns whether a tensor is stored low; one that the scout has not seen counts as low."""
+        return self.low.get(place, True)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The rows of a `WhatIf` and its scales."""
+
+    rows: tuple[Rounded, ...]
+    scales: tuple[ScaleRange, ...]
+
+
+def predict(
+    closure: Callable[[], Any],
+    model: nn.Module,
+    formats: Sequence[Format],
+    *,
+    steps: int,
+    optimizer: Optimizer | None,
+    scouted: Scouted,
+    loss_scale: float | None = None,
+) -> Prediction:
+    """Runs training steps in fp32 and returns what rounding all that they compute to each format would do.
+
+    Weights change where there is an optimizer; nothing is put back. Gradients are rounded times `loss_scale`, or
+    else times the constant scale that would suit the scouted ones.
+
+    Raises:
+        SessionError: the closure's loss is none, or not finite in fp32, or no gradient reaches what is stored low.
+    """
+    suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
+    tally = Tally(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
+    for number in range(1, steps + 1):
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = _step(closure, model, tally)
+        if not math.isfinite(loss):
+            raise SessionError(
+                f"the loss of step {number} is {loss} in fp32 already: no format cures that; look at the data, "
+                "the learning rate and the loss function first"
+            )
+        if optimizer is not None:
+            optimizer.step()
+    return tally.prediction()
+
+
+def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally) -> float:
+    """Runs a step in fp32, and its backward pass again in each format; leaves the fp32 gradients and returns the loss.
+
+    The further passes start with the format's scale, go on from each module's output with the rounded gradient, and
+    round each operation inside recurrent layers, where an error goes through hundreds of operations.
+    """
+    with watching(model, tally.see), recurrent_ranges(model) as recurrent:
+        loss = run_to_the_loss(closure, list(model.parameters()))
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        show_weight_grads(model, tally.see)
+        tally.end_step()
+        held = [(parameter, parameter.grad) for parameter in model.parameters()]
+        for fmt in tally.formats:
+            for parameter in model.parameters():
+                parameter.grad = None
+            with tally.backward_in(fmt, recurrent) as scale:
+                loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
+                show_weight_grads(model, tally.see)
+        for parameter, grad in held:
+            parameter.grad = grad
+    return float(loss.detach())
+
+
+class Tally:
+    """Adds up what rounding would do, tensor by tensor, on the device; `scales` are those that gradients carry."""
+
+    def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
+        self.formats = tuple(scales)
+        self._scales = scales
+        self._scouted = scouted
+        self._low_groups = {place[:2] for place, low in scouted.low.items() if low}
+        self._sums: dict[tuple[Format, Group], _Sum] = {}
+        self._stats: dict[Group, TensorStats] = {}
+        self._low: dict[Group, bool] = {}
+        self._largest: list[tuple[float, str]] = []  # of each step, and its module
+        self._now: tuple[float, str] = (0.0, "")
+        self._backward_in: RoundedInside | None = None
+
+    @contextmanager
+    def backward_in(self, fmt: Format, recurrent: Sequence[range]) -> Iterator[float]:
+        """Takes the gradients seen inside for those of a backward pass in a format; gives the scale to start with."""
+        self._backward_in = RoundedInside(recurrent, fmt)
+        try:
+            with self._backward_in:
+                yield self._scales[fmt]
+        finally:
+            self._backward_in = None
+
+    def see(self, place: Place, tensor: Tensor) -> Tensor | None:
+        """Counts one tensor, and returns a gradient as rounded, in a backward pass in a format.
+
+        Of a group with low and full tensors only the low ones count.
+        """
+        group: Group = place[:2]
+        low = self._scouted.is_low(place)
+        if tensor.numel() == 0 or (not low and group in self._low_groups):
+            return None
+        values = tensor.detach().float()
+        if self._backward_in is not None:
+            with self._backward_in.paused() as fmt:
+                total = self._sum(fmt, group, values.device)
+                return total.add(values, fmt if low else None).to(tensor.dtype)
+        stats = measure(values)
+        self._stats[group] = self._stats[group] + stats if group in self._stats else stats
+        self._low[group] = low
+        if place.kind in GRADIENTS:
+            _check_finite(place, stats)
+            if low:
+                self._now = max(self._now, (stats.amax, place.module))
+        else:
+            for fmt in self.formats:
+                self._sum(fmt, group, values.device).add(values, fmt if low else None)
+        return None
+
+    def _sum(self, fmt: Format, group: Group, device: torch.device) -> _Sum:
+        return self._sums.setdefault((fmt, group), _Sum(device))
+
+    def end_step(self) -> None:
+        """Notes the largest gradient of the step that ended."""
+        self._largest.append(self._now)
+        self._now = (0.0, "")
+
+    def prediction(self) -> Prediction:
+        """Returns all that was counted, read on the host."""
+        if not any(amax for amax, _ in self._largest):
+            raise SessionError(
+                "no gradient reaches a tensor that the plan stores low: all are zero, or all parameters frozen; "
+                "return the loss of a training step"
+            )
+        rows = tuple(
+            self._row(group, fmt, self._sums[fmt, group])
+            for fmt in self.formats
+            for group in self._stats
+            if (fmt, group) in self._sums
+        )
+        return Prediction(rows, tuple(self._range(fmt) for fmt in self.formats))
+
+    def _row(self, group: Group, fmt: Format, total: _Sum) -> Rounded:
+        module, kind = group
+        stats = self._stats[group]
+        zeros, saturated, signal, noise = total.read()
+        return Rounded(
+            module=module,
+            kind=kind,
+            format=fmt.name,
+            low=self._low[group],
+            scale=self._scales[fmt] if kind in GRADIENTS else 1.0,
+            lost=max(zeros - stats.zeros, 0) / stats.nonzero if stats.nonzero else 0.0,
+            saturated=saturated / stats.count,
+            snr_db=decibels(signal, noise) if signal or not stats.nonzero else -math.inf,
+            stats=stats,
+        )
+
+    def _range(self, fmt: Format) -> ScaleRange:
+        gradients = [
+            stats for group, stats in self._stats.items() if group[1] in GRADIENTS and self._low[group] and stats.amax
+        ]
+        limits = [_limit(fmt, amax) for amax, _ in self._largest if amax]
+        largest = min(limits)
+        recommended = _recommended(fmt, _limit(fmt, self._scouted.largest_gradient), self._scouted.ceiling)
+        if recommended >= largest:  # later gradients were larger than the scouted ones
+            recommended = _recommended(fmt, largest, self._scouted.ceiling)
+        amax, place = max(self._largest)
+        dynamic = Scaling("dynamic")
+        settles = [min(max(_power_below(limit), dynamic.min), dynamic.max) for limit in (largest, max(limits))]
+        return ScaleRange(
+            format=fmt.name,
+            smallest=smallest_scale(gradients, fmt, largest),
+            largest=largest,
+            recommended=recommended,
+            settles=(settles[0], settles[1]),
+            largest_gradient=amax,
+            place=place,
+            edit=Scaling("none") if recommended == 1 else Scaling("static", init=recommended),
+        )
+
+
+class _Sum:
+    """What rounding did to one group in one format, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._zeros, self._saturated = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+
+    def add(self, values: Tensor, fmt: Format | None) -> Tensor:
+        """Counts fp32 values and returns them rounded; None leaves them as they came."""
+        if fmt is None:
+            fmt, rounded = FP32, values
+        else:
+            rounded = round_nearest(values, fmt)
+        self._zeros += values.numel() - rounded.count_nonzero()
+        kept, result = values, rounded
+        if not float(values.abs().max()) <= fmt.max:  # NaN too; the infinities of masks are no loss
+            counts = count_rounding(values, rounded, fmt)
+            self._saturated += counts.overflowed
+            finite = values.isfinite()
+            kept, rounded = torch.where(finite, values, 0.0), torch.where(finite, saturate(rounded, fmt), 0.0)
+        self._signal += torch.linalg.vector_norm(kept, dtype=torch.float64).square()
+        self._noise += torch.linalg.vector_norm(rounded - kept, dtype=torch.float64).square()
+        return result
+
+    def read(self) -> tuple[int, int, float, float]:
+        return int(self._zeros), int(self._saturated), float(self._signal), float(self._noise)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Returns a ratio of energies in decibels, infinite where there is no noise.
+
+    >>> decibels(100.0, 1.0), decibels(1.0, 0.0)
+    (20.0, inf)
+    """
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float) -> float | None:
+    """Returns the smallest power of two, up to `largest`, that leaves each of these tensors 20 dB over its errors.
+
+    Raised by its fp32 exponents alone: errors count as spread evenly over a step. None where no such scale is.
+    """
+    needed = SMALLEST_SCALE
+    for stats in gradients:
+        scale = needed
+        while scale <= largest and expected_snr_db(stats, fmt, scale) < LEAST_SNR_DB:
+            scale *= 2
+        if scale > largest:
+            return None
+        needed = scale
+    return needed
+
+
+def expected_snr_db(stats: TensorStats, fmt: Format, scale: float) -> float:
+    """Returns what to expect of the signal to noise ratio of values times `scale` in a format, from their exponents.
+
+    Within an octave the values count as spread evenly, and so do the rounding errors within a step.
+
+    >>> from halfstep.formats import FP16
+    >>> stats = measure(torch.rand(10_000) + 1.0)
+    >>> [round(expected_snr_db(stats, FP16, scale)) for scale in (1.0, 2.0**-26)]
+    [75, 0]
+    """
+    signal = noise = 0.0
+    for exponent, count in enumerate(stats.exponents):
+        if not count:
+            continue
+        octave = 2.0 ** (exponent - 127) * scale
+        energy = count * octave * octave * 7 / 3  # the mean square of what lies evenly between 1 and 2
+        signal += energy
+        if octave >= fmt.smallest_normal:
+            noise += count * (octave * fmt.eps) ** 2 / 12
+        elif octave >= fmt.smallest_subnormal / 2:
+            noise += count * fmt.smallest_subnormal**2 / 12
+        else:
+            noise += energy
+    return decibels(signal, noise)
+
+
+def _limit(fmt: Format, amax: float) -> float:
+    """Returns the scale at which a gradient reaches the largest value of a format."""
+    return fmt.max / amax if amax else math.inf
+
+
+def _power_below(value: float) -> float:
+    return 2.0 ** math.floor(math.log2(min(max(value, SMALLEST_SCALE), LARGEST_SCALE)))
+
+
+def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
+    """Returns a power of two with headroom; 1 for a format with the exponents of fp32, where it has that, too."""
+    if fmt.exponent_bits == FP32.exponent_bits and limit >= HEADROOM:
+        return 1.0
+    return max(min(_power_below(limit / HEADROOM), ceiling), SMALLEST_SCALE)
+
+
+def _check_finite(place: Place, stats: TensorStats) -> None:
+    if stats.infinities or stats.nans:
+        raise SessionError(
+            f"the {place.kind} of module {place.module!r} is not finite in fp32 already ({stats.infinities} inf, "
+            f"{stats.nans} NaN): no format cures that; find the operation with session.blame(closure) at level O0"
+        )

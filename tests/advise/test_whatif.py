@@ -1,0 +1,379 @@
+"""What-if: exact rounding of fp32 steps, told apart by what the plan stores low, and equal to what a low run does."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from benchmarks.whatif import ALLOWED, compare
+from halfstep import FULL, Rule, Scaling
+from halfstep.errors import FormatError, PlanError, SessionError, SetupError
+from halfstep.workloads.char_lm import CharLM
+from halfstep.workloads.imdb_lstm import ImdbLSTM
+from halfstep.workloads.regression import Regression
+from tests.contracts.cases import batch, make, snapshot
+from tests.contracts.test_training import train_faint
+
+
+class Weigh(nn.Module):
+    """Its weight's gradient is its input, the gradient of its output 1."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weights))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def row_of(found, kind, fmt="fp16", module=""):
+    return next(row for row in found.rows if (row.module, row.kind, row.format) == (module, kind, fmt))
+
+
+def weighed(inputs, weights=None, formats=("fp16",), **options):
+    model = Weigh(weights or [1.0] * len(inputs))
+    return halfstep.whatif(lambda: model(torch.tensor(inputs)).sum(), model, formats, steps=1, **options)
+
+
+def test_shares_of_gradients_by_hand_on_both_sides_of_each_boundary():
+    tie, above = 2.0**-25, 2.0**-25 * (1 + 2.0**-7)  # exact in bf16
+    row = row_of(weighed([tie, above, 2.0**-26, 0.0, 65536.0, 1.0], loss_scale=1.0), "weight_grad")
+    assert row.lost == 2 / 5
+    assert row.saturated == 1 / 6
+    assert row.stats.amax == 65536.0
+
+
+def test_a_loss_scale_moves_gradients_but_not_weights_and_activations():
+    found = weighed([2.0**-26, 1.0], [2.0**-26, 1.0], loss_scale=4.0)
+    assert row_of(found, "weight_grad").lost == 0.0
+    assert row_of(found, "weight_grad").scale == 4.0
+    assert row_of(found, "weight").lost == 0.5
+    assert row_of(found, "weight").scale == 1.0
+    assert row_of(found, "activation").lost == 0.5
+
+
+def test_signal_to_noise_by_hand():
+    """1 + 2**-11 lies halfway between 1 and the next fp16 value and rounds to 1: the error is 2**-11."""
+    value = 1 + 2.0**-11
+    found = weighed([1.0], [value], formats=("fp16", "tf32"))
+    expected = 20 * math.log10(value / 2.0**-11)
+    assert row_of(found, "weight").snr_db == pytest.approx(expected)
+    assert row_of(found, "weight", "tf32").snr_db == pytest.approx(expected)
+    assert row_of(weighed([1.0], [1.0]), "weight").snr_db == math.inf
+
+
+def test_e4m3_saturates_where_fp16_does_not():
+    found = weighed([1.0, 1.0], [500.0, 448.0], formats=("fp16", "e4m3"))
+    assert row_of(found, "weight", "e4m3").saturated == 0.5
+    assert row_of(found, "weight").saturated == 0.0
+
+
+def test_what_is_lost_above_does_not_come_back_below():
+    """1024 gradients of 2**-26 add up to 2**-16, which fp16 has; but each of them is lost before."""
+
+    class Spread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Weigh([1.0]), Weigh([1.0] * 1024)
+
+        def forward(self, x):
+            return self.second(self.first(x).expand(1024))
+
+    model = Spread()
+    found = halfstep.whatif(lambda: model(torch.ones(1)).sum() * 2.0**-26, model, ("fp16",), steps=1, loss_scale=1.0)
+    assert row_of(found, "weight_grad", module="first").stats.amax == 2.0**-16
+    assert row_of(found, "weight_grad", module="first").lost == 1.0
+
+
+def test_scales_follow_the_rule_of_the_largest_gradient():
+    scales = weighed([4.0, 0.5]).scale("fp16")
+    assert scales.largest == 65504 / 4
+    assert scales.largest_gradient == 4.0
+    assert scales.recommended == 1024.0  # the power of two below 65504 / 4 / 8
+    assert scales.settles == (8192.0, 8192.0)
+    assert scales.edit == Scaling("static", init=1024.0)
+
+
+def test_a_dynamic_scale_settles_between_the_limits_of_the_steps():
+    model, inputs = Weigh([1.0]), iter([[1.0], [4.0], [1.0]])
+    found = halfstep.whatif(lambda: model(torch.tensor(next(inputs))).sum(), model, ("fp16",), steps=2)
+    assert found.scale("fp16").settles == (8192.0, 32768.0)
+
+
+def test_bf16_needs_no_scale():
+    scales = weighed([4.0, 0.5], formats=("bf16",)).scale("bf16")
+    assert scales.recommended == 1.0
+    assert scales.edit == Scaling("none")
+
+
+def test_the_smallest_safe_scale_keeps_20_db_and_half_of_it_does_not():
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(10_000, generator=generator) * 2.0**-30
+    smallest = weighed(gradients.tolist()).scale("fp16").smallest
+    for scale, enough in ((smallest, True), (smallest / 4, False)):
+        rounded = (gradients * scale).half().float() / scale
+        noise = (rounded - gradients).square().sum() / gradients.square().sum()
+        assert (noise < 0.01) == enough
+
+
+def test_what_the_plan_keeps_full_is_told_apart():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def closure():
+        return model(torch.ones(2, 4)).square().mean() * 2.0**-40
+
+    found = halfstep.whatif(closure, model, ("fp16",), steps=1, loss_scale=1.0)
+    assert row_of(found, "weight", module="0").low
+    assert not row_of(found, "weight", module="1").low
+    assert not row_of(found, "weight_grad", module="1").low
+    ruled = halfstep.level("O2", "fp16").edit(Rule("0", FULL))
+    assert not row_of(halfstep.whatif(closure, model, ("fp16",), steps=1, plan=ruled), "weight", module="0").low
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_nothing_is_left_behind(train):
+    model, optimizer = make()
+    inputs, targets = batch(0)
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    before, gradients = copy.deepcopy(snapshot(model, optimizer)), [p.grad for p in model.parameters()]
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    steps = iter(range(10))
+
+    def closure():
+        torch.rand(1), np.random.rand(), random.random()
+        inputs, targets = batch(next(steps))
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    halfstep.whatif(closure, model, optimizer=optimizer if train else None)
+    after = snapshot(model, optimizer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(a, after[k]) if isinstance(a, torch.Tensor) else a == after[k] for k, a in before.items())
+    assert all(a is p.grad for a, p in zip(gradients, model.parameters(), strict=True))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert next(steps) == 4, "one step to see what is low, and three"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_optimizer_makes_the_steps_training_steps():
+    model, seen = Weigh([1.0]), []
+
+    def closure():
+        seen.append(float(model.weight.detach()))
+        return model(torch.ones(1)).sum()
+
+    halfstep.whatif(closure, model, ("fp16",), steps=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
+    assert seen == [1.0, 1.0, 0.75]
+
+
+class Loud(nn.Module):
+    """Values beyond 65,504 between its second and its third layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.loud, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        nn.init.constant_(self.loud.weight, 3e4)
+        nn.init.constant_(self.first.weight, 1.0)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.loud(self.first(x))))
+
+
+def test_a_module_whose_values_overflow_should_stay_full_and_the_edits_cure_it():
+    model = Loud()
+
+    def closure():
+        return model(torch.ones(2, 4)).square().mean()
+
+    found = halfstep.whatif(closure, model, ("fp16", "bf16"), steps=1)
+    assert [finding.place for finding in found.stay_full["fp16"]] == ["loud"]
+    assert "100.0% saturated" in found.stay_full["fp16"][0].evidence
+    assert found.stay_full["bf16"] == ()
+    plan = halfstep.level("O2", "fp16")
+    for edits, finite in (((), False), (found.edits("fp16"), True)):
+        with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan.edit(*edits)):
+            assert bool(torch.isfinite(closure())) == finite
+
+
+def test_a_tied_module_and_a_borrowed_one_get_rules_that_resolve():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.two.weight = self.one.weight
+            self.attention = nn.MultiheadAttention(4, 1)
+            nn.init.constant_(self.attention.out_proj.weight, 1e-9)
+
+        def forward(self, x):
+            return self.attention(x, x, self.two(self.one(x)) * 1e-9)[0]
+
+    model = Tied()
+    found = halfstep.whatif(lambda: model(torch.ones(3, 4)).sum() * 1e-20, model, ("fp16",), steps=1)
+    cures = {finding.place: finding.cure for finding in found.stay_full["fp16"]}
+    assert [rule.pattern for rule in cures["attention.out_proj"]] == ["attention"]
+    resolved = halfstep.resolve(halfstep.level("O2", "fp16").edit(*found.edits("fp16")), model)
+    assert resolved.of("attention").compute == halfstep.FP32
+
+
+def test_the_recommended_scale_trains_where_scale_1_does_not():
+    from tests.contracts.test_training import FAINT, Faint
+
+    torch.manual_seed(0)
+    model = Faint()
+
+    def closure():
+        inputs = batch(0)[0]
+        return nn.functional.mse_loss(model(inputs), inputs[:, :1]) / FAINT
+
+    scales = halfstep.whatif(closure, model).scale("fp16")
+    assert scales.smallest > 1
+    first, unscaled = train_faint("O2", loss_scale=1.0)
+    _, constant = train_faint("O2", loss_scale=scales.recommended)
+    assert unscaled == first
+    assert constant < 0.25 * first
+
+
+SMALL = [
+    (CharLM(d=64, layers=2, heads=2, length=32, batch=8), "fp16", "O2", None),
+    (CharLM(d=64, layers=2, heads=2, length=32, batch=8), "fp16", "O1", 1.0),
+    (CharLM(d=64, layers=2, heads=2, length=32, batch=8), "bf16", "O1", None),
+    (Regression(d_in=256, d_out=64), "fp16", "O2", 1.0),
+    (Regression(d_in=256, d_out=64), "bf16", "O2", None),
+]
+
+
+@pytest.mark.parametrize(("job", "low", "plan", "scale"), SMALL, ids=lambda value: getattr(value, "name", str(value)))
+def test_predictions_hold_in_the_low_run(job, low, plan, scale):
+    compared = compare(job, low, plan, scale=scale, steps=2)
+    assert compared.compared > 8
+    assert compared.most <= ALLOWED
+    if scale is not None:
+        assert compared.lost > 0, "a comparison in which nothing is lost shows nothing"
+
+
+def test_predictions_hold_through_the_steps_of_a_recurrent_layer():
+    """Where values fall below the format step by step, rounding keeps many of them at the smallest one."""
+
+    class Short(ImdbLSTM):
+        def build(self, seed):
+            torch.manual_seed(seed)
+            return Recurrent()
+
+        def batches(self, seed):
+            generator = torch.Generator().manual_seed(seed)
+            while True:
+                yield torch.randint(50, (16, 100), generator=generator), torch.rand(16, generator=generator).round()
+
+    compared = compare(Short(), "fp16", "O2", steps=1)
+    lost = next(d for d in compared.differences if (d.module, d.kind) == ("words", "activation_grad"))
+    assert lost.really_lost > 0.1
+    assert compared.most <= ALLOWED
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.rnn = nn.LSTM(16, 16, batch_first=True)
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, ids):
+        return torch.sigmoid(self.out(self.rnn(self.words(ids))[1][0][-1])).squeeze(-1)
+
+
+def test_checkpoints_and_compiled_modules_are_counted_once():
+    from torch.utils.checkpoint import checkpoint
+
+    class Deep(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(8, 8)
+            self.how = how
+            if how == "compiled":
+                self.inner.compile(backend="eager")
+
+        def forward(self, x):
+            if self.how in (True, False):
+                return checkpoint(self.inner, x, use_reentrant=self.how)
+            return self.inner(x)
+
+    def rows(how):
+        model = Deep(how)
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        return halfstep.whatif(lambda: model(inputs).square().sum(), model, ("fp16",), steps=1).rows
+
+    plain = rows("plain")
+    assert {(row.kind, row.stats.count) for row in plain} == {
+        ("weight", 72),
+        ("activation", 32),
+        ("activation_grad", 32),
+        ("weight_grad", 72),
+    }
+    for how in (True, False, "compiled"):
+        assert rows(how) == plain
+
+
+class Integers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x):
+        return x
+
+
+def backwarded(loss):
+    loss.backward(retain_graph=True)
+    return loss
+
+
+MODEL = Weigh([1.0])
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "closure", "options", "error", "message"),
+    [
+        (MODEL, lambda: 1.0, {}, SessionError, "the closure returned float"),
+        (MODEL, lambda: MODEL(torch.ones(2)), {}, SessionError, "not one real number"),
+        (MODEL, lambda: MODEL(ONE).detach().sum(), {}, SessionError, "needs no gradient"),
+        (MODEL, lambda: MODEL(ONE).sum().backward(), {}, SessionError, "the closure returned NoneType"),
+        (MODEL, lambda: backwarded(MODEL(ONE).sum()), {}, SessionError, "ran the backward pass"),
+        (MODEL, lambda: MODEL(ONE * torch.inf).sum(), {}, SessionError, "not finite in fp32|inf in fp32"),
+        (MODEL, lambda: MODEL(ONE).sum() * 0, {}, SessionError, "no gradient reaches"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"formats": ("fp17",)}, FormatError, "unknown format 'fp17'"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"formats": ()}, FormatError, "needs formats"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"formats": ("fp32",)}, FormatError, "needs formats"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"steps": 0}, SetupError, "steps is 0"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"plan": "O0"}, PlanError, "stores nothing low"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"loss_scale": 0}, PlanError, "scale init"),
+        (Integers(), lambda: ONE, {}, SetupError, "no floating parameters"),
+        (nn.ReLU(), lambda: ONE, {}, SetupError, "no parameters|no floating parameters"),
+        ("model", lambda: ONE, {}, SetupError, "must be a Module"),
+        (nn.Linear(1, 1).half(), lambda: ONE, {}, SetupError, "already low"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_is_a_clear_error(model, closure, options, error, message):
+    with pytest.raises(error, match=message):
+        halfstep.whatif(closure, model, **options)
+    assert MODEL.weight.grad is None
+    assert MODEL.weight.dtype is torch.float32
+
+
+def test_a_model_in_a_session_is_refused_and_stays_in_it():
+    model = nn.Linear(4, 4)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16") as session:
+        with pytest.raises(SetupError, match="ask what if before initialize"):
+            halfstep.whatif(lambda: model(torch.ones(1, 4)).sum(), model)
+        assert not session.closed
+    halfstep.whatif(lambda: model(torch.ones(1, 4)).sum(), model)

@@ -1,0 +1,45 @@
+"""`halfstep whatif`: what it prints, writes and refuses."""
+
+import json
+
+import pytest
+
+SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4", "--steps", 1]
+
+
+def test_it_prints_scales_and_shares_and_writes_every_figure(halfstep, tmp_path):
+    code, out, err = halfstep("whatif", "regression", *SMALL, "--json", tmp_path / "x.json")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()[3:7]] == ["fp16", "bf16", "e4m3", "e5m2"]
+    assert "fp16: no modules should stay full" in out
+    read = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert {row["kind"] for row in read["rows"]} == {"weight", "activation", "activation_grad", "weight_grad"}
+
+
+def test_formats_plan_scale_and_modules_are_taken(halfstep):
+    _, out, _ = halfstep(
+        "whatif", "regression", *SMALL, "--formats", "fp16", "--plan", "O1", "--loss-scale", 4, "--modules"
+    )
+    assert "plan O1" in out
+    assert "bf16" not in out
+    rows = [line.split() for line in out.splitlines() if " weight_grad " in line]
+    assert rows[0][:3] == ["fp16", "weight_grad", "4"]
+    assert [row[0] for row in rows[1:]] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["regresion"], "unknown workload 'regresion'; did you mean regression?"),
+        (["regression", "--formats", "fp17"], "unknown format 'fp17'"),
+        (["regression", "--formats", ","], "what-if needs formats"),
+        (["regression", "--plan", "O7"], "unknown level 'O7'"),
+        (["regression", "--loss-scale", "-1"], "scale init"),
+        (["regression", "--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
+    ],
+)
+def test_a_bad_request_is_one_message(halfstep, arguments, message):
+    code, out, err = halfstep("whatif", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
