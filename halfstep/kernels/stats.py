@@ -55,14 +55,21 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
 
 def is_sampled(t: Tensor, sample: int | None) -> bool:
     """Returns whether `add_stats` with this `sample` reads only some elements of `t`."""
-    return sample is not None and t.numel() * (2 if t.is_complex() else 1) > max(RUN, sample // RUN * RUN)
+    if sample is None:
+        return False
+    stored = t if t.layout is torch.strided else _stored(t)
+    return stored.numel() * (2 if t.is_complex() else 1) > max(RUN, sample // RUN * RUN)
+
+
+def _stored(t: Tensor) -> Tensor:
+    return t._values() if t.layout is torch.sparse_coo else t.values()
 
 
 def _flat(t: Tensor) -> Tensor:
     """Returns the elements of `t` in one dimension of a dtype that the loops read, in the order of memory."""
     t = t.detach()
     if t.layout is not torch.strided:
-        t = t._values() if t.layout is torch.sparse_coo else t.values()
+        t = _stored(t)
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     if t.is_neg():
