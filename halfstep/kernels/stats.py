@@ -99,14 +99,17 @@ def _add_native(native: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: T
 def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
     """Does what the native loop does with torch operations, on any device."""
     if limit and t.numel() > limit:
-        t = t[_sampled(t.numel(), limit, t.device)]
+        t = t[sampled_places(t.numel(), limit, t.device)]
     for piece in torch.split(t, _PIECE):
         _add_piece(piece, row)
 
 
-def _sampled(size: int, limit: int, device: torch.device) -> Tensor:
-    """Returns the places that a sample reads: one run in each of equal stretches, at a place that looks random."""
-    runs = limit // RUN
+def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
+    """Returns the places, of more than `sample` elements in the order of memory, that `add_stats` reads.
+
+    They are one run of 64 in each of equal stretches, at a place in it that looks random.
+    """
+    runs = max(RUN, sample) // RUN
     stretch = size // runs
     run = torch.arange(runs, device=device)
     start = run * stretch + (((run * _GOLDEN) & 0xFFFFFFFF) * (stretch - RUN + 1) >> 32)

@@ -20,16 +20,21 @@ KEPT = 20_000  # rows, of 2 KiB each, that wait for a flush
 _LOG = logging.getLogger("halfstep")
 
 
-class Watch(Protocol):
-    """What sees the updates of one step: each a parameter, its weight before the step, and what the step adds to it."""
+Added = tuple[Parameter, Tensor, Tensor, bool]
 
-    def before(
-        self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None
-    ) -> Iterator[tuple[Parameter, Tensor, Tensor]]:
+
+class Watch(Protocol):
+    """What sees the updates of one step.
+
+    Each is a parameter, its stored weight before the step, what the step adds to it, and whether that is a sample; a
+    parameter may come in several parts.
+    """
+
+    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Added]:
         """Yields what is known before the step is made, from the gradients that it gets, times `factor`."""
         ...
 
-    def after(self) -> Iterator[tuple[Parameter, Tensor, Tensor]]:
+    def after(self) -> Iterator[Added]:
         """Yields the rest."""
         ...
 
@@ -166,9 +171,16 @@ class Probes:
             window.read(params, grads, scale)
 
     def updating(
-        self, make: Callable[[], Watch], params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None
+        self,
+        make: Callable[[int | None], Watch],
+        params: Sequence[Parameter],
+        grads: Sequence[Tensor],
+        factor: Tensor | None,
     ) -> AbstractContextManager[None]:
-        """Shows what happens inside: an update of `params` from `grads` times `factor`, which `make()` can watch."""
+        """Shows what happens inside: an update of `params` from `grads` times `factor`.
+
+        `make(sample)` gives what can watch it, reading `sample` elements of a weight, or all of them for None.
+        """
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         return _updating(windows, make, params, grads, factor) if windows else nullcontext()
 
@@ -192,14 +204,15 @@ class Probes:
 @contextmanager
 def _updating(
     windows: Sequence[Window],
-    make: Callable[[], Watch],
+    make: Callable[[int | None], Watch],
     params: Sequence[Parameter],
     grads: Sequence[Tensor],
     factor: Tensor | None,
 ) -> Iterator[None]:
     owned = set().union(*(window.owners for window in windows))
     mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
-    watch = make()
+    samples = [window.sample for window in windows]
+    watch = make(None if None in samples else max(sample or 0 for sample in samples))
     for added in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
         _show(windows, added)
     yield
@@ -207,7 +220,7 @@ def _updating(
         _show(windows, added)
 
 
-def _show(windows: Sequence[Window], added: tuple[Parameter, Tensor, Tensor]) -> None:
+def _show(windows: Sequence[Window], added: Added) -> None:
     for window in windows:
         if id(added[0]) in window.owners:
             window.update(*added)

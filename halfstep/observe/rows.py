@@ -20,12 +20,17 @@ _FIRST = 128  # rows to begin with
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row is about; `scale` is the number of the loss scale that its elements carry, 0 for none."""
+    """What a row is about.
+
+    `scale` is the number of the loss scale that its elements carry, 0 for none; `sampled` says that what is added is
+    not all there is.
+    """
 
     module: str
     kind: str
     name: str
     scale: int = 0
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class StepRows:
             for t, subject in zip(tensors, subjects, strict=True):
                 group = places.setdefault(t.device, ([], []))
                 group[0].append(t)
-                row = _Row(subject, format_name(dtype or t.dtype), is_sampled(t, self._sample))
+                sampled = subject.sampled or is_sampled(t, self._sample)
+                row = _Row(subject, format_name(dtype or t.dtype), sampled)
                 group[1].append(self._place(t.device, row))
             for device, (group_tensors, group_places) in places.items():
                 add_stats(group_tensors, self._buffers[device], group_places, sample=self._sample)

@@ -23,6 +23,7 @@ class Window:
 
     def __init__(self, modules: Mapping[str, nn.Module], kinds: frozenset[str], sample: int | None) -> None:
         self.kinds = kinds
+        self.sample = sample
         self.hooks: StepHooks | None = None
         self._modules = modules
         self._rows = StepRows(sample)
@@ -66,10 +67,11 @@ class Window:
             pairs = [(owners[id(p)], grad) for p, grad in zip(params, grads, strict=True) if id(p) in owners]
             self._add([(grad, Subject(module, "weight_grad", name, number)) for (_, module, name), grad in pairs])
 
-    def update(self, p: Parameter, before: Tensor, update: Tensor) -> None:
-        """Takes what a step adds to a parameter (float64), and the weight as it was stored before."""
+    def update(self, p: Parameter, before: Tensor, update: Tensor, sampled: bool) -> None:
+        """Takes what a step adds to a parameter or a part of it (float64), and the weight as it was stored before."""
         _, module, name = self.owners[id(p)]
-        self._rows.add([in_last_places(update, before)], [Subject(module, UPDATE, name)], before.dtype)
+        subject = Subject(module, UPDATE, name, sampled=sampled)
+        self._rows.add([in_last_places(update, before)], [subject], before.dtype)
 
     def _activations(self, module: str, found: Found) -> None:
         self._add([(t.detach(), Subject(module, "activation", place)) for place, t in found])
