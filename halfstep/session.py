@@ -503,7 +503,8 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        verdict = blame(self._subject(), closure, scale=self._scale_to_explain(loss_id), held=self._held())
+        with self._probes.paused():
+            verdict = blame(self._subject(), closure, scale=self._scale_to_explain(loss_id), held=self._held())
         if verdict is not None:
             self.tell(verdict)
         return verdict

@@ -39,7 +39,7 @@ class StepHooks:
     `saw(module, found)` gets the plain floating tensors of an output, and `saw_grad(module, place, gradient)` the
     gradient of each, if one comes while the hooks are there. A pass without gradients (evaluation) is not seen. What a
     checkpoint computes again in the backward pass is seen once: the first time that gradients are on. A module that
-    returns the tensors of a module inside it adds nothing new and is left out.
+    returns the tensors of a module inside it adds nothing new and is left out. While `active` is false nothing is seen.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepHooks:
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(_ForwardHook(name, self._output)) for name, module in modules.items()
         ]
-        self._active = True
+        self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
         self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with how often each was written to
         self.saw_any = False
@@ -61,13 +61,13 @@ class StepHooks:
 
     def remove(self) -> None:
         """Takes all hooks off; those on tensors of a graph that is still held do nothing from now on."""
-        self._active = False
+        self.active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _output(self, name: str, output: Any) -> None:
-        if not self._active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if torch._C._current_graph_task_id() == -1:  # else in the backward pass: a checkpoint computes again
             self._forward.add(name)
@@ -90,7 +90,7 @@ class StepHooks:
         assert saw_grad is not None
 
         def hook(gradient: Tensor) -> None:
-            if self._active and self._readable(gradient):
+            if self.active and self._readable(gradient):
                 saw_grad(name, place, gradient)
 
         handle = t.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -165,6 +165,18 @@ class Probes:
         for window in self._windows():
             window.carry(scale)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps passes that belong to no step out of what is seen."""
+        hooks = [window.hooks for window in self._windows() if window.hooks is not None]
+        for hook in hooks:
+            hook.active = False
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.active = True
+
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
         """Shows the gradients of a step before it is made, as they lie at the parameters, with the scale they carry."""
         for window in self._windows():

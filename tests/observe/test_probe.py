@@ -581,6 +581,19 @@ def test_a_detached_probe_is_forgotten():
     gc.collect()
 
 
+def test_what_blame_runs_is_no_part_of_the_step():
+    found = []
+    for asked in (False, True):
+        model, session = small_session()
+        probe = session.observe(every=1)
+        if asked:
+            session.blame(lambda model=model: model(torch.full((9, 4), 3.0)).mean())
+        step(model, session)
+        found.append([o.stats for o in probe.flush()])
+        session.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.gpu
 def test_an_observed_step_on_a_gpu_does_not_wait_and_counts_as_the_cpu_does():
     found = []
