@@ -5,6 +5,7 @@ from halfstep.errors import (
     FormatError,
     HalfstepError,
     LogError,
+    ObserveError,
     PlanError,
     SessionError,
     SetupError,
@@ -18,7 +19,7 @@ from halfstep.plan.policy import FULL, LOW, Policy
 from halfstep.plan.resolve import Assignment, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Status, StepRecord, Verdict
+from halfstep.records import Observation, Status, StepRecord, TensorStats, Verdict
 from halfstep.report.log import RunLog
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session import Session, initialize
@@ -41,6 +42,8 @@ __all__ = [
     "GradScaler",
     "HalfstepError",
     "LogError",
+    "Observation",
+    "ObserveError",
     "OpChange",
     "OpChanges",
     "Plan",
@@ -55,6 +58,7 @@ __all__ = [
     "StateError",
     "Status",
     "StepRecord",
+    "TensorStats",
     "Verdict",
     "__version__",
     "initialize",

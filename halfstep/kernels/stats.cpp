@@ -185,7 +185,7 @@ void count_run(const uint64_t* data, int64_t size, Piece& piece) {
 }
 
 // The elements of a tensor that are read: all of them, or `runs` runs of `length`, one in each of `runs` equal
-// stretches, at a place in it that follows the golden ratio: an even spacing would fall on the same columns of each row.
+// stretches, at a place in it that follows the golden ratio: even spacing would fall on the same columns of each row.
 struct Reading {
   const void* data;
   int64_t size, runs, length;
