@@ -6,6 +6,7 @@ from halfstep.errors import (
     FormatError,
     HalfstepError,
     LogError,
+    ObserveError,
     PlanError,
     SessionError,
     SetupError,
@@ -19,7 +20,7 @@ from halfstep.plan.policy import FULL, LOW, Policy
 from halfstep.plan.resolve import Assignment, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Finding, Status, StepRecord, Verdict, WhatIf
+from halfstep.records import Finding, Observation, Status, StepRecord, TensorStats, Verdict, WhatIf
 from halfstep.report.log import RunLog
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session import Session, initialize
@@ -43,6 +44,8 @@ __all__ = [
     "GradScaler",
     "HalfstepError",
     "LogError",
+    "Observation",
+    "ObserveError",
     "OpChange",
     "OpChanges",
     "Plan",
@@ -57,6 +60,7 @@ __all__ = [
     "StateError",
     "Status",
     "StepRecord",
+    "TensorStats",
     "Verdict",
     "WhatIf",
     "__version__",

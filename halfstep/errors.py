@@ -39,3 +39,7 @@ class WorkloadError(HalfstepError, ValueError):
 
 class OpError(HalfstepError, RuntimeError):
     """An op that the plan refuses where it was called, such as binary_cross_entropy on low inputs."""
+
+
+class ObserveError(HalfstepError, ValueError):
+    """A probe on modules that are not there, of tensors that no module has, or with a setting that is none."""

@@ -210,10 +210,13 @@ def _positive(scale: float) -> None:
 class Observation:
     """The statistics of one tensor of one module at one step.
 
-    `kind` is one of `TENSOR_KINDS`, `name` tells several of a kind apart (the parameter's name, the output's place),
-    `format` is the format that the tensor was stored in, `scale` the loss scale that it carries (1 for weights and
-    activations): a true value times `scale` is the value that was counted. `sampled` says that only some elements were
-    read; `stats.count` is then how many.
+    `kind` is one of `TENSOR_KINDS` or `UPDATE`, `name` tells several of a kind apart (the parameter's name, a place in
+    an output), `format` is the format that the tensor was stored in, `scale` the loss scale that it carries (1 for
+    weights and activations): a true value times `scale` is the value that was counted. `sampled` says that only some
+    elements were read; `stats.count` is then how many.
+
+    Of kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
+    from the stored weight to the next larger value of its format: below a half, the stored weight cannot follow.
     """
 
     step: int
@@ -224,6 +227,17 @@ class Observation:
     scale: float
     stats: TensorStats
     sampled: bool = False
+
+    @property
+    def lost_updates(self) -> float | None:
+        """The share of updates that were smaller than half a unit in the last place; None for other kinds.
+
+        Of the weights that the step had an update for: one of exactly zero (no gradient, a skipped step) is none. With
+        a master the update is kept there until it has grown; without one (O3) it is lost for good.
+        """
+        if self.kind != UPDATE:
+            return None
+        return self.stats.below(0.5) / self.stats.nonzero if self.stats.nonzero else 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,13 +22,16 @@ from halfstep.cast.ops import OpEngine
 from halfstep.cast.tree import map_tensors
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import FP16, FP32, Format
+from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, Subject, blame
+from halfstep.observe.probe import Probe, Probes
 from halfstep.observe.recorder import OpRecorder
 from halfstep.observe.replay import standing_in
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
+from halfstep.optim.updates import UpdateWatch
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import (
     STATE_SCHEMA,
@@ -50,7 +54,16 @@ from halfstep.plan.policy import Width
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Finding, Observation, Recorder, SessionStart, Status, StepRecord, Verdict
+from halfstep.records import (
+    TENSOR_KINDS,
+    Finding,
+    Observation,
+    Recorder,
+    SessionStart,
+    Status,
+    StepRecord,
+    Verdict,
+)
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected, GradientLedger
 from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_outputs, scaled, true_gradient
@@ -102,6 +115,8 @@ class Session:
         self._plain = plan.ops == "none"
         self._constant_one = plan.scale.kind == "none"
         self._undo = ExitStack()
+        self._probes = Probes()
+        self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
         self._emulation = Emulation(plan.low) if emulate else None
         self._scales: dict[int, Scale] = {}
@@ -281,6 +296,7 @@ class Session:
         scale = self._scale(loss_id)
         if loss.dtype == torch.float16:
             scale.limit(FP16_LOSS_CEILING)
+        self._probes.carry(scale.value)
         if self._plain:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             self._add_loss(loss)
@@ -332,6 +348,7 @@ class Session:
         scale = self._scale(loss_id)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
+        self._probes.carry(scale.value)
         value = scale.value.clone()
         if scale.active:
             directions = tuple(
@@ -368,6 +385,7 @@ class Session:
         self._last = record
         for sink in self._sinks:
             sink(record)
+        self._probes.stepped(self._steps)
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -405,11 +423,15 @@ class Session:
 
     def _plain_step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
         norm = None
+        seen = [part.ledger.collect() for part in parts] if self._probes.looking else []
+        for held in seen:
+            self._probes.read(held.params, held.grads, held.carried)
         if max_norm is not None:
             norm = nn.utils.clip_grad_norm_([p for part in parts for p in part.parameters()], max_norm)
         false = torch.zeros((), dtype=torch.bool, device=self._device)
-        for part in parts:
-            part.stepper.step([], [], None, false)
+        for index, part in enumerate(parts):
+            with self._updating(part, seen[index], None, false) if seen else nullcontext():
+                part.stepper.step([], [], None, false)
         return StepRecord(self._steps, false, torch.ones((), device=self._device), norm, loss=self._loss)
 
     def _step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
@@ -428,10 +450,14 @@ class Session:
             if flag is not None:
                 found = found | flag.to(self._device)
         clip = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        looking = self._probes.looking
+        for held in collected if looking else ():
+            self._probes.read(held.params, held.grads, held.carried)
         for part, held, factor in zip(parts, collected, factors, strict=True):
             if clip is not None:
                 factor = clip if factor is None else factor * clip
-            part.stepper.step(held.params, held.grads, factor, found)
+            with self._updating(part, held, factor, found) if looking else nullcontext():
+                part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
         self._overflows = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
         self._buffers.restore(found)
@@ -440,6 +466,13 @@ class Session:
         self._skips = self._skips + found
         synced = any(part.stepper.syncs for part in parts)
         return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss)
+
+    def _updating(
+        self, part: _Part, held: Collected, factor: Tensor | None, found: Tensor
+    ) -> AbstractContextManager[None]:
+        """Returns a context around the update of a part, for the probes that look at updates."""
+        watch = partial(UpdateWatch, part.optimizer, part.stepper, self._store, found)
+        return self._probes.updating(watch, held.params, held.grads, factor)
 
     def _update_scales(self, collected: list[Collected], found: list[Tensor]) -> None:
         overflowed: dict[int, Tensor] = {}
@@ -470,7 +503,8 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        verdict = blame(self._subject(), closure, scale=self._scale_to_explain(loss_id), held=self._held())
+        with self._probes.paused():
+            verdict = blame(self._subject(), closure, scale=self._scale_to_explain(loss_id), held=self._held())
         if verdict is not None:
             self.tell(verdict)
         return verdict
@@ -563,6 +597,43 @@ class Session:
             id(p) for params, flags in self._overflows for p, flag in zip(params, flags.tolist(), strict=True) if flag
         }
         return tuple(name for name, p in self._named_parameters() if id(p) in bad)
+
+    def observe(
+        self,
+        every: int = 50,
+        modules: str | Iterable[str] = "*",
+        tensors: str | Iterable[str] = TENSOR_KINDS,
+        *,
+        sample: int | None = None,
+        log: Callable[[Observation], object] | None = None,
+    ) -> Probe:
+        """Returns a probe that measures tensors of the model at the next step and then at every `every`-th one.
+
+        `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"), for what matches and all below it.
+        `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as it lies in `p.grad` at the step),
+        "activation" and "activation_grad" (what a module's forward returns, in passes with gradients on, and the
+        gradient of that), and "update" (what the step adds to each weight, in units of the weight's last place, from
+        which `Observation.lost_updates` follows). `sample` bounds how many elements are read of each tensor.
+
+        Several passes before a step are counted together. A module that only returns what a module inside it returned
+        is left out, as is one whose forward nobody calls (`out_proj` of MultiheadAttention: its weights are seen). At
+        steps that are observed, compiled models run uncompiled. `probe.flush()` gives the observations; `log` and the
+        session's sinks that are Recorders get each of them as it arrives.
+
+        Raises:
+            ObserveError: a pattern matches no module, there is nothing to measure, or a setting is not allowed.
+            SessionError: the session is closed, or for inference, which makes no steps.
+        """
+        self._check_open()
+        if not self._parts:
+            raise SessionError(
+                "this session has no optimizer and makes no steps to observe; halfstep.observe.stats.measure(tensor) "
+                "measures any tensor"
+            )
+        deliver = [*([log] if log else []), *([self.tell] if self._recorders else [])]
+        probe = make_probe(self._roots, every=every, modules=modules, tensors=tensors, sample=sample, deliver=deliver)
+        self._probes.add(probe)
+        return probe
 
     def adopt_weights(self) -> None:
         """Takes over weights that were written behind halfstep's back (`p.data.clamp_()` and the like).

@@ -12,7 +12,7 @@ import halfstep
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = dict(
     zip(
-        ("first lines", "plan", "average", "schedule"),
+        ("first lines", "plan", "observe", "average", "schedule"),
         re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL),
         strict=True,
     )
@@ -72,6 +72,24 @@ def test_plan_is_edited_saved_and_read(names):
         assert names["model"].head.weight.dtype == torch.float32
         assert names["model"].body.weight.dtype == torch.float16
         assert halfstep.load_plan("plan.toml") == session.plan
+
+
+def test_a_probe_sees_the_gradients_of_the_steps_it_looks_at(names, capsys):
+    def train(steps):
+        for _ in range(steps):
+            backward(names)
+            names["session"].step()
+
+    with halfstep.initialize(names["model"], names["optimizer"], "O1", low="bf16") as names["session"]:
+        names["train"] = train
+        exec(BLOCKS["observe"], names)
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        [step, module, name]
+        for step in ("1", "50", "100")
+        for module in ("body", "norm", "head")
+        for name in ("weight", "bias")
+    ]
 
 
 def test_average_follows_the_fp32_weights(names):

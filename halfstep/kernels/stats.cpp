@@ -1,8 +1,8 @@
 // One read of a tensor: a histogram of binary exponents, counts, sums and the largest magnitude.
 //
 // A row of results is 264 int64: 256 exponent counts, count, zeros, negatives, infinities, nans, and the bits of three
-// doubles: sum, sum of squares, largest magnitude. Rows are added to. Sums are taken in pieces of fixed size, in a fixed
-// order, so that they do not depend on the number of threads.
+// doubles: sum, sum of squares, largest magnitude. Rows are added to. Sums are taken in pieces of fixed size, in a
+// fixed order, so that they do not depend on the number of threads.
 
 #include <cmath>
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kPiece = 1 << 15;  // elements that one thread takes at a time
 constexpr int64_t kBlock = 512;      // elements that stay in registers and the first cache
 constexpr int kLanes = 16;
-constexpr int kTables = 4;  // neighbours in memory often have one exponent: their increments must not wait for each other
+constexpr int kTables = 4;  // neighbours often have one exponent: their increments must not wait for each other
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
 enum Column { kCount = 256, kZeros, kNegatives, kInfinities, kNans, kTotal, kSquares, kPeak, kWidth };
 enum Kind { kFloat32, kBFloat16, kFloat16, kFloat64 };
@@ -63,16 +63,22 @@ inline uint32_t widened(Float16 x) {
   return sign | (magnitude < 0x0400u ? small : magnitude >= 0x7c00u ? special : normal);
 }
 
-// Whole vectors: compilers turn loops over lanes into them less well. They are cut up where the processor has shorter ones.
+// Whole vectors, as compilers do less well with loops over lanes; cut up where the processor has shorter ones.
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
+void count_exponents(const uint8_t* exponents, int64_t size, Piece& piece) {
+  for (int64_t i = 0; i + kTables <= size; i += kTables)
+    for (int table = 0; table < kTables; ++table) ++piece.tables[table][exponents[i + table]];
+  for (int64_t i = size / kTables * kTables; i < size; ++i) ++piece.tables[0][exponents[i]];
+}
+
 // Counts `size` elements, at most kBlock. `bits` is filled up with zeros to whole lanes, which the caller takes off.
 void count_block(const uint32_t* bits, int64_t size, Piece& piece) {
   uint8_t exponents[kBlock];
-  Words zeros = {}, negatives = {}, infinities = {}, peaks = {};
+  Words zeros = {}, negatives = {}, infinities = {}, nans = {}, peaks = {};
   Doubles totals = {}, squares = {};
   const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = 0; i < padded; i += kLanes) {
@@ -83,6 +89,7 @@ void count_block(const uint32_t* bits, int64_t size, Piece& piece) {
     const Words finite = magnitude & is_finite;
     const Doubles value = __builtin_convertvector((Floats)(b & is_finite), Doubles);
     zeros -= (Words)(magnitude == 0);
+    nans -= (Words)(magnitude > kInfinity);
     infinities -= (Words)(magnitude == kInfinity);
     negatives -= (Words)(b > 0x80000000u) & (Words)(magnitude <= kInfinity);
     peaks = finite > peaks ? finite : peaks;
@@ -91,15 +98,14 @@ void count_block(const uint32_t* bits, int64_t size, Piece& piece) {
     const Bytes e = __builtin_convertvector(magnitude >> 23, Bytes);
     std::memcpy(exponents + i, &e, sizeof e);
   }
-  for (int64_t i = 0; i + kTables <= size; i += kTables)
-    for (int table = 0; table < kTables; ++table) ++piece.tables[table][exponents[i + table]];
-  for (int64_t i = size / kTables * kTables; i < size; ++i) ++piece.tables[0][exponents[i]];
+  count_exponents(exponents, size, piece);
   piece.zeros -= padded - size;
   uint32_t peak = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
     piece.zeros += zeros[lane];
     piece.negatives += negatives[lane];
     piece.infinities += infinities[lane];
+    piece.nans += nans[lane];
     piece.totals[lane] += totals[lane];
     piece.squares[lane] += squares[lane];
     peak = peaks[lane] > peak ? peaks[lane] : peak;
@@ -125,34 +131,61 @@ void count_run(const uint32_t* data, int64_t size, Piece& piece) {
   count_run<uint32_t>(data + whole, size - whole, piece);
 }
 
+typedef uint64_t Longs __attribute__((vector_size(8 * kLanes)));
+
 // fp64 beyond fp32's exponents: below 2^-126 is entry 0, from 2^128 on entry 255.
-void count_run(const uint64_t* data, int64_t size, Piece& piece) {
-  for (int64_t i = 0; i < size; ++i) {
-    double value;
-    std::memcpy(&value, data + i, sizeof value);
-    const uint64_t magnitude = data[i] & 0x7fffffffffffffffull;
-    const int64_t exponent = int64_t(magnitude >> 52) - 1023 + 127;
-    ++piece.count;
-    if (magnitude > 0x7ff0000000000000ull) {
-      ++piece.nans;
-      continue;
-    }
-    piece.negatives += magnitude != 0 && data[i] >> 63;
-    if (magnitude == 0x7ff0000000000000ull) {
-      ++piece.infinities;
-    } else if (magnitude == 0) {
-      ++piece.zeros;
-    } else {
-      ++piece.tables[0][exponent < 0 ? 0 : exponent > 255 ? 255 : exponent];
-      piece.totals[i % kLanes] += value;
-      piece.squares[i % kLanes] += value * value;
-      piece.peak = std::fmax(piece.peak, std::fabs(value));
-    }
+void count_wide_block(const uint64_t* bits, int64_t size, Piece& piece) {
+  constexpr uint64_t magnitudes = 0x7fffffffffffffffull, infinity = 0x7ff0000000000000ull;
+  uint8_t exponents[kBlock];
+  Longs zeros = {}, negatives = {}, infinities = {}, nans = {}, peaks = {};
+  Doubles totals = {}, squares = {};
+  const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    Longs b;
+    std::memcpy(&b, bits + i, sizeof b);
+    const Longs magnitude = b & magnitudes;
+    const Longs is_finite = (Longs)(magnitude < infinity);
+    const Longs finite = magnitude & is_finite;
+    const Doubles value = (Doubles)(b & is_finite);
+    zeros -= (Longs)(magnitude == 0);
+    infinities -= (Longs)(magnitude == infinity);
+    nans -= (Longs)(magnitude > infinity);
+    negatives -= (Longs)(b > 0x8000000000000000ull) & (Longs)(magnitude <= infinity);
+    peaks = finite > peaks ? finite : peaks;
+    totals += value;
+    squares += value * value;
+    const Longs biased = magnitude >> 52, low = biased > 1023 - 127 ? biased - (1023 - 127) : Longs{};
+    const Bytes e = __builtin_convertvector(low < 255 ? low : Longs{} + 255, Bytes);
+    std::memcpy(exponents + i, &e, sizeof e);
   }
+  count_exponents(exponents, size, piece);
+  piece.zeros -= padded - size;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    double peak;
+    const uint64_t peak_bits = peaks[lane];
+    std::memcpy(&peak, &peak_bits, sizeof peak);
+    piece.zeros += zeros[lane];
+    piece.negatives += negatives[lane];
+    piece.infinities += infinities[lane];
+    piece.nans += nans[lane];
+    piece.totals[lane] += totals[lane];
+    piece.squares[lane] += squares[lane];
+    piece.peak = std::fmax(piece.peak, peak);
+  }
+  piece.count += size;
 }
 
-// The elements of a tensor that are read: all of them, or `runs` runs of `length`, one in each of `runs` equal stretches,
-// at a place in it that follows the golden ratio, since an even spacing would fall on the same columns of every row.
+void count_run(const uint64_t* data, int64_t size, Piece& piece) {
+  const int64_t whole = size / kBlock * kBlock, rest = size - whole;
+  for (int64_t start = 0; start < whole; start += kBlock) count_wide_block(data + start, kBlock, piece);
+  if (rest == 0) return;
+  uint64_t bits[kBlock] = {};
+  std::memcpy(bits, data + whole, size_t(rest) * sizeof *bits);
+  count_wide_block(bits, rest, piece);
+}
+
+// The elements of a tensor that are read: all of them, or `runs` runs of `length`, one in each of `runs` equal
+// stretches, at a place in it that follows the golden ratio: even spacing would fall on the same columns of each row.
 struct Reading {
   const void* data;
   int64_t size, runs, length;
@@ -180,17 +213,14 @@ void add(int64_t* row, int64_t value) {
   *row += value;
 }
 
-Sums finish(const Reading& r, Piece& piece, int64_t* row) {
+Sums finish(const Piece& piece, int64_t* row) {
   int64_t counts[256];
   for (int e = 0; e < 256; ++e) {
     counts[e] = 0;
     for (int table = 0; table < kTables; ++table) counts[e] += piece.tables[table][e];
   }
-  if (r.kind != kFloat64) {
-    piece.nans = counts[255] - piece.infinities;
-    counts[0] -= piece.zeros;
-    counts[255] = 0;
-  }
+  counts[0] -= piece.zeros;
+  counts[255] -= piece.infinities + piece.nans;
   for (int e = 0; e < 256; ++e) add(row + e, counts[e]);
   add(row + kCount, piece.count);
   add(row + kZeros, piece.zeros);
@@ -250,7 +280,7 @@ extern "C" void halfstep_add_stats(int64_t tensors, const void* const* data, con
       for (int64_t run = firsts[k]; run < (last < r.runs ? last : r.runs); ++run)
         count_elements(r, r.start(run), length, piece);
     }
-    sums[k] = finish(r, piece, rows[owners[k]]);
+    sums[k] = finish(piece, rows[owners[k]]);
   }
   for (int64_t k = 0; k < pieces; ++k) {
     int64_t* row = rows[owners[k]];

@@ -55,14 +55,21 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
 
 def is_sampled(t: Tensor, sample: int | None) -> bool:
     """Returns whether `add_stats` with this `sample` reads only some elements of `t`."""
-    return sample is not None and t.numel() * (2 if t.is_complex() else 1) > max(RUN, sample // RUN * RUN)
+    if sample is None:
+        return False
+    stored = t if t.layout is torch.strided else _stored(t)
+    return stored.numel() * (2 if t.is_complex() else 1) > max(RUN, sample // RUN * RUN)
+
+
+def _stored(t: Tensor) -> Tensor:
+    return t._values() if t.layout is torch.sparse_coo else t.values()
 
 
 def _flat(t: Tensor) -> Tensor:
     """Returns the elements of `t` in one dimension of a dtype that the loops read, in the order of memory."""
     t = t.detach()
     if t.layout is not torch.strided:
-        t = t._values() if t.layout is torch.sparse_coo else t.values()
+        t = _stored(t)
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     if t.is_neg():
@@ -92,14 +99,17 @@ def _add_native(native: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: T
 def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
     """Does what the native loop does with torch operations, on any device."""
     if limit and t.numel() > limit:
-        t = t[_sampled(t.numel(), limit, t.device)]
+        t = t[sampled_places(t.numel(), limit, t.device)]
     for piece in torch.split(t, _PIECE):
         _add_piece(piece, row)
 
 
-def _sampled(size: int, limit: int, device: torch.device) -> Tensor:
-    """Returns the places that a sample reads: one run in each of equal stretches, at a place that looks random."""
-    runs = limit // RUN
+def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
+    """Returns the places, of more than `sample` elements in the order of memory, that `add_stats` reads.
+
+    They are one run of 64 in each of equal stretches, at a place in it that looks random.
+    """
+    runs = max(RUN, sample) // RUN
     stretch = size // runs
     run = torch.arange(runs, device=device)
     start = run * stretch + (((run * _GOLDEN) & 0xFFFFFFFF) * (stretch - RUN + 1) >> 32)

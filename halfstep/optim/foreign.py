@@ -29,6 +29,7 @@ class ForeignStepper:
         self._optimizer = optimizer
         self._store = store
         self._stand_ins: dict[Parameter, Parameter] = {}
+        self.unrounded: dict[Parameter, Tensor] | None = None  # new values of low weights, for who puts a dict here
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         """Updates `params` from `grads` times `factor`, or does nothing where `found` is true; waits for the device."""
@@ -54,6 +55,8 @@ class ForeignStepper:
             self._exchange({stand_in: p for p, stand_in in swapped.items()})
             for p, stand_in in swapped.items():
                 self._store.write(p, stand_in.detach())
+                if self.unrounded is not None:
+                    self.unrounded[p] = stand_in.detach()
                 stand_in.grad = None
                 stand_in.data = stand_in.new_empty(0)  # between steps the store alone holds masters
 

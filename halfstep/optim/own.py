@@ -204,6 +204,11 @@ class OwnStepper:
             held = self._fresh[p] = (momentum, torch.full((), float(new), dtype=torch.float32, device=p.device))
         return held[1]
 
+    def fresh(self, p: Parameter) -> Tensor | None:
+        """Returns the flag that is 1 while the first momentum of `p` has seen no update; None where there is none."""
+        momentum, flag = self._fresh.get(p, (None, None))
+        return flag if momentum is not None and momentum is self._optimizer.state[p].get("momentum_buffer") else None
+
     def _unreached(self) -> list[Parameter]:
         """Returns the parameters whose state no update has reached; reads their flags on the host, once a device."""
         flags: dict[torch.device, list[tuple[Any, Tensor]]] = {}

@@ -75,11 +75,11 @@ def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, R
             matched.setdefault(site, rule)
             unused.pop(rule, None)
     for rule in unused:
-        raise PlanError(f"rule {rule.pattern!r} matches no module{_nearest(rule, sites)}")
+        raise PlanError(f"rule {rule.pattern!r} matches no module{nearest(rule, sites)}")
     return matched
 
 
-def _nearest(rule: Rule, sites: Iterable[Site]) -> str:
+def nearest(rule: Rule, sites: Iterable[Site]) -> str:
     """Returns what to write instead of a pattern that matches nothing, or where to look."""
     names = [name for site in sites for name in site.names if name]
     types = list(dict.fromkeys(name for site in sites for name in site.type_names))

@@ -36,6 +36,11 @@ class Collected:
         """What the gradients are multiplied by (0-dim fp32): 1 where they are true already."""
         return torch.ones_like(self.scale) if self.true else _inverse(self.scale)
 
+    @property
+    def carried(self) -> Tensor:
+        """The scale that `grads` carry: 1 where they are true gradients."""
+        return torch.ones_like(self.scale) if self.true else self.scale
+
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
         """Returns for each loss whether its scale must back off, given whether the present gradients are non-finite.
 

@@ -156,7 +156,7 @@ def test_a_sample_reads_the_same_runs_natively_and_eagerly(monkeypatch, dtype):
 
 def test_a_sample_lies_inside_and_is_spread_over_rows_and_columns(way):
     places = torch.arange(2**17, dtype=torch.float64)
-    index = stats._sampled(places.numel(), 2**12, places.device)
+    index = stats.sampled_places(places.numel(), 2**12, places.device)
     assert len(set(index.tolist())) == 2**12
     assert torch.equal(index // 2048 * 2048, torch.arange(2**12) // RUN * 2048)  # one run in each of 64 equal stretches
     columns = index % 256  # a matrix of rows of 256 would show some columns only, were the runs evenly spaced

@@ -1,0 +1,89 @@
+"""Making a probe from what a user asks for: patterns of modules, kinds of tensors, how often, how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from halfstep.errors import ObserveError, PlanError
+from halfstep.observe.probe import Probe
+from halfstep.observe.window import owned
+from halfstep.plan.checks import near_miss
+from halfstep.plan.matching import find_sites, nearest, uncompiled
+from halfstep.plan.policy import FULL
+from halfstep.plan.rules import Rule
+from halfstep.records import TENSOR_KINDS, UPDATE, Observation
+
+KINDS = (*TENSOR_KINDS, UPDATE)
+_OF_PARAMETERS = {"weight", "weight_grad", UPDATE}
+
+
+def make_probe(
+    roots: Sequence[nn.Module],
+    *,
+    every: int,
+    modules: str | Iterable[str],
+    tensors: str | Iterable[str],
+    sample: int | None,
+    deliver: Sequence[Callable[[Observation], object]] = (),
+) -> Probe:
+    """Returns a probe on the modules that the patterns match and all below them; see `Session.observe`.
+
+    Raises:
+        ObserveError: a setting is none of those allowed, a pattern matches no module, or no module has such a tensor.
+    """
+    whole = isinstance(every, int) and not isinstance(every, bool)
+    if not whole or every < 1:
+        raise ObserveError(f"every is {every!r}; give how many steps lie between two that are observed, 1 for each")
+    if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
+        raise ObserveError(f"sample is {sample!r}; give how many elements to read of each tensor, or None for all")
+    kinds = _kinds(tensors)
+    chosen = _chosen(roots, _patterns(modules))
+    if not owned({name: module for root in roots for name, module in root.named_modules()}):
+        raise ObserveError("the model has no floating-point parameter: there is nothing to train and to observe")
+    if kinds <= _OF_PARAMETERS and not owned(chosen):
+        raise ObserveError(
+            f"none of the {len(chosen)} modules that {modules!r} matches has a floating-point parameter, and tensors "
+            f"is {sorted(kinds)}; name other modules, or observe their activations"
+        )
+    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver)
+
+
+def _kinds(tensors: str | Iterable[str]) -> frozenset[str]:
+    given = [tensors] if isinstance(tensors, str) else list(tensors)
+    for kind in given:
+        if kind not in KINDS:
+            allowed = ", ".join(map(repr, KINDS))
+            raise ObserveError(f"tensors has {kind!r}; allowed are {allowed}{near_miss(kind, KINDS)}")
+    if not given:
+        raise ObserveError(f"tensors is empty; name at least one of {', '.join(map(repr, KINDS))}")
+    return frozenset(given)
+
+
+def _patterns(modules: str | Iterable[str]) -> list[Rule]:
+    given = [modules] if isinstance(modules, str) else list(modules)
+    if not given:
+        raise ObserveError("modules is empty; give a pattern of module names, '*' for all")
+    try:
+        return [Rule(pattern, FULL) for pattern in given]
+    except PlanError as error:
+        raise ObserveError(f"modules: {error}") from None
+
+
+def _chosen(roots: Sequence[nn.Module], patterns: Sequence[Rule]) -> dict[str, nn.Module]:
+    """Returns the modules by name, each once, in the order of the model; of several models with the model's number."""
+    sites = [site for index, root in enumerate(roots) for site in find_sites(root, index)]
+    wanted: set[int] = set()
+    for pattern in patterns:
+        hits = [site for site in sites if pattern.matches(site.names, site.type_names)]
+        if not hits:
+            raise ObserveError(f"modules has {pattern.pattern!r}, which matches no module{nearest(pattern, sites)}")
+        wanted.update(id(module) for site in hits for module in site.module.modules())
+    chosen: dict[str, nn.Module] = {}
+    for site in sites:
+        if id(site.module) in wanted:
+            wanted.discard(id(site.module))
+            prefix = [] if len(roots) == 1 else [str(site.model)]
+            chosen[".".join([*prefix, *filter(None, [uncompiled(site.name)])])] = site.module
+    return chosen

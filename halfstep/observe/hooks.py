@@ -1,0 +1,110 @@
+"""Hooks on modules for one step: they see what forward passes return, and the gradients of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.observe.outputs import tensors_in
+
+Found = Sequence[tuple[str, Tensor]]  # the tensors of an output by their place in it
+
+
+class _ForwardHook:
+    """A forward hook that stays behind when its module is copied or pickled."""
+
+    def __init__(self, name: str, saw: Callable[[str, Any], None]) -> None:
+        self._name = name
+        self._saw = saw
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._saw(self._name, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nullcontext().__exit__  # takes three arguments and does nothing, also where halfstep is not installed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class StepHooks:
+    """Hooks on modules until `remove`, which calls `saw` with the outputs of passes that need gradients.
+
+    `saw(module, found)` gets the plain floating tensors of an output, and `saw_grad(module, place, gradient)` the
+    gradient of each, if one comes while the hooks are there. A pass without gradients (evaluation) is not seen. What a
+    checkpoint computes again in the backward pass is seen once: the first time that gradients are on. A module that
+    returns the tensors of a module inside it adds nothing new and is left out. While `active` is false nothing is seen.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        saw: Callable[[str, Found], None] | None,
+        saw_grad: Callable[[str, str, Tensor], None] | None,
+    ) -> None:
+        self._saw = saw
+        self._saw_grad = saw_grad
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(_ForwardHook(name, self._output)) for name, module in modules.items()
+        ]
+        self.active = True
+        self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
+        self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with how often each was written to
+        self.saw_any = False
+        self.unread: set[str] = set()  # kinds of tensors that cannot be read
+
+    def remove(self) -> None:
+        """Takes all hooks off; those on tensors of a graph that is still held do nothing from now on."""
+        self.active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _output(self, name: str, output: Any) -> None:
+        if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() == -1:  # else in the backward pass: a checkpoint computes again
+            self._forward.add(name)
+        elif name in self._forward:
+            return
+        found = [(place, t) for place, t in tensors_in(output) if self._readable(t) and not self._is_known(t)]
+        if not found:
+            return
+        self.saw_any = True
+        self._newest = [(ref(t), t._version) for _, t in found]
+        if self._saw is not None:
+            self._saw(name, found)
+        if self._saw_grad is not None:
+            for place, t in found:
+                if t.requires_grad:
+                    self._watch(name, place, t)
+
+    def _watch(self, name: str, place: str, t: Tensor) -> None:
+        saw_grad = self._saw_grad
+        assert saw_grad is not None
+
+        def hook(gradient: Tensor) -> None:
+            if self.active and self._readable(gradient):
+                saw_grad(name, place, gradient)
+
+        handle = t.register_hook(hook)  # type: ignore[no-untyped-call]
+        if t.is_leaf:  # lives on; a hook on a result goes with its graph
+            self._handles.append(handle)
+
+    def _is_known(self, t: Tensor) -> bool:
+        """Returns whether `t` is what the module before has returned, unchanged."""
+        return any(held() is t and version == t._version for held, version in self._newest)
+
+    def _readable(self, t: Tensor) -> bool:
+        """Returns whether `t` has elements of its own in memory, and notes where it has not."""
+        wrapped = type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        if wrapped or t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t):
+            self.unread.add(type(t).__name__ if wrapped else "meta tensor" if t.is_meta else "torch.func")
+            return False
+        return not (t.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,238 @@
+"""A probe: what the numbers of a model do at some of its steps, in statistics that are rarely read on the host."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from halfstep.observe.rows import Pending
+from halfstep.observe.window import Window
+from halfstep.records import UPDATE, Observation
+
+KEPT = 20_000  # rows, of 2 KiB each, that wait for a flush
+_LOG = logging.getLogger("halfstep")
+
+
+Added = tuple[Parameter, Tensor, Tensor, bool]
+
+
+class Watch(Protocol):
+    """What sees the updates of one step.
+
+    Each is a parameter, its stored weight before the step, what the step adds to it, and whether that is a sample; a
+    parameter may come in several parts.
+    """
+
+    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Added]:
+        """Yields what is known before the step is made, from the gradients that it gets, times `factor`."""
+        ...
+
+    def after(self) -> Iterator[Added]:
+        """Yields the rest."""
+        ...
+
+
+class Probe:
+    """Looks at some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
+
+    It looks at the first step after it was made, and then at those whose number `every` divides. Between them nothing
+    is attached. What it sees stays on the device; `flush()` reads it on the host, all at once.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        kinds: frozenset[str],
+        *,
+        every: int,
+        sample: int | None,
+        deliver: Sequence[Callable[[Observation], object]],
+    ) -> None:
+        self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample
+        self._deliver = deliver
+        self._waiting: deque[Pending] = deque()  # for `flush`
+        self._arriving: deque[Pending] = deque()  # for `deliver`
+        self._said: set[str] = set()
+        self.window: Window | None = None
+        self.attached = True
+        self._open()
+
+    def flush(self) -> list[Observation]:
+        """Returns what was seen since the last flush, oldest first; waits for the device, once.
+
+        The most recent 20,000 tensors are kept for it (a step has one for each tensor that is looked at).
+        """
+        found = [observation for pending in self._waiting for observation in pending.read()]
+        self._waiting.clear()
+        self._hand_over(wait=True)
+        return found
+
+    def detach(self) -> None:
+        """Ends the probe; `flush()` still returns what was seen before. Twice is once."""
+        self.attached = False
+        if self.window is not None:
+            self.window.close()
+            self.window = None
+        self._hand_over(wait=True)
+
+    def stepped(self, step: int) -> None:
+        """Ends the step number `step`, and prepares the next one where that is one to look at."""
+        window, self.window = self.window, None
+        if window is not None:
+            window.close()
+            self._say_what_is_missing(window, step)
+            self._keep(window.pending(step))
+        self._hand_over(wait=False)
+        if (step + 1) % self._every == 0:
+            self._open()
+
+    def _open(self) -> None:
+        self.window = Window(self._modules, self._kinds, self._sample)
+
+    def _keep(self, pending: Pending) -> None:
+        if self._deliver:
+            self._arriving.append(pending)
+        self._waiting.append(pending)
+        while sum(map(len, self._waiting)) > KEPT and len(self._waiting) > 1:
+            self._waiting.popleft()
+            if not self._deliver:
+                self._say(
+                    "dropped",
+                    f"a probe has seen more than {KEPT} tensors since its last flush() and drops the oldest; "
+                    "call flush() more often, look at fewer steps or modules, or give the session a run log",
+                )
+
+    def _hand_over(self, *, wait: bool) -> None:
+        while self._arriving and (wait or self._arriving[0].arrived()):
+            for observation in self._arriving.popleft().read():
+                for take in self._deliver:
+                    take(observation)
+
+    def _say_what_is_missing(self, window: Window, step: int) -> None:
+        hooks = window.hooks
+        if hooks is None:
+            return
+        for name in sorted(hooks.unread):
+            self._say(
+                name, f"a probe cannot read activations of type {name}, whose elements do not lie in memory as such"
+            )
+        if not hooks.saw_any and not hooks.unread:
+            self._say(
+                "no activation",
+                f"a probe saw no activation in step {step}: no forward of the modules it looks at was called with "
+                "gradients on, outside of a CUDA graph and of torch.export, since the step before",
+            )
+
+    def _say(self, subject: str, notice: str) -> None:
+        if subject not in self._said:
+            self._said.add(subject)
+            _LOG.warning(notice)
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+class Probes:
+    """The probes of one session, and what the session tells them; where none looks at a step, nothing is done in it."""
+
+    def __init__(self) -> None:
+        self._attached: list[Probe] = []
+
+    def add(self, probe: Probe) -> None:
+        """Tells the probe all that comes from now on."""
+        self._attached.append(probe)
+
+    def detach(self) -> None:
+        """Ends all probes."""
+        for probe in self._attached:
+            probe.detach()
+        self._attached.clear()
+
+    def carry(self, scale: Tensor) -> None:
+        """Says which loss scale the gradients of the next backward pass carry."""
+        for window in self._windows():
+            window.carry(scale)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps passes that belong to no step out of what is seen."""
+        hooks = [window.hooks for window in self._windows() if window.hooks is not None]
+        for hook in hooks:
+            hook.active = False
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.active = True
+
+    def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
+        """Shows the gradients of a step before it is made, as they lie at the parameters, with the scale they carry."""
+        for window in self._windows():
+            window.read(params, grads, scale)
+
+    def updating(
+        self,
+        make: Callable[[int | None], Watch],
+        params: Sequence[Parameter],
+        grads: Sequence[Tensor],
+        factor: Tensor | None,
+    ) -> AbstractContextManager[None]:
+        """Shows what happens inside: an update of `params` from `grads` times `factor`.
+
+        `make(sample)` gives what can watch it, reading `sample` elements of a weight, or all of them for None.
+        """
+        windows = [window for window in self._windows() if UPDATE in window.kinds]
+        return _updating(windows, make, params, grads, factor) if windows else nullcontext()
+
+    def stepped(self, step: int) -> None:
+        """Ends a step."""
+        if not self._attached:
+            return
+        self._attached = [probe for probe in self._attached if probe.attached]
+        for probe in self._attached:
+            probe.stepped(step)
+
+    @property
+    def looking(self) -> bool:
+        """Whether one looks at the step that comes."""
+        return bool(self._windows())
+
+    def _windows(self) -> list[Window]:
+        return [probe.window for probe in self._attached if probe.window is not None]
+
+
+@contextmanager
+def _updating(
+    windows: Sequence[Window],
+    make: Callable[[int | None], Watch],
+    params: Sequence[Parameter],
+    grads: Sequence[Tensor],
+    factor: Tensor | None,
+) -> Iterator[None]:
+    owned = set().union(*(window.owners for window in windows))
+    mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
+    samples = [window.sample for window in windows]
+    watch = make(None if None in samples else max(sample or 0 for sample in samples))
+    for added in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
+        _show(windows, added)
+    yield
+    for added in watch.after():
+        _show(windows, added)
+
+
+def _show(windows: Sequence[Window], added: Added) -> None:
+    for window in windows:
+        if id(added[0]) in window.owners:
+            window.update(*added)

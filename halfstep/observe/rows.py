@@ -1,0 +1,169 @@
+"""The rows of statistics of one step, on the devices where the tensors are, and their way to the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32
+from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
+from halfstep.observe.stats import read_rows
+from halfstep.records import Observation, TensorStats
+
+_NAMES = {fmt.dtype: fmt.name for fmt in (FP32, BF16, FP16, E4M3, E5M2)} | {torch.float64: "fp64"}
+_FIRST = 128  # rows to begin with
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a row is about.
+
+    `scale` is the number of the loss scale that its elements carry, 0 for none; `sampled` says that what is added is
+    not all there is.
+    """
+
+    module: str
+    kind: str
+    name: str
+    scale: int = 0
+    sampled: bool = False
+
+
+@dataclass(frozen=True)
+class _Row:
+    subject: Subject
+    format: str
+    sampled: bool
+
+
+class StepRows:
+    """Collects the statistics of one step; tensors of one subject and format are counted together."""
+
+    def __init__(self, sample: int | None) -> None:
+        self._sample = sample
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._places: dict[torch.device, dict[_Row, int]] = {}
+        self._scales: list[Tensor] = []
+        self._source: tuple[Tensor, int] | None = None  # of the last scale
+        self._lock = threading.Lock()  # backward runs in a thread a device
+
+    def __len__(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def add_scale(self, scale: Tensor) -> int:
+        """Notes the present value of a loss scale, a tensor that is changed in place, and returns its number."""
+        source = self._source
+        if source is None or source[0] is not scale or source[1] != scale._version:
+            self._scales.append(scale.detach().clone())
+            self._source = scale, scale._version
+        return len(self._scales)
+
+    def add(self, tensors: Sequence[Tensor], subjects: Sequence[Subject], dtype: torch.dtype | None = None) -> None:
+        """Adds the statistics of each tensor to the row of its subject.
+
+        `dtype` is the one to name as the format that the tensors are stored in, where it is not their own.
+        """
+        with self._lock:
+            places: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+            for t, subject in zip(tensors, subjects, strict=True):
+                group = places.setdefault(t.device, ([], []))
+                group[0].append(t)
+                sampled = subject.sampled or is_sampled(t, self._sample)
+                row = _Row(subject, format_name(dtype or t.dtype), sampled)
+                group[1].append(self._place(t.device, row))
+            for device, (group_tensors, group_places) in places.items():
+                add_stats(group_tensors, self._buffers[device], group_places, sample=self._sample)
+
+    def pending(self, step: int) -> Pending:
+        """Returns the rows on their way to the host; nothing is waited for."""
+        parts = [
+            (list(self._places[device]), _on_its_way(buffer[: len(self._places[device])]))
+            for device, buffer in self._buffers.items()
+        ]
+        device = self._scales[0].device if self._scales else torch.device("cpu")
+        values = [torch.ones((), device=device), *(scale.to(device, non_blocking=True) for scale in self._scales)]
+        scales = _on_its_way(torch.stack(values)) if self._scales else None
+        events = []
+        for found in {buffer.device for buffer in [*self._buffers.values(), *self._scales] if buffer.is_cuda}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(found))
+            events.append(event)
+        return Pending(step, parts, scales, events)
+
+    def _place(self, device: torch.device, row: _Row) -> int:
+        places = self._places.setdefault(device, {})
+        place = places.setdefault(row, len(places))
+        buffer = self._buffers.get(device)
+        if buffer is None:
+            self._buffers[device] = empty_rows(_FIRST, device)
+        elif place >= len(buffer):
+            self._buffers[device] = torch.cat([buffer, torch.zeros_like(buffer)])
+        return place
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The rows of one step on their way to the host."""
+
+    step: int
+    parts: list[tuple[list[_Row], Tensor]]
+    scales: Tensor | None
+    events: list[torch.cuda.Event]
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows, _ in self.parts)
+
+    def arrived(self) -> bool:
+        """Returns whether reading would not wait."""
+        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[Observation]:
+        """Returns the observations; waits for the device where they have not arrived."""
+        for event in self.events:
+            event.synchronize()
+        scales = [1.0] if self.scales is None else self.scales.tolist()
+        found: dict[tuple[object, ...], Observation] = {}
+        for rows, values in self.parts:
+            for row, stats in zip(rows, read_rows(values), strict=True):
+                new = _observation(self.step, row, scales[row.subject.scale], stats)
+                key = new.module, new.kind, new.name, new.format, new.scale
+                old = found.get(key)
+                if old is not None:
+                    new = replace(new, stats=old.stats + new.stats, sampled=old.sampled or new.sampled)
+                found[key] = new
+        return list(found.values())
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """Returns halfstep's name of a format, and torch's where halfstep has none.
+
+    >>> format_name(torch.bfloat16), format_name(torch.complex64)
+    ('bf16', 'complex64')
+    """
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _on_its_way(values: Tensor) -> Tensor:
+    """Returns values that are on the host when the events of their stream have passed; on other devices, themselves."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Observation:
+    subject = row.subject
+    return Observation(
+        step=step,
+        module=subject.module,
+        kind=subject.kind,
+        name=subject.name,
+        format=row.format,
+        scale=scale,
+        stats=stats,
+        sampled=row.sampled,
+    )

@@ -1,0 +1,93 @@
+"""What a probe measures for one step, from the end of the step before until its own end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from halfstep.observe.hooks import Found, StepHooks
+from halfstep.observe.lost import in_last_places
+from halfstep.observe.rows import Pending, StepRows, Subject
+from halfstep.observe.stance import run_uncompiled
+from halfstep.records import UPDATE
+
+Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first module that has it, and its name there
+
+
+class Window:
+    """Measures tensors of some `kinds` of some modules, by name; attached to the modules until `close`."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], kinds: frozenset[str], sample: int | None) -> None:
+        self.kinds = kinds
+        self.sample = sample
+        self.hooks: StepHooks | None = None
+        self._modules = modules
+        self._rows = StepRows(sample)
+        self._scale = 0
+        self._weights_read = False
+        self._undo = ExitStack()
+        if kinds & {"activation", "activation_grad"}:
+            self._undo.callback(run_uncompiled())
+            self.hooks = StepHooks(
+                modules,
+                self._activations if "activation" in kinds else None,
+                self._activation_grad if "activation_grad" in kinds else None,
+            )
+            self._undo.callback(self.hooks.remove)
+
+    @cached_property
+    def owners(self) -> Owners:
+        """The floating and complex parameters as they are when first asked for."""
+        return owned(self._modules)
+
+    def close(self) -> None:
+        """Leaves the modules as they were."""
+        self._undo.close()
+
+    def pending(self, step: int) -> Pending:
+        """Returns what was measured, on its way to the host."""
+        return self._rows.pending(step)
+
+    def carry(self, scale: Tensor) -> None:
+        """Notes the loss scale of the gradients that come next."""
+        self._scale = self._rows.add_scale(scale)
+
+    def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
+        """Reads the weights, once, and the gradients that lie at parameters and carry `scale`."""
+        owners = self.owners
+        if "weight" in self.kinds and not self._weights_read:
+            self._weights_read = True
+            self._add([(p.detach(), Subject(module, "weight", name)) for p, module, name in owners.values()])
+        if "weight_grad" in self.kinds:
+            number = self._rows.add_scale(scale)
+            pairs = [(owners[id(p)], grad) for p, grad in zip(params, grads, strict=True) if id(p) in owners]
+            self._add([(grad, Subject(module, "weight_grad", name, number)) for (_, module, name), grad in pairs])
+
+    def update(self, p: Parameter, before: Tensor, update: Tensor, sampled: bool) -> None:
+        """Takes what a step adds to a parameter or a part of it (float64), and the weight as it was stored before."""
+        _, module, name = self.owners[id(p)]
+        subject = Subject(module, UPDATE, name, sampled=sampled)
+        self._rows.add([in_last_places(update, before)], [subject], before.dtype)
+
+    def _activations(self, module: str, found: Found) -> None:
+        self._add([(t.detach(), Subject(module, "activation", place)) for place, t in found])
+
+    def _activation_grad(self, module: str, place: str, gradient: Tensor) -> None:
+        self._rows.add([gradient.detach()], [Subject(module, "activation_grad", place, self._scale)])
+
+    def _add(self, pairs: Sequence[tuple[Tensor, Subject]]) -> None:
+        self._rows.add([t for t, _ in pairs], [subject for _, subject in pairs])
+
+
+def owned(modules: Mapping[str, nn.Module]) -> Owners:
+    """Returns the floating and complex parameters of modules, each with the first module and name that it has."""
+    found: Owners = {}
+    for module_name, module in modules.items():
+        for name, p in module._parameters.items():
+            if p is not None and (p.is_floating_point() or p.is_complex()):
+                found.setdefault(id(p), (p, module_name, name))
+    return found

@@ -1,0 +1,122 @@
+"""Updates are told from the last place of the stored weight, on both sides of a half."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.observe.lost import in_last_places
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_unit_of_every_value_is_the_distance_to_the_next(dtype):
+    patterns = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    patterns = patterns[patterns.isfinite()]
+    values = patterns.double()
+    distances = values[1:] - values[:-1]
+    one = torch.ones_like(distances)
+    for sign in (1, -1):
+        assert torch.equal(in_last_places(one, sign * patterns[:-1]), 1 / distances)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_unit_of_wide_formats_is_the_distance_to_the_next(dtype):
+    values = torch.cat([torch.randn(1000), torch.tensor([0.0, 1.0, 2.0, 1e-30, 3e38])]).to(dtype)
+    after = torch.nextafter(values.abs(), torch.tensor(torch.inf, dtype=dtype)).double() - values.abs().double()
+    keep = values != 0 if dtype is torch.float64 else values.abs() >= 0
+    places = in_last_places(torch.ones_like(after), values)
+    assert torch.equal(places[keep], (1 / after)[keep])
+
+
+class Weights(nn.Module):
+    """Ones with given gradients."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(len(gradients)))
+        self.register_buffer("gradients", torch.tensor(gradients))
+
+    def forward(self):
+        return (self.weight.float() * self.gradients).sum()
+
+
+# The neighbours of 1 in bf16 are 2^-7 above and 2^-8 below: half a unit is 2^-8. One weight has no update.
+GRADIENTS = [0.0, 2.0**-20, 2.0**-8 * 0.99, 2.0**-8, -(2.0**-7), 2.0**-3]
+
+
+def observed(name, lr=1.0, optimizer=torch.optim.SGD, **options):
+    model = Weights(GRADIENTS)
+    opt = optimizer(model.parameters(), lr=lr)
+    session = halfstep.initialize(model, opt, name, low="bf16", **options)
+    probe = session.observe(every=1, tensors="update")
+    before = model.weight.detach().clone()
+    session.backward(model())
+    session.step()
+    (observation,) = probe.flush()
+    changed = model.weight.detach() != before
+    session.close()
+    return observation, changed
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Rprop])
+def test_the_share_of_lost_updates_by_hand(name, optimizer):
+    if optimizer is torch.optim.Rprop:  # moves by lr against the sign: 0, 5 times a third of half a unit
+        observation, _ = observed(name, lr=2.0**-8 / 3, optimizer=optimizer)
+        assert observation.lost_updates == 1.0
+        assert (observation.stats.zeros, observation.stats.nonzero) == (1, 5)
+        return
+    observation, changed = observed(name)
+    assert (observation.kind, observation.module, observation.name, observation.format) == (
+        "update",
+        "",
+        "weight",
+        "bf16",
+    )
+    assert observation.lost_updates == pytest.approx(2 / 5)
+    assert observation.stats.zeros == 1
+    assert observation.stats.amax == 2.0**-3 / 2.0**-7
+    # downwards the next value is half as far as upwards, so an update of 0.99 half units still moves the weight
+    assert changed.tolist() == [False, False, True, True, True, True]
+
+
+def test_fp32_weights_lose_what_is_below_their_own_last_place():
+    observation, changed = observed("O1", lr=2.0**-17)
+    assert observation.format == "fp32"
+    assert observation.lost_updates == pytest.approx(3 / 5)  # below 2^-24: gradients below 2^-7
+    assert not changed[1]
+
+
+def test_a_skipped_step_has_no_update():
+    model = Weights(GRADIENTS)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O3", low="bf16")
+    probe = session.observe(every=1, tensors="update")
+    session.backward(model() * torch.inf)
+    assert bool(session.step().skipped)
+    (observation,) = probe.flush()
+    assert (observation.stats.zeros, observation.lost_updates) == (len(GRADIENTS), 0.0)
+    session.close()
+
+
+def test_other_kinds_know_no_lost_updates():
+    model = Weights(GRADIENTS)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O3", low="bf16")
+    probe = session.observe(every=1, tensors="weight")
+    session.backward(model())
+    session.step()
+    (observation,) = probe.flush()
+    assert observation.lost_updates is None
+    session.close()
+
+
+def test_a_sampled_update_is_named_so():
+    model = nn.Linear(100, 100, bias=False)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O2", low="bf16")
+    probe = session.observe(every=1, tensors="update", sample=128)
+    session.backward(model(torch.ones(1, 100)).sum())
+    session.step()
+    (observation,) = probe.flush()
+    assert (observation.sampled, observation.stats.count) == (True, 128)
+    session.close()

@@ -1,0 +1,621 @@
+"""A probe sees what a step did, to the last element, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep.errors import ObserveError, SessionError
+from halfstep.kernels import stats as kernel
+from halfstep.observe import probe as probe_module
+from halfstep.observe.stats import measure
+from halfstep.records import TENSOR_KINDS
+from tests.contracts.cases import batch, every_plan, mixed_plans, start, train
+from tests.scale.sync import NoSync
+
+ALL = (*TENSOR_KINDS, "update")
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+
+def small_session(name="O1", low="bf16", model=None, optimizer=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = model or Small()
+    return model, halfstep.initialize(model, optimizer(model.parameters(), lr=0.1), name, low=low, **options)
+
+
+def step(model, session, x=None, **options):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)) if x is None else x
+    session.backward(model(x).square().mean(), **options)
+    return session.step()
+
+
+def by_subject(observations, kind):
+    return {(o.module, o.name): o for o in observations if o.kind == kind}
+
+
+def hooks_of(model):
+    return [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+@every_plan
+def test_what_is_seen_is_what_the_step_had(name, low):
+    model, _, session = start(name, low)
+    optimizer = session._parts[0].optimizer
+    train(session, model, optimizer, [0, 1])
+    probe = session.observe(every=1)
+    outputs, gradients = {}, {}
+
+    def keep(module_name):
+        def hook(module, args, output):
+            outputs[module_name] = output.detach().clone()
+            if output.requires_grad:
+                output.register_hook(lambda g: gradients.__setitem__(module_name, g.clone()))
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(n)) for n, module in model.named_modules()]
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    inputs, targets = batch(2)
+    optimizer.zero_grad()
+    session.backward(F.mse_loss(model(inputs), targets))
+    weight_grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    record = session.step(max_norm=1.0)
+    for handle in handles:
+        handle.remove()
+
+    if name == "O0":  # elsewhere it is a cast of what the head returned
+        del outputs[""], gradients[""]
+    seen = probe.flush()
+    scale = float(record.scale)
+    assert {o.step for o in seen} == {3}
+    for kind, expected, kind_scale in (
+        ("activation", {(n, ""): t for n, t in outputs.items()}, 1.0),
+        ("activation_grad", {(n, ""): t for n, t in gradients.items()}, scale),
+        ("weight", {tuple(n.rsplit(".", 1)): t for n, t in weights.items()}, 1.0),
+        ("weight_grad", {tuple(n.rsplit(".", 1)): t for n, t in weight_grads.items()}, scale),
+    ):
+        found = by_subject(seen, kind)
+        assert found.keys() == expected.keys()
+        for subject, t in expected.items():
+            observation = found[subject]
+            assert observation.stats == measure(t), (kind, subject)
+            assert (observation.scale, observation.sampled) == (kind_scale, False)
+            assert observation.format == {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[t.dtype]
+    session.close()
+
+
+def test_the_first_step_and_then_every_nth_are_seen():
+    model, session = small_session()
+    step(model, session)
+    probe = session.observe(every=4, tensors="weight")
+    for _ in range(12):
+        step(model, session)
+    assert [o.step for o in probe.flush() if (o.module, o.name) == ("first", "weight")] == [2, 4, 8, 12]
+    assert probe.flush() == []
+    session.close()
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@every_plan
+def test_a_step_that_is_not_observed_has_no_operation_more(name, low):
+    def counted(session, model, number):
+        with Counted() as mode:
+            train(session, model, session._parts[0].optimizer, [number])
+        return mode.calls
+
+    model, _, session = start(name, low)
+    reference = [counted(session, model, number) for number in range(6)]
+    session.close()
+
+    model, _, session = start(name, low)
+    before = counted(session, model, 0)
+    with session.observe(every=3, tensors=ALL):
+        observed = counted(session, model, 1)
+        between = [counted(session, model, 2), counted(session, model, 3)]
+        assert not session._probes.looking
+        train(session, model, session._parts[0].optimizer, [2])
+    after = counted(session, model, 5)
+    session.close()
+    assert before == reference[0]
+    assert sum(observed.values()) > sum(reference[1].values())
+    assert between[1] == reference[3]
+    assert after == reference[5]
+
+
+def test_hooks_exist_only_while_a_step_is_observed():
+    model, session = small_session()
+    probe = session.observe(every=3)
+    assert hooks_of(model)
+    step(model, session)
+    assert not hooks_of(model)
+    step(model, session)
+    assert hooks_of(model)
+    probe.detach()
+    assert not hooks_of(model)
+    probe.detach()
+    with session.observe():
+        assert hooks_of(model)
+    assert not hooks_of(model)
+    session.observe()
+    session.close()
+    assert not hooks_of(model)
+
+
+@mixed_plans
+def test_observed_steps_train_to_the_same_bits(name, low):
+    results = []
+    for observe in (False, True):
+        model, optimizer, session = start(name, low)
+        if observe:
+            session.observe(every=1, tensors=ALL)
+        train(session, model, optimizer, range(4), poison=[2])
+        results.append(list(model.state_dict().values()))
+        session.close()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@mixed_plans
+@pytest.mark.parametrize("native", [True, False])
+def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(kernel, "library", lambda source: None)
+    model, optimizer, session = start(name, low)
+    probe = session.observe(every=1, tensors=ALL, sample=64)
+    train(session, model, optimizer, [0])
+    with NoSync():
+        train(session, model, optimizer, [1, 2])
+    assert {o.step for o in probe.flush()} == {1, 2, 3}
+    session.close()
+
+
+class Wrapped(nn.Module):
+    """Runs an inner model under a checkpoint, and a layer of its own after it."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner = Small()
+        self.own = nn.Linear(2, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.own(self.inner(x))
+        return self.own(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_a_checkpoint_that_computes_again_is_counted_once(name, reentrant):
+    found = []
+    for kind in (None, reentrant):
+        model, session = small_session(name, model=Wrapped(kind))
+        probe = session.observe(every=1)
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(2):  # two passes before a step
+            session.backward(model(x).square().mean())
+        session.step()
+        found.append({(o.module, o.kind, o.name): (o.stats, o.scale) for o in probe.flush()})
+        session.close()
+    assert found[0] == found[1]
+    assert found[0]["inner.first", "activation", ""][0].count == 2 * 5 * 6
+
+
+@pytest.mark.parametrize("how", ["compile", "fullgraph", "in place", "a function around it", "a part"])
+def test_compiled_models_are_seen_uncompiled_and_compile_only_once(how):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, session = small_session(model=Wrapped(None))
+    call = model
+    if how in ("compile", "fullgraph"):
+        call = torch.compile(model, backend=backend, fullgraph=how == "fullgraph")
+    elif how == "in place":
+        model.compile(backend=backend)
+    elif how == "a part":
+        model.inner.compile(backend=backend)
+    else:
+        call = torch.compile(lambda x: model(x) + 1, backend=backend)
+    probe = session.observe(every=3)
+    for _ in range(7):
+        step(call, session)
+    seen = probe.flush()
+    assert len(graphs) == 1
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    for kind in ("activation", "activation_grad"):
+        steps = collections.Counter(o.step for o in seen if o.kind == kind)
+        assert steps == {1: 6, 3: 6, 6: 6}  # four inside, one after them, and the cast output of the model
+    session.close()
+
+
+def test_two_probes_leave_the_stance_as_it_was_in_any_order():
+    _, session = small_session()
+    one, two = session.observe(every=1), session.observe(every=1)
+    one.detach()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    two.detach()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    session.close()
+
+
+def test_a_model_in_ddp_is_seen_under_its_own_names(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        found = []
+        for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
+            model, session = small_session("O2")
+            probe = session.observe(every=1)
+            wrapped = wrap(model)
+            step(wrapped, session)
+            found.append({(o.module, o.kind, o.name): o.stats for o in probe.flush()})
+            session.close()
+        assert found[0] == found[1]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.layer.weight
+
+    def forward(self, x):
+        return self.tied(self.again(self.layer(x)))
+
+
+def test_a_shared_module_counts_all_its_calls_and_a_shared_weight_once():
+    model, session = small_session(model=Twice())
+    probe = session.observe(every=1)
+    step(model, session)
+    seen = probe.flush()
+    assert by_subject(seen, "activation")["layer", ""].stats.count == 2 * 20
+    assert by_subject(seen, "activation_grad")["layer", ""].stats.count == 2 * 20
+    assert set(by_subject(seen, "weight")) == {("layer", "weight"), ("layer", "bias"), ("tied", "bias")}
+    session.close()
+
+
+class Structured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return {"logits": hidden * 2, "rest": (hidden + 1, torch.arange(3), None)}
+
+
+def test_outputs_that_are_no_tensor_are_entered():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Structured()
+
+        def forward(self, x):
+            out = self.inner(x)
+            return out["logits"] + out["rest"][0]
+
+    model, session = small_session(model=Model())
+    probe = session.observe(every=1)
+    step(model, session)
+    seen = probe.flush()
+    for kind in ("activation", "activation_grad"):
+        assert {name for module, name in by_subject(seen, kind) if module == "inner"} == {"logits", "rest.0"}
+    session.close()
+
+
+def test_a_container_that_returns_what_a_child_returned_is_left_out_but_an_in_place_change_is_not():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), nn.Sequential(nn.Linear(4, 2)))
+    model, session = small_session("O0", model=model)
+    probe = session.observe(every=1)
+    step(model, session)
+    found = by_subject(probe.flush(), "activation")
+    assert [module for module, _ in found] == ["0.0", "0.1", "1.0"]
+    assert found["0.0", ""].stats.negatives > 0
+    assert found["0.1", ""].stats.negatives == 0
+    session.close()
+
+
+def test_passes_without_gradients_are_not_seen():
+    model, session = small_session()
+    probe = session.observe(every=1)
+    with torch.no_grad():
+        model(torch.ones(100, 4))
+    with torch.inference_mode():
+        model(torch.ones(100, 4))
+    step(model, session)
+    assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 5 * 6
+    session.close()
+
+
+def test_gradients_name_the_scale_that_they_carry():
+    model, session = small_session("O2", "fp16", loss_scale=128.0)
+    probe = session.observe(every=1, tensors=("activation_grad", "weight_grad"))
+    step(model, session)
+    session.backward(model(torch.ones(5, 4)).mean())
+    session.unscale_()
+    session.step()
+    seen = probe.flush()
+    assert {o.scale for o in seen if o.step == 1} == {128.0}
+    assert {o.scale for o in seen if o.step == 2 and o.kind == "activation_grad"} == {128.0}
+    assert {o.scale for o in seen if o.step == 2 and o.kind == "weight_grad"} == {1.0}
+    session.close()
+
+
+def test_losses_with_scales_of_their_own_are_told_apart():
+    model, session = small_session("O1", "fp16", loss_scale=halfstep.Scaling("dynamic", init=64.0))
+    probe = session.observe(every=1, tensors="activation_grad")
+    session.backward(model(torch.ones(5, 4)).mean())
+    session._scale(1).value.fill_(16.0)
+    session.backward(model(torch.ones(5, 4)).mean(), loss_id=1)
+    session.step()
+    found = [o for o in probe.flush() if o.module == "first"]
+    assert sorted((o.scale, o.stats.count) for o in found) == [(16.0, 30), (64.0, 30)]
+    assert found[0].stats.amax / found[0].scale == pytest.approx(found[1].stats.amax / found[1].scale, rel=0.02)
+    session.close()
+
+
+def test_a_graph_that_outlives_its_step_is_not_counted_later():
+    model, session = small_session()
+    probe = session.observe(every=2, tensors="activation_grad")
+    kept = model(torch.ones(5, 4)).mean()
+    step(model, session)  # the first step, observed
+    session.backward(kept)  # in the second step, whose probe did not see that forward
+    session.step()
+    assert {(o.step, o.stats.count) for o in probe.flush() if o.module == "first"} == {(1, 30)}
+    session.close()
+
+
+def test_a_hook_on_a_leaf_goes_with_the_step():
+    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    model, session = small_session("O0", model=model)
+    probe = session.observe(every=5, tensors="activation_grad")
+    x = torch.ones(5, 4, requires_grad=True)
+    step(model, session, x)
+    assert not x._backward_hooks
+    assert set(by_subject(probe.flush(), "activation_grad")) == {("0", ""), ("1", "")}
+    session.close()
+
+
+def test_patterns_choose_modules_with_all_below_them():
+    model, session = small_session()
+    modules = {}
+    for pattern in ("*", "body", "type:ReLU", ["first", "last"]):
+        with session.observe(every=1, modules=pattern) as probe:
+            step(model, session)
+        modules[str(pattern)] = {o.module for o in probe.flush()}
+    assert modules == {
+        "*": {"", "first", "body.0", "body.1", "last"},
+        "body": {"body.0", "body.1"},
+        "type:ReLU": {"body.1"},
+        "['first', 'last']": {"first", "last"},
+    }
+    session.close()
+
+
+def test_modules_of_several_models_have_the_number_of_their_model():
+    models = [Small(), Small()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    session = halfstep.initialize(models, optimizers, "O1", low="bf16")
+    probe = session.observe(every=1, modules="first")
+    session.backward(models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
+    session.step()
+    counts = {o.module: o.stats.count for o in probe.flush() if o.kind == "activation"}
+    assert counts == {"0.first": 18, "1.first": 24}
+    session.close()
+
+
+def test_a_sample_reads_a_part_and_says_so():
+    model, session = small_session(model=nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 2)))
+    probe = session.observe(every=1, sample=128)
+    step(model, session)
+    found = {(o.module, o.kind, o.name): (o.stats.count, o.sampled) for o in probe.flush()}
+    assert found["0", "weight", "weight"] == (128, True)
+    assert found["0", "weight", "bias"] == (100, False)
+    assert found["0", "activation", ""] == (128, True)
+    assert found["1", "activation", ""] == (10, False)
+    session.close()
+
+
+def test_copies_and_pickles_of_an_observed_model_are_not_observed():
+    model, session = small_session("O0")
+    probe = session.observe(every=1, tensors="activation")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(torch.ones(7, 4)), twin(torch.ones(7, 4)))
+    step(model, session)
+    assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 30
+    assert b"halfstep.observe" not in pickle.dumps(model)
+    session.close()
+
+
+class Heard:
+    def __init__(self):
+        self.steps, self.others = [], []
+
+    def __call__(self, record):
+        self.steps.append(record)
+
+    def record(self, record):
+        self.others.append(record)
+
+
+def test_observations_go_to_the_log_and_to_recorders_and_stay_for_flush():
+    sink, log = Heard(), []
+    model, session = small_session(sinks=[sink])
+    probe = session.observe(every=1, log=log.append)
+    step(model, session)
+    assert log == [o for o in sink.others if isinstance(o, halfstep.records.Observation)]
+    assert log == probe.flush()
+    assert log
+    session.close()
+
+
+def test_what_is_never_flushed_is_dropped_with_one_notice(monkeypatch, caplog):
+    monkeypatch.setattr(probe_module, "KEPT", 20)
+    model, session = small_session()
+    probe = session.observe(every=1, tensors="weight")  # 6 tensors a step
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for _ in range(6):
+            step(model, session)
+    assert sum("drops the oldest" in r.getMessage() for r in caplog.records) == 1
+    assert {o.step for o in probe.flush()} == {4, 5, 6}
+    session.close()
+
+
+def test_a_probe_that_sees_no_forward_says_so_once(caplog):
+    model, session = small_session()
+    probe = session.observe(every=1)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for _ in range(2):
+            weight = model.first.weight
+            session.backward((weight * 2).sum())
+            session.step()
+    notices = [r.getMessage() for r in caplog.records]
+    assert sum("saw no activation in step 1" in notice for notice in notices) == 1
+    assert len(notices) == 1
+    assert by_subject(probe.flush(), "activation") == {}
+    session.close()
+
+
+def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
+    model, session = small_session("O0")
+    probe = session.observe(every=1, tensors="activation")
+    params = dict(model.named_parameters())
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        for _ in range(2):
+            torch.func.vmap(lambda x: torch.func.functional_call(model, params, (x,)))(torch.ones(3, 4))
+            step(model, session)
+    assert [r.getMessage() for r in caplog.records] == [
+        "a probe cannot read activations of type torch.func, whose elements do not lie in memory as such"
+    ]
+    assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 2 * 30 // 2
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"modules": "frist"}, "did you mean 'first'"),
+        ({"modules": ["first", "nothing.*"]}, r"'nothing\.\*', which matches no module"),
+        ({"modules": []}, "modules is empty"),
+        ({"modules": "type:"}, "names no class"),
+        ({"tensors": "weigth"}, "did you mean 'weight'"),
+        ({"tensors": ()}, "tensors is empty"),
+        ({"every": 0}, "every is 0"),
+        ({"every": 2.5}, r"every is 2\.5"),
+        ({"sample": 0}, "sample is 0"),
+        ({"sample": 0.5}, r"sample is 0\.5"),
+        ({"modules": "type:ReLU", "tensors": ("weight", "update")}, "has a floating-point parameter"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_words(arguments, message):
+    model, session = small_session()
+    with pytest.raises(ObserveError, match=message):
+        session.observe(**arguments)
+    assert not hooks_of(model)
+    session.close()
+
+
+def test_a_model_without_floating_parameters_is_refused_in_words():
+    layer, model = nn.Linear(2, 2), nn.Sequential(nn.ReLU())
+    with pytest.raises(ObserveError, match="no floating-point parameter"):
+        halfstep.observe.attach.make_probe([model], every=1, modules="*", tensors="activation", sample=None)
+    assert layer.weight.grad is None
+
+
+def test_inference_and_closed_sessions_have_no_steps_to_observe():
+    model = Small()
+    with halfstep.initialize(model, None, "O1", low="bf16") as session, pytest.raises(SessionError, match="no steps"):
+        session.observe()
+    with pytest.raises(SessionError, match="closed"):
+        session.observe()
+
+
+def test_a_detached_probe_is_forgotten():
+    model, session = small_session()
+    probe = session.observe(every=1)
+    step(model, session)
+    probe.detach()
+    step(model, session)
+    assert session._probes._attached == []
+    assert {o.step for o in probe.flush()} == {1}
+    session.close()
+    gc.collect()
+
+
+def test_what_blame_runs_is_no_part_of_the_step():
+    found = []
+    for asked in (False, True):
+        model, session = small_session()
+        probe = session.observe(every=1)
+        if asked:
+            session.blame(lambda model=model: model(torch.full((9, 4), 3.0)).mean())
+        step(model, session)
+        found.append([o.stats for o in probe.flush()])
+        session.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_an_observed_step_on_a_gpu_does_not_wait_and_counts_as_the_cpu_does():
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = Small().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        session = halfstep.initialize(model, optimizer, "O2", low="bf16")
+        probe = session.observe(every=1, tensors=ALL, sample=64)
+        x = torch.ones(5, 4, device=device)
+        for _ in range(2):
+            step(model, session, x)
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(model, session, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append({(o.step, o.module, o.kind, o.name): o.stats for o in probe.flush()})
+        session.close()
+    assert found[0].keys() == found[1].keys()
+    for key, stats in found[0].items():
+        assert found[1][key].count == stats.count
+        if key[0] == 1 and key[2] == "weight":
+            assert found[1][key].exponents == stats.exponents

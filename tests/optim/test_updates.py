@@ -1,0 +1,141 @@
+"""What is said to be added to a weight is what the step adds, also where the stored weight cannot show it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import halfstep
+from halfstep.optim.updates import UpdateWatch
+from tests.contracts.cases import batch, every_plan, make, train
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.01, "maximize": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "dampened": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "plain": (torch.optim.SGD, {}),
+    "RMSprop": (torch.optim.RMSprop, {}),
+}
+
+
+def watched(session, held, sample=None):
+    part = session._parts[0]
+    never = torch.zeros((), dtype=torch.bool)
+    return UpdateWatch(part.optimizer, part.stepper, session._store, never, sample), held.inverse
+
+
+def updates(session, sample=None):
+    """Makes the step and returns what the watch said was added, by parameter, in one piece each."""
+    held = session._parts[0].ledger.collect()
+    watch, factor = watched(session, held, sample)
+    found = list(watch.before(held.params, held.grads, factor))
+    session.step()
+    found += list(watch.after())
+    joined = {}
+    for added in found:
+        joined.setdefault(added.param, []).append(added)
+    return joined
+
+
+def values(session):
+    return {p: session._store.full(p).clone() for p in session._parts[0].parameters()}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_plan
+def test_an_update_is_the_change_of_the_full_value(name, low, kind):
+    optimizer, options = OPTIMIZERS[kind]
+    model, opt = make(0, optimizer, lr=0.01, **options)
+    session = halfstep.initialize(model, opt, name, low=low)
+    for number in range(3):  # the first one too, when there is no state
+        opt.zero_grad()
+        inputs, targets = batch(number)
+        session.backward(F.mse_loss(model(inputs), targets))
+        before = values(session)
+        found = updates(session)
+        assert found.keys() == before.keys()
+        for p, after in values(session).items():
+            update = torch.cat([added.update.flatten() for added in found[p]]).reshape(p.shape)
+            expected = after.double() - before[p].double()
+            resolution = torch.finfo(torch.float32).eps * before[p].abs().max()
+            if name == "O3":  # only the stored weight is there afterwards
+                stored = (before[p].double() + update).float()
+                assert (stored - after).abs().max() <= 1.01 * (after.abs() * torch.finfo(p.dtype).eps).max() / 2 + 1e-7
+            else:
+                torch.testing.assert_close(update, expected, rtol=1e-4, atol=2 * float(resolution))
+    session.close()
+
+
+def test_an_update_below_what_fp32_can_add_is_seen():
+    model, opt = make(0, torch.optim.SGD, lr=1e-12)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+    inputs, targets = batch(0)
+    session.backward(F.mse_loss(model(inputs), targets))
+    before = values(session)
+    head = updates(session)[model.head.weight]
+    assert torch.equal(values(session)[model.head.weight], before[model.head.weight])
+    torch.testing.assert_close(head[0].update, -1e-12 * model.head.weight.grad.double(), rtol=0, atol=1e-16)
+    session.close()
+
+
+def test_a_foreign_optimizer_without_masters_shows_what_the_weight_cannot_hold():
+    model, opt = make(0, torch.optim.RMSprop, lr=1e-7)
+    session = halfstep.initialize(model, opt, "O3", low="bf16")
+    inputs, targets = batch(0)
+    session.backward(F.mse_loss(model(inputs), targets))
+    weight = model.layer_norm.weight  # ones: their neighbours are 2^-7 away
+    stored = weight.detach().clone()
+    (added,) = updates(session)[weight]
+    assert torch.equal(weight, stored)
+    assert torch.equal(added.before, stored)
+    assert added.update.abs().min() > 0
+    assert session._parts[0].stepper.unrounded is None
+    session.close()
+
+
+def test_dampening_waits_for_the_first_step_that_is_not_skipped():
+    model, opt = make(0, torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+    train(session, model, opt, [0], poison=[0])
+    opt.zero_grad()
+    inputs, targets = batch(1)
+    session.backward(F.mse_loss(model(inputs), targets))
+    (added,) = updates(session)[model.head.bias]
+    torch.testing.assert_close(added.update, -0.01 * model.head.bias.grad.double(), rtol=1e-6, atol=0)
+    session.close()
+
+
+def test_a_large_weight_comes_in_parts_or_as_a_sample():
+    model = nn.Linear(300, 300)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    session = halfstep.initialize(model, opt, "O2", low="bf16")
+    for sample, counts, sampled in ((None, [2**16, 90_000 - 2**16], False), (1000, [960], True)):
+        opt.zero_grad()
+        session.backward(model(torch.ones(1, 300)).sum())
+        found = updates(session, sample)[model.weight]
+        assert [added.update.numel() for added in found] == counts
+        assert {added.sampled for added in found} == {sampled}
+        assert all((added.update == -1.0).all() for added in found)
+    session.close()
+
+
+def test_a_transposed_gradient_and_a_sparse_one_reach_their_own_elements():
+    model = nn.Embedding(4, 3, sparse=True)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    session = halfstep.initialize(model, opt, "O2", low="bf16")
+    session.backward(model(torch.tensor([1, 1, 3])).sum())
+    (added,) = updates(session)[model.weight]
+    assert added.update[:, 0].tolist() == [0.0, -2.0, 0.0, -1.0]
+    session.close()
+
+    weight = nn.Parameter(torch.zeros(2, 3))
+    model = nn.ParameterList([weight])
+    opt = torch.optim.SGD([weight], lr=1.0)
+    session = halfstep.initialize(model, opt, "O1", low="bf16")
+    session.backward((weight.t() * torch.arange(6.0).reshape(3, 2)).sum())
+    (added,) = updates(session)[weight]
+    assert torch.equal(added.update.reshape(2, 3), -torch.arange(6.0).reshape(3, 2).t().double())
+    session.close()
