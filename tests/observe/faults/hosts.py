@@ -1,4 +1,4 @@
-"""Small networks with a place for a fault: a convolutional one, an LSTM, a transformer, one around torch's attention."""
+"""Small networks with a place for a fault: a convolutional one, an LSTM, transformers by hand and of torch's parts."""
 
 from __future__ import annotations
 
