@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,9 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import FP16, FP32, Format
 from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, Subject, blame
+from halfstep.observe.guardian import Armed, Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
-from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.recorder import OpRecorder, Recorded
 from halfstep.observe.replay import standing_in
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
@@ -103,6 +105,7 @@ class Session:
         *,
         emulate: bool,
         sinks: Sequence[Sink] = (),
+        on_failure: OnFailure = "raise",
     ) -> None:
         roots = [unwrap(model) for model in models]
         self.plan = plan
@@ -118,7 +121,7 @@ class Session:
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
-        self._emulation = Emulation(plan.low) if emulate else None
+        self._emulation: AbstractContextManager[Any] | None = Emulation(plan.low) if emulate else None
         self._scales: dict[int, Scale] = {}
         self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
         self._awaiting: list[_Part] = []  # parts with a backward since their last step
@@ -128,10 +131,16 @@ class Session:
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._engine: OpEngine | None = None
-        self._op_recorder: OpRecorder | None = None
+        self._outermost: list[Gate] = []
+        self._guardian: Guardian | None = None
         self._last: StepRecord | None = None
         try:
             self._open(optimizers)
+            if self._parts and not self._plain:
+                self._guardian = Guardian(
+                    self._subject(), self._arm, self.tell, device=self._device, on_failure=on_failure
+                )
+                self._undo.callback(self._guardian.close)
             self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
         except BaseException:
             self.close()
@@ -160,7 +169,10 @@ class Session:
         entered: set[int] = set()  # modules inside one whose forward is entered already
         for module, formats in pairs:
             if formats.boundary:
-                gate = self._make_gate(formats, outermost=id(module) not in entered)
+                outermost = id(module) not in entered
+                gate = self._make_gate(formats, outermost=outermost)
+                if outermost:
+                    self._outermost.append(gate)
                 self._undo.callback(entrances.install(module, gate))
                 entered.update(id(inner) for inner in module.modules())
 
@@ -236,14 +248,7 @@ class Session:
         return lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs)
 
     def _emulating(self) -> AbstractContextManager[Any]:
-        if self._emulation is None:
-            return nullcontext()
-        return self._emulation if self._op_recorder is None else self._with_recorder(self._emulation, self._op_recorder)
-
-    @contextmanager
-    def _with_recorder(self, emulation: Emulation, recorder: OpRecorder) -> Iterator[None]:
-        with emulation, recorder:
-            yield
+        return nullcontext() if self._emulation is None else self._emulation
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns a context that extends the plan to code outside the model's forward (a loss with weights, say)."""
@@ -373,6 +378,7 @@ class Session:
 
         Raises:
             SessionError: closed, for inference, no `backward` came before, or not one of the session's optimizers.
+            NumericsError: steps go on being skipped for what no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_open()
         parts = self._parts_to_step(optimizer, max_norm)
@@ -386,6 +392,8 @@ class Session:
         for sink in self._sinks:
             sink(record)
         self._probes.stepped(self._steps)
+        if self._guardian is not None:
+            self._guardian.after_step(record, self._skips)
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -514,12 +522,31 @@ class Session:
 
     @contextmanager
     def _recording(self, recorder: OpRecorder) -> Iterator[None]:
-        self._op_recorder = recorder
+        with self._under(recorder), recorder:
+            yield
+
+    @contextmanager
+    def _under(self, recorder: OpRecorder) -> Iterator[None]:
+        """Puts the recorder over emulation, which changes operations."""
+        emulation = self._emulation
+        self._emulation = None if emulation is None else Recorded(emulation, recorder)
         try:
-            with recorder:
-                yield
+            yield
         finally:
-            self._op_recorder = None
+            self._emulation = emulation
+
+    def _arm(self) -> tuple[Armed, Callable[[], None]]:
+        """Has the next step recorded; returns the recording and what ends it."""
+        armed = Armed(self._roots)
+        with ExitStack() as stack:
+            stance = torch.compiler.set_stance("force_eager")
+            stack.callback(stance.__exit__, None, None, None)
+            stack.enter_context(self._under(armed.recorder))
+            for gate in self._outermost:
+                stack.callback(setattr, gate, "before", gate.before)
+                gate.before = functools.partial(_in_turn, armed.start, gate.before)
+            disarm = stack.pop_all().close
+        return armed, disarm
 
     def _backward_pass(self, loss: Tensor, scale: float) -> None:
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
@@ -696,6 +723,12 @@ class Session:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
 
 
+def _in_turn(*functions: Callable[[], None] | None) -> None:
+    for function in functions:
+        if function is not None:
+            function()
+
+
 def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -709,6 +742,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
     emulate: bool | None = None,
     sinks: Sequence[Sink] = (),
+    on_failure: OnFailure = "raise",
 ) -> Session:
     """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
 
@@ -716,7 +750,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
     format's products in a wider one, rounded exactly (None: where the device has no units for it). Each sink is called
     with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is still in a
-    session leaves it first, with a notice.
+    session leaves it first, with a notice. Where steps go on being skipped for what no lower loss scale cures, `step`
+    raises a NumericsError that says what broke; `on_failure="warn"` says it through the logger once and goes on.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
@@ -728,6 +763,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
     if not isinstance(sinks, (list, tuple)) or not all(callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
+    if on_failure not in get_args(OnFailure):
+        raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that go on being skipped")
     if emulate not in (None, True, False):
         raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
     device = device_of(models, chosen)
@@ -751,4 +788,4 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         _LOG.warning(notice)
     if emulate is None:
         emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
-    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks)
+    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError
 from halfstep.observe.badness import badness
 from halfstep.observe.cures import candidates, scaling_cure
-from halfstep.observe.diagnosis import Diagnosis, diagnose
+from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
@@ -30,6 +30,10 @@ from halfstep.plan.scaling import Scaling
 from halfstep.records import Verdict
 
 _LOG = logging.getLogger("halfstep")
+NOT_SEEN = (
+    "the loss or its gradients are not finite, but what made them so ran where it could not be recorded (in another "
+    "thread, or in compiled code): run the model in one thread, uncompiled, and call session.blame(closure)"
+)
 _SMALLEST_TRIED = 2.0**-14
 _TRIES = 12  # edits that are tried on the closure, each by one more run
 
@@ -79,6 +83,9 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         run, lower = _first_run(subject, closure, scale, params)
         if run.found is None:
             return _nothing_found(run, scale, held)
+        if run.found.kind == UNSEEN:
+            _LOG.warning(NOT_SEEN)
+            return None
         if lower is not None:
             found = replace(run.found, kind="scale too high", lower_scale=lower)
             return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)

@@ -20,6 +20,7 @@ _POLES = (
     "div", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "pow", "xlogy", "lgamma",
     "digamma", "float_power", "special_log_ndtr", "true_divide", "addcdiv",
 )  # fmt: skip
+UNSEEN = "unseen"  # no verdict: what failed ran where the recorder could not see it
 _DEPTH = 6  # how far back the addition of an eps is looked for
 
 
@@ -106,8 +107,9 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
     phase = "forward" if note is None else note.phase
     if leaf.kind == "gradient":
         return Diagnosis.stale([leaf.name])
-    if leaf.kind == "data":
-        return Diagnosis("input data", module, operator, phase, line, note=note, leaf=leaf)
+    if leaf.kind in ("data", "unseen"):
+        kind = "input data" if leaf.kind == "data" else UNSEEN
+        return Diagnosis(kind, module, operator, phase, line, note=note, leaf=leaf)
     owner = leaf.name.rpartition(".")[0]
     known = recorder.places.named_tensor(leaf.name)
     stored = isinstance(known, nn.Parameter) and bool(torch.isfinite(full(known)).all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -35,7 +35,11 @@ def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
     if not bad:
         return None
     writers = [note for sink in bad for note in recorder.writers(sink)]
-    return _earliest(recorder, reached_from(writers)) if writers else Origin(None, recorder.leaf(bad[0]))
+    if writers:
+        return _earliest(recorder, reached_from(writers))
+    leaf = recorder.leaf(bad[0])
+    assert leaf is not None
+    return Origin(None, leaf if leaf.kind == "gradient" else replace(leaf, kind="unseen"))
 
 
 def reached_from(notes: Iterable[Note]) -> list[Note]:

@@ -35,6 +35,7 @@ _BELOW = tuple(
     )
 )
 _FUNCTIONAL = tuple(os.path.join(_TORCH, *path.split("/")) for path in ("nn/functional.py", "functional.py"))
+_CASTS = tuple(os.path.join(_OURS, "cast", name) for name in ("tree.py", "modules.py"))  # at a module's boundary
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
 END = "run_to_the_loss"
@@ -102,10 +103,12 @@ class Places:
             if kind == "end":
                 break
             again = again or kind == "checkpoint"
-            if kind != "below":
+            if kind == "cast" and call is None:
+                function = "to"
+            if kind not in ("below", "cast"):
                 if call is None:
                     call = (id(frame), frame.f_lasti)
-                if line is None and kind == "functional":
+                if line is None and kind == "functional" and not function:
                     function = code.co_name
                 if line is None and kind == "user":
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
@@ -148,6 +151,8 @@ def _kind(code: CodeType) -> str:
         return "checkpoint"
     if path in _FUNCTIONAL:
         return "functional"
+    if path in _CASTS:
+        return "cast"
     if path in _BELOW or (path.startswith(_OURS) and not path.startswith(_USERS)):
         return "below"
     return "torch" if path.startswith(_TORCH) else "user"

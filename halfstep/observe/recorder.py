@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,11 @@ class Note:
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A tensor that was not finite when the pass began: a parameter, a buffer, or data ("data", without a name)."""
+    """A tensor that was not finite when it was first seen.
+
+    `kind` is "parameter", "buffer", "gradient" (these have a `name`), "data", or "unseen": computed from parameters,
+    but where the recorder did not see it (in another thread, say).
+    """
 
     kind: str
     name: str
@@ -83,12 +88,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the operations of one forward and backward pass; may be entered again inside itself.
 
     Where another mode lies between two of its entries, as emulation does, it notes what the inner entry sees: the
-    operations as the model called them.
+    operations as the model called them. Where it is not `on` it does nothing.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, *, on: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
+        self.on = on
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
         self._nodes: dict[int, list[Note]] = {}  # by the number that autograd gave the node of an operation
@@ -100,7 +106,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         """Runs the operation and notes it."""
         named = {} if kwargs is None else kwargs
-        if getattr(self._local, "inside", False):
+        if not self.on or getattr(self._local, "inside", False):
             return func(*args, **named)
         self._local.inside = True
         try:
@@ -121,7 +127,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         bad = badness(tensor)
         if bad is None:
             return None
-        kind, name, _ = self.places.tensor(tensor) or ("data", "", tensor)
+        computed = "unseen" if tensor.grad_fn is not None else "data"
+        kind, name, _ = self.places.tensor(tensor) or (computed, "", tensor)
         return Leaf(kind, name, bad, tuple(tensor.shape), tensor.dtype, kind != "parameter" and _is_mask(tensor, bad))
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -262,11 +269,29 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return note.forward.line
         return note.line
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     def __enter__(self) -> OpRecorder:
         if not hasattr(self._local, "seen"):
             self._local.seen = torch._C._autograd._get_sequence_nr()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+
+class Recorded:
+    """A mode with a recorder over it, which so sees operations before the mode changes them; may be entered again."""
+
+    def __init__(self, mode: AbstractContextManager[Any], recorder: OpRecorder) -> None:
+        self._mode, self._recorder = mode, recorder
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+        self._recorder.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.__exit__(*error)
+        self._mode.__exit__(*error)
 
 
 def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:

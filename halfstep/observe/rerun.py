@@ -55,7 +55,8 @@ def recompute(
         found = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
-    floats = [t.detach() for t in found if t.is_floating_point() and t.numel()]
+    found = [t.detach() for t in found]
+    floats = [t for t in found if t.is_floating_point() and t.numel()]
     if len(found) != len(out) or not floats:
         return None
     finite = [t[torch.isfinite(t)] for t in floats]

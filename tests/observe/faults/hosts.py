@@ -1,0 +1,144 @@
+"""Small networks with a place for a fault: a convolutional one, an LSTM, transformers by hand and of torch's parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 16
+BATCH = 8
+STEPS = 6
+WORDS = 32
+CLASSES = 4
+
+
+class Cnn(nn.Module):
+    def __init__(self, plant):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm2d(WIDTH)
+        self.plant = plant
+        self.conv2 = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.plant(self.norm(self.conv1(x)))
+        return self.head(torch.relu(self.conv2(x)).mean((2, 3)))
+
+
+class Lstm(nn.Module):
+    def __init__(self, plant):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.plant = plant
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words):
+        x, _ = self.lstm(self.embed(words))
+        return self.head(self.plant(x).mean(1))
+
+
+class Attention(nn.Module):
+    """Attention as one writes it by hand; `mask` says what is added where a query may not look, `empty` masks a row."""
+
+    def __init__(self, mask=-math.inf, style="fill", empty=False, gain=1.0):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mask, self.style, self.empty, self.gain = mask, style, empty, gain
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q * self.gain) @ (k.transpose(-1, -2) / self.gain) / math.sqrt(WIDTH)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        if self.empty:
+            hidden[0] = True
+        if self.style == "fill":
+            scores = scores.masked_fill(hidden, self.mask)
+        elif self.style == "where":
+            scores = torch.where(hidden, self.mask, scores)
+        else:
+            scores = scores + hidden.to(scores.dtype) * self.mask
+        return self.out(torch.softmax(scores, -1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self, plant, attention=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn = Attention() if attention is None else attention
+        self.plant = plant
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(self.plant(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, plant, attention=None, reentrant=None):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(nn.Identity()), Block(plant, attention)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.reentrant = reentrant
+
+    def forward(self, words):
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x.mean(1))
+
+
+class TorchAttention(nn.Module):
+    """nn.MultiheadAttention; `hidden` masks keys of the first sample, `weights` asks for the attention weights."""
+
+    def __init__(self, plant, hidden=0, weights=True):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.plant = plant
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.hidden, self.weights = hidden, weights
+
+    def forward(self, words):
+        x = self.embed(words)
+        mask = torch.zeros(words.shape, dtype=torch.bool)
+        mask[0, : self.hidden] = True
+        y, _ = self.attn(x, x, x, key_padding_mask=mask, need_weights=self.weights)
+        return self.head(self.plant(x + y).mean(1))
+
+
+class Encoder(nn.Module):
+    """torch's own encoder layer, whose parts are torch's too."""
+
+    def __init__(self, plant):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.plant = plant
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words):
+        return self.head(self.plant(self.layer(self.embed(words))).mean(1))
+
+
+def images():
+    return torch.randn(BATCH, 3, 6, 6)
+
+
+def words():
+    return torch.randint(WORDS, (BATCH, STEPS))
+
+
+def targets():
+    return torch.randint(CLASSES, (BATCH,))
+
+
+PLANT_AT = {
+    Cnn: "plant", Lstm: "plant", Transformer: "blocks.1.plant", TorchAttention: "plant", Encoder: "plant",
+}  # fmt: skip

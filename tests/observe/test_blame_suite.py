@@ -1,0 +1,72 @@
+"""Planted faults: blame names module, operator, direction and kind of each, and what it advises makes the run train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from tests.observe.faults.hosts import targets
+from tests.observe.faults.table import FAULTS, Fault
+
+TRAINED = 8  # steps
+
+
+def opened(fault: Fault, *, edits=(), mended=False):
+    torch.manual_seed(1)
+    model = fault.model()
+    inputs, labels = fault.inputs(), targets()
+    if not mended:
+        fault.breaks(model)
+        inputs = inputs if fault.spoils is None else fault.spoils(inputs)
+    elif fault.mends is not None:
+        fault.mends(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = halfstep.level(fault.plan, fault.low)
+    if "loss_scale" in fault.options:
+        plan = plan.edit(halfstep.Scaling("static", init=fault.options["loss_scale"]))
+    options = {key: value for key, value in fault.options.items() if key != "loss_scale"}
+    session = halfstep.initialize(model, optimizer, plan.edit(*edits), **options)
+    called = torch.compile(model, backend="aot_eager") if fault.compiled else model
+    return session, optimizer, lambda: nn.functional.cross_entropy(called(inputs), labels)
+
+
+def losses_of(session, optimizer, closure):
+    losses = []
+    for _ in range(TRAINED):
+        optimizer.zero_grad()
+        loss = closure()
+        session.backward(loss)
+        losses.append((float(loss.detach()), bool(session.step().skipped)))
+    return losses
+
+
+def assert_trains(losses):
+    values = [loss for loss, _ in losses]
+    assert all(torch.isfinite(torch.tensor(values))), values
+    assert not any(skipped for _, skipped in losses[-3:]), losses
+    assert values[-1] < values[0], values
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_named_and_its_cure_cures(fault):
+    session, _, closure = opened(fault)
+    verdict = session.blame(closure)
+    session.close()
+    assert verdict is not None
+    assert (verdict.module, verdict.operator, verdict.phase, verdict.kind) == fault.expect, str(verdict)
+    assert bool(verdict.cure) is fault.edit, str(verdict)
+    if fault.edit:
+        session, optimizer, closure = opened(fault, edits=verdict.cure)
+        assert_trains(losses_of(session, optimizer, closure))
+        session.close()
+    if fault.mends is not None:
+        session, optimizer, closure = opened(fault, mended=True)
+        assert_trains(losses_of(session, optimizer, closure))
+        session.close()
+
+
+def test_there_are_sixty_faults_of_every_kind():
+    assert len(FAULTS) >= 60
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)

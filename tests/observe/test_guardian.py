@@ -1,0 +1,211 @@
+"""The guardian: silent where skips are normal, and loud, with a verdict, where training has stopped."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import halfstep
+from halfstep import FP16, NumericsError, Scaling, SetupError
+from halfstep.cast.emulate import Emulation
+from halfstep.observe.guardian import WINDOW
+from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
+from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
+from tests.observe.faults.plants import Gain, LogOfZero
+from tests.scale.sync import NoSync
+
+
+def session_on(model, plan="O2", low="fp16", **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return halfstep.initialize(model, optimizer, plan, low=low, **options), optimizer
+
+
+def run(session, optimizer, model, steps, inputs=None):
+    inputs = inputs if inputs is not None else images() if isinstance(model, Cnn) else words()
+    labels = targets()
+    records = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        session.backward(nn.functional.cross_entropy(model(inputs), labels))
+        records.append(session.step())
+    return records
+
+
+@pytest.mark.parametrize(
+    ("host", "plan", "low", "plant", "operator"),
+    [
+        (Cnn, "O1", "fp16", Gain, "mul"),
+        (Transformer, "O2", "fp16", Gain, "mul"),
+        (Cnn, "O3", "bf16", LogOfZero, "log"),
+        (Transformer, "O3", "bf16", LogOfZero, "log"),
+    ],
+)
+def test_a_run_of_skips_raises_with_a_verdict(host, plan, low, plant, operator):
+    model = host(plant())
+    session, optimizer = session_on(model, plan, low)
+    with pytest.raises(NumericsError) as caught:
+        run(session, optimizer, model, 4 * WINDOW)
+    verdict = caught.value.verdict
+    assert verdict.operator == operator
+    assert verdict.module.endswith("plant")
+    assert verdict.cure
+    assert str(verdict) in str(caught.value)
+    assert session.status().steps == WINDOW + 2
+    assert _get_current_dispatch_mode_stack() == []
+    session.close()
+
+
+def test_training_goes_on_after_the_error_is_caught():
+    model = Cnn(Gain())
+    session, optimizer = session_on(model)
+    with pytest.raises(NumericsError):
+        run(session, optimizer, model, 2 * WINDOW)
+    model.plant = nn.Identity()
+    assert not bool(run(session, optimizer, model, 1)[0].skipped)
+    session.close()
+
+
+def test_warn_says_it_once_and_goes_on(caplog):
+    model = Cnn(Gain())
+    session, optimizer = session_on(model, on_failure="warn")
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        records = run(session, optimizer, model, 8 * WINDOW)
+    assert all(bool(record.skipped) for record in records)
+    assert caplog.text.count("was skipped like those before it") == 1
+    session.close()
+
+
+def test_the_first_skips_of_a_dynamic_scale_are_normal(caplog):
+    model = Cnn(nn.Identity())
+    session, optimizer = session_on(model, loss_scale=Scaling("dynamic", init=2.0**40, max=2.0**40))
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        records = run(session, optimizer, model, 5 * WINDOW)
+    assert sum(bool(record.skipped) for record in records) > WINDOW + 2
+    assert not bool(records[-1].skipped)
+    assert caplog.text == ""
+    session.close()
+
+
+def test_a_floor_that_is_too_high_is_named():
+    model = Cnn(nn.Identity())
+    session, optimizer = session_on(model, loss_scale=Scaling("dynamic", init=2.0**30, min=2.0**29, max=2.0**40))
+    with pytest.raises(NumericsError) as caught:
+        run(session, optimizer, model, 3 * WINDOW)
+    assert caught.value.verdict.kind == "scale too high"
+    plan = session.plan.edit(*caught.value.verdict.cure)
+    session.close()
+    session = halfstep.initialize(model, optimizer, plan)
+    assert not bool(run(session, optimizer, model, 2 * WINDOW)[-1].skipped)
+    session.close()
+
+
+def test_some_skips_among_good_steps_are_no_alarm():
+    model, optimizer, session = start("O2", "bf16")
+    records = train(session, model, optimizer, range(40), poison=set(range(0, 40, 3)))
+    assert sum(bool(record.skipped) for record in records) == 14
+    session.close()
+
+
+def test_gradients_that_nobody_zeroes_are_named():
+    model = Cnn(nn.Identity())
+    session, _ = session_on(model, "O1", "bf16")
+    good, labels = images(), targets()
+    session.backward(nn.functional.cross_entropy(model(good * torch.inf), labels))
+    session.step()
+
+    def train_without_zero_grad():
+        for _ in range(3 * WINDOW):
+            session.backward(nn.functional.cross_entropy(model(good), labels))
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        train_without_zero_grad()
+    assert caught.value.verdict.kind == "stale gradients"
+    session.close()
+
+
+@mixed_plans
+def test_watching_reads_nothing_on_the_host(name, low):
+    model, optimizer, session = start(name, low)
+    with NoSync():
+        train(session, model, optimizer, range(2 * WINDOW + 2))
+    session.close()
+
+
+@mixed_plans
+def test_a_recorded_step_that_is_fine_trains_as_any_other(name, low):
+    ends = []
+    for poison in ((), range(WINDOW)):
+        model, optimizer, session = start(name, low, torch.optim.SGD, loss_scale=1.0 if low == "fp16" else None)
+        train(session, model, optimizer, range(WINDOW), poison=poison)
+        if not poison:
+            model, optimizer, session = start(name, low, torch.optim.SGD, loss_scale=1.0 if low == "fp16" else None)
+        train(session, model, optimizer, range(20, 23))
+        ends.append({k: v for k, v in snapshot(model, optimizer).items() if "seen" not in k})
+        session.close()
+    assert differing(*ends) == []
+
+
+def test_a_forward_that_raises_does_not_end_the_recording():
+    model = Cnn(Gain())
+    session, optimizer = session_on(model)
+    run(session, optimizer, model, WINDOW + 1)  # the next step is recorded
+    with pytest.raises(RuntimeError):
+        model(torch.randn(1, 5, 6, 6))
+    with pytest.raises(NumericsError):
+        run(session, optimizer, model, 1)
+    assert _get_current_dispatch_mode_stack() == []
+    session.close()
+
+
+def test_evaluation_before_the_recorded_step_is_not_recorded():
+    model = Cnn(Gain())
+    session, optimizer = session_on(model)
+    run(session, optimizer, model, WINDOW + 1)
+    with torch.inference_mode():
+        model.eval()(images())
+    model.train()
+    with pytest.raises(NumericsError):
+        run(session, optimizer, model, 1)
+    session.close()
+
+
+def test_a_mode_of_the_callers_around_each_step_keeps_its_place():
+    model = Cnn(Gain())
+    session, optimizer = session_on(model)
+    for _ in range(3 * WINDOW):
+        with Emulation(FP16):
+            run(session, optimizer, model, 1)
+    assert _get_current_dispatch_mode_stack() == []
+    session.close()
+
+
+def test_close_in_the_middle_of_a_recorded_step_takes_the_recorder_off():
+    model = Cnn(Gain())
+    session, optimizer = session_on(model)
+    run(session, optimizer, model, WINDOW + 1)
+    model(images())
+    assert _get_current_dispatch_mode_stack() != []
+    session.close()
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_compiled_model_is_recorded_uncompiled():
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(NumericsError) as caught:
+        run(session, optimizer, compiled, 2 * WINDOW, images())
+    assert (caught.value.verdict.module, caught.value.verdict.operator) == ("plant", "log")
+    session.close()
+
+
+@pytest.mark.parametrize("value", ["ignore", None, 1])
+def test_another_answer_to_failures_is_refused(value):
+    model = Cnn(nn.Identity())
+    with pytest.raises(SetupError, match="on_failure"):
+        session_on(model, on_failure=value)
