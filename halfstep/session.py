@@ -471,7 +471,7 @@ class Session:
         self._buffers.restore(found)
         if not self._constant_one:
             self._update_scales(collected, [reading.found for reading in readings])
-        self._skips = self._skips + found
+        self._skips += found  # in place: a CUDA graph counts its replays
         synced = any(part.stepper.syncs for part in parts)
         return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss)
 
@@ -699,7 +699,7 @@ class Session:
         self._scales = scales
         self._counted = set(scales)
         self._steps = state["steps"]
-        self._skips = torch.full_like(self._skips, state["skipped"])
+        self._skips.fill_(state["skipped"])
 
     def close(self) -> None:
         """Puts back all that the session changed: the model is an ordinary fp32 one again, trained; twice is once."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 Layout = Literal["full", "low", "copy", "split"]
+T = TypeVar("T")
+_MOST_KEPT = 256  # tables: those of weights and states, asked for in every step, and those of gradients, which move
 _MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other parameters take part in every step
 
 
@@ -82,6 +84,24 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
         self._views: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}
+        self._kept: dict[Hashable, Any] = {}
+        self._in_graphs: list[Any] = []
+
+    def kept(self, key: Hashable, make: Callable[[], T], *, captured: bool = False) -> T:
+        """Returns what `make` returned when `key` first came; keys that have not come for long are forgotten.
+
+        `captured` says that a CUDA graph is being captured, which reads at each replay what it gets here: that stays
+        for good. What is made then is not kept for others: it has no value before the first replay.
+        """
+        held = key in self._kept
+        value: T = self._kept.pop(key) if held else make()
+        if held or not captured:
+            self._kept[key] = value
+        if captured:
+            self._in_graphs.append(value)
+        if len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return value
 
     def views(self, role: str, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns uninitialised flat memory and views of it in the shapes of `like`.

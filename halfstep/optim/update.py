@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfstep.kernels import native
+from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
 
@@ -128,6 +128,7 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 IMPLEMENTATIONS = {
     "native": Implementation(native.fits, native.update),
+    "triton": Implementation(devices.triton_fits, devices.triton_update),
     "fused": Implementation(fused.fits, opened(fused.update)),
     "eager": Implementation(lambda batch, options: True, opened(eager.update)),
 }

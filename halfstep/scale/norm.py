@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.kernels import native
+from halfstep.kernels import devices, native
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
@@ -156,5 +156,6 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 READERS = {
     "native": Reader(native.can_read, native.read),
+    "triton": Reader(devices.triton_can_read, devices.triton_read),
     "torch": Reader(lambda grads: True, read_with_torch),
 }

@@ -30,3 +30,20 @@ def test_an_optimizer_that_cannot_be_predicated_says_that_it_waited():
     with pytest.raises(AssertionError), NoSync():
         train(session, model, opt, [1])
     session.close()
+
+
+@mixed_plans
+def test_what_is_carried_from_step_to_step_on_the_device_stays_where_it_is(name, low):
+    """A CUDA graph that was captured from a step reads and writes these places at each replay."""
+    model, opt, session = start(name, low)
+
+    def places():
+        state = [value for entry in opt.state.values() for value in entry.values()]
+        held = [session._skips, session._scales[0].value, *model.parameters(), *model.buffers(), *state]
+        return [tensor.data_ptr() for tensor in held]
+
+    train(session, model, opt, [0])
+    before = places()
+    train(session, model, opt, [1, 2, 3], poison=[2])
+    assert places() == before
+    session.close()

@@ -27,6 +27,8 @@ SGDS = [
 ]
 OWN = ADAMS + SGDS
 
+HERE = [name for name in IMPLEMENTATIONS if name != "triton"]  # on a CPU; that one has tests/kernels/test_triton.py
+
 TRUE = torch.tensor(True)
 FALSE = torch.tensor(False)
 

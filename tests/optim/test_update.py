@@ -7,16 +7,16 @@ from torch.optim import SGD, Adam
 from halfstep.kernels.batch import Batch, Scratch
 from halfstep.optim.own import options_of
 from halfstep.optim.update import IMPLEMENTATIONS
-from tests.optim.cases import ADAMS, FALSE, OWN, SGDS, TRUE, assert_same_bits, gradients, own_run, parameters
+from tests.optim.cases import ADAMS, FALSE, HERE, OWN, SGDS, TRUE, assert_same_bits, gradients, own_run, parameters
 
-EACH_IMPLEMENTATION = pytest.mark.parametrize("implementation", list(IMPLEMENTATIONS))
+EACH_IMPLEMENTATION = pytest.mark.parametrize("implementation", HERE)
 STEPS = 6
 
 
 # torch's kernels leave dampening to the reference.
 EACH_OWN = pytest.mark.parametrize(
     ("implementation", "cls", "options"),
-    [(name, *case) for name in IMPLEMENTATIONS for case in OWN if name != "fused" or not case[1].get("dampening")],
+    [(name, *case) for name in HERE for case in OWN if name != "fused" or not case[1].get("dampening")],
 )
 
 

@@ -1,0 +1,67 @@
+"""Loops of devices that need a package of their own, imported when the first tensors on one come."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.batch import Batch, Options, Scratch
+
+_LOG = logging.getLogger("halfstep")
+
+
+def triton_can_read(grads: list[Tensor]) -> bool:
+    """Returns whether these gradients are on CUDA, Triton compiles for it, and its kernels read them."""
+    if not grads or grads[0].device.type != "cuda":
+        return False
+    kernels = triton_kernels(grads[0].device)
+    return kernels is not None and bool(kernels.can_read(grads))
+
+
+def triton_read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads gradients that `triton_can_read` took: norm, test and flags."""
+    result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads)
+    return result
+
+
+def triton_fits(batch: Batch, options: Options) -> bool:
+    """Returns whether `batch` is on CUDA, Triton compiles for it, and its kernels compute the update."""
+    if batch.device.type != "cuda":
+        return False
+    kernels = triton_kernels(batch.device)
+    return kernels is not None and bool(kernels.fits(batch, options))
+
+
+def triton_update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes the update of a batch that `triton_fits` took."""
+    _known(batch.device).update(batch, options, factor, found, scratch)
+
+
+def _known(device: torch.device) -> ModuleType:
+    kernels = triton_kernels(device)
+    assert kernels is not None
+    return kernels
+
+
+@functools.cache
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Returns `halfstep.kernels.triton`, or None, with one notice that says why, where it cannot run on the device.
+
+    Tries a small kernel, as Triton needs a C compiler and a GPU that it knows.
+    """
+    try:
+        kernels = importlib.import_module("halfstep.kernels.triton")
+        kernels.read([torch.ones(1, device=device)])
+    except ImportError as error:
+        why = f"Triton cannot be imported ({error}); pip install triton"
+    except Exception as error:  # whatever a compiler and a driver raise
+        why = f"Triton does not run here: {type(error).__name__}: {error}"
+    else:
+        return kernels
+    _LOG.warning("halfstep's loops for %s run as torch operations, in more passes over memory: %s", device, why)
+    return None

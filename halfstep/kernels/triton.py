@@ -1,0 +1,531 @@
+"""The read pass and the update as Triton kernels for CUDA: a launch covers many tensors through tables of addresses.
+
+Importing this file imports Triton. The arithmetic is that of `optim/eager.py`, in its order, with every operation
+rounded by itself: launches forbid contraction, and division and square root are the correctly rounded ones.
+Hyper-parameters are arguments of the kernels that nothing is specialised on, so that a scheduler compiles nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, is_dense
+from halfstep.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
+
+_Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
+
+# Elements a program. An update has about 100 bytes in flight a thread, a read 32.
+_UPDATE_BLOCK, _UPDATE_WARPS = 1024, 4
+_READ_BLOCK, _READ_WARPS = 4096, 8
+_EXACT = {"enable_fp_fusion": False}  # a * b + c rounds twice, as separate tensor operations do
+
+
+# Lists of arguments are long: kernels see no objects.
+# fmt: off
+@triton.jit
+def _pointer(address, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + start
+
+
+@triton.jit
+def _load(address, start, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Loads elements of a kind as fp32; bf16 is the high half of the bits of one."""
+    if KIND == "bf16":
+        high = tl.load(_pointer(address, start, tl.int16, ALIGNED) + at, mask=mask)
+        value = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        value = tl.load(_pointer(address, start, tl.float16, ALIGNED) + at, mask=mask).to(tl.float32)
+    else:
+        value = tl.load(_pointer(address, start, tl.float32, ALIGNED) + at, mask=mask)
+    return value
+
+
+@triton.jit
+def _store(address, start, at, value, mask, ALIGNED: tl.constexpr):
+    tl.store(_pointer(address, start, tl.float32, ALIGNED) + at, value, mask=mask)
+
+
+@triton.jit
+def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Loads what the update works on: the weight itself, its copy, or the two halves of a split one."""
+    if LAYOUT == "copy":
+        value = _load(extra, start, at, mask, "fp32", ALIGNED)
+    elif LAYOUT == "split":
+        high = tl.load(_pointer(weight, start, tl.int16, ALIGNED) + at, mask=mask)
+        rest = tl.load(_pointer(extra, start, tl.int16, ALIGNED) + at, mask=mask)
+        value = ((high.to(tl.int32) << 16) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        value = _load(weight, start, at, mask, KIND, ALIGNED)
+    return value
+
+
+@triton.jit
+def _store_weight(
+    weight, extra, start, at, value, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Stores the weight in its kind, rounded half away from zero in bf16, and what is kept beside it."""
+    if KIND == "bf16":
+        bits = value.to(tl.int32, bitcast=True)
+        high = ((bits + 0x8000) >> 16).to(tl.int16)
+        tl.store(_pointer(weight, start, tl.int16, ALIGNED) + at, high, mask=mask)
+        if LAYOUT == "split":
+            tl.store(_pointer(extra, start, tl.int16, ALIGNED) + at, bits.to(tl.int16), mask=mask)
+    elif KIND == "fp16":
+        tl.store(_pointer(weight, start, tl.float16, ALIGNED) + at, value.to(tl.float16), mask=mask)
+    else:
+        _store(weight, start, at, value, mask, ALIGNED)
+    if LAYOUT == "copy":
+        _store(extra, start, at, value, mask, ALIGNED)
+
+
+@triton.jit
+def _gradient(
+    grad, start, at, mask, factor, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    value = _load(grad, start, at, mask, GRAD, ALIGNED)
+    if SCALED:
+        value = value * factor
+    if MAXIMIZE:
+        value = value * -1.0  # a minus sign would be 0 - value, which loses the sign of zero
+    return value
+
+
+@triton.jit
+def _double(bits):
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _power(base, exponent):
+    """Returns the power of a float64 with a whole exponent, by squaring: off by far less than a fp32 shows."""
+    result = base * 0.0 + 1.0
+    while exponent > 0:
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+# A launch has a table of 8 rows, with a number for each of `count` tensors: its first block, its size, and the
+# addresses of weight, extra, step count or fresh flag, and up to three states.
+
+
+@triton.jit(do_not_specialize=["table", "count", "found", "lr_tensor", "lr", "beta1", "beta2", "weight_decay", "out"])
+def _corrections_kernel(
+    table, count: tl.int64, found, lr_tensor, lr: tl.int64, beta1: tl.int64, beta2: tl.int64, weight_decay: tl.int64,
+    out, LR_TENSOR: tl.constexpr,
+):
+    """Counts a step t of each tensor, and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t).
+
+    They are computed in float64; arguments that are numbers come as the bits of one, as a kernel's own floats are fp32.
+    """
+    if tl.load(found) == 0:
+        tensor = tl.program_id(0)
+        place = tl.load(table + 4 * count + tensor).to(tl.pointer_type(tl.float32))
+        step = tl.load(place) + 1.0
+        tl.store(place, step)
+        if LR_TENSOR:
+            rate = tl.load(lr_tensor).to(tl.float64)
+        else:
+            rate = _double(lr)
+        decay = 1.0 - rate * _double(weight_decay)
+        size = rate / (1.0 - _power(_double(beta1), step.to(tl.int64)))
+        root = tl.sqrt(1.0 - _power(_double(beta2), step.to(tl.int64)))
+        tl.store(out + 3 * tensor, decay.to(tl.float32))
+        tl.store(out + 3 * tensor + 1, size.to(tl.float32))
+        tl.store(out + 3 * tensor + 2, root.to(tl.float32))
+
+
+@triton.jit
+def _adam_block(
+    weight, extra, grad, mean, square, peak, start, left, factor, decay, size, root, beta1, rest1, beta2, rest2, eps,
+    weight_decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        mask = at < left
+    else:
+        mask = None
+    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
+    m = _load(mean, start, at, mask, "fp32", ALIGNED)
+    v = _load(square, start, at, mask, "fp32", ALIGNED)
+    if DECOUPLED:
+        w = w * decay
+    else:
+        g = tl.where(weight_decay != 0, g + w * weight_decay, g)
+    m = m * beta1 + g * rest1
+    v = v * beta2 + (g * g) * rest2
+    if AMSGRAD:
+        highest = _load(peak, start, at, mask, "fp32", ALIGNED)
+        highest = tl.where((v > highest) | (v != v), v, highest)
+        _store(peak, start, at, highest, mask, ALIGNED)
+    else:
+        highest = v
+    w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
+    _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
+    _store(mean, start, at, m, mask, ALIGNED)
+    _store(square, start, at, v, mask, ALIGNED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "owners", "table", "count", "grads", "corrections", "found", "factor", "beta1", "rest1", "beta2", "rest2",
+        "eps", "weight_decay",
+    ]
+)
+def _adam_kernel(
+    owners, table, count: tl.int64, grads, corrections, found, factor,
+    beta1: tl.float32, rest1: tl.float32, beta2: tl.float32, rest2: tl.float32, eps: tl.float32,
+    weight_decay: tl.float32,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    if tl.load(found) == 0:
+        block = tl.program_id(0)
+        tensor = tl.load(owners + block)
+        row = table + tensor
+        start = (block - tl.load(row)) * BLOCK
+        left = tl.load(row + count) - start
+        weight = tl.load(row + 2 * count)
+        extra = tl.load(row + 3 * count)
+        mean = tl.load(row + 5 * count)
+        square = tl.load(row + 6 * count)
+        peak = tl.load(row + 7 * count)
+        grad = tl.load(grads + tensor)
+        decay = tl.load(corrections + 3 * tensor)
+        size = tl.load(corrections + 3 * tensor + 1)
+        root = tl.load(corrections + 3 * tensor + 2)
+        if SCALED:
+            scale = tl.load(factor)
+        else:
+            scale = 1.0
+        if left >= BLOCK:
+            _adam_block(
+                weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1, rest1, beta2,
+                rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, ALIGNED, False,
+                BLOCK,
+            )
+        else:
+            _adam_block(
+                weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1, rest1, beta2,
+                rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, ALIGNED, True,
+                BLOCK,
+            )
+
+
+@triton.jit
+def _sgd_block(
+    weight, extra, grad, buffer, start, left, factor, first, lr, momentum, rest, weight_decay, LAYOUT: tl.constexpr,
+    KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        mask = at < left
+    else:
+        mask = None
+    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
+    g = tl.where(weight_decay != 0, g + w * weight_decay, g)
+    if MOMENTUM:
+        held = _load(buffer, start, at, mask, "fp32", ALIGNED)
+        held = tl.where(first == 1, g, held * momentum + g * rest)
+        _store(buffer, start, at, held, mask, ALIGNED)
+        if NESTEROV:
+            g = g + held * momentum
+        else:
+            g = held
+    _store_weight(weight, extra, start, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "owners", "table", "count", "grads", "found", "factor", "lr_tensor", "lr", "momentum", "rest", "weight_decay",
+    ]
+)
+def _sgd_kernel(
+    owners, table, count: tl.int64, grads, found, factor, lr_tensor,
+    lr: tl.float32, momentum: tl.float32, rest: tl.float32, weight_decay: tl.float32,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_TENSOR: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    if tl.load(found) == 0:
+        block = tl.program_id(0)
+        tensor = tl.load(owners + block)
+        row = table + tensor
+        start = (block - tl.load(row)) * BLOCK
+        left = tl.load(row + count) - start
+        weight = tl.load(row + 2 * count)
+        extra = tl.load(row + 3 * count)
+        buffer = tl.load(row + 5 * count)
+        grad = tl.load(grads + tensor)
+        if MOMENTUM:
+            first = tl.load(tl.load(row + 4 * count).to(tl.pointer_type(tl.float32)))
+        else:
+            first = 0.0
+        if LR_TENSOR:
+            rate = tl.load(lr_tensor).to(tl.float32)
+        else:
+            rate = lr
+        if SCALED:
+            scale = tl.load(factor)
+        else:
+            scale = 1.0
+        if left >= BLOCK:
+            _sgd_block(
+                weight, extra, grad, buffer, start, left, scale, first, rate, momentum, rest, weight_decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, False, BLOCK,
+            )
+        else:
+            _sgd_block(
+                weight, extra, grad, buffer, start, left, scale, first, rate, momentum, rest, weight_decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, True, BLOCK,
+            )
+
+
+@triton.jit
+def _read_block(
+    grad, start, left, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Returns the sum of squares of a block as float64, and whether it holds an infinity or a NaN.
+
+    The squares are summed in fp32 on elements times a power of two that brings the largest near 1, so that neither
+    the largest overflow nor the small ones that count underflow. The test looks at the bits of the elements alone.
+    """
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        mask = at < left
+    else:
+        mask = None
+    g = _load(grad, start, at, mask, KIND, ALIGNED)
+    if MASKED:
+        g = tl.where(mask, g, 0.0)
+    largest = tl.max(g.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    unit = (tl.maximum(254 - (largest >> 23), 1) << 23).to(tl.float32, bitcast=True)
+    scaled = g * unit
+    one = 1.0 / unit.to(tl.float64)
+    return tl.sum(scaled * scaled, axis=0).to(tl.float64) * one * one, largest >= 0x7F800000
+
+
+@triton.jit(do_not_specialize=["owners", "table", "count", "grads", "squares", "flags"])
+def _read_kernel(
+    owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the sum of squares of each block, and 1 for each tensor with an element that is not finite.
+
+    The table has 3 rows; the third is the place of the tensor's flag.
+    """
+    block = tl.program_id(0)
+    tensor = tl.load(owners + block)
+    row = table + tensor
+    start = (block - tl.load(row)) * BLOCK
+    left = tl.load(row + count) - start
+    grad = tl.load(grads + tensor)
+    if left >= BLOCK:
+        square, bad = _read_block(grad, start, left, KIND, ALIGNED, False, BLOCK)
+    else:
+        square, bad = _read_block(grad, start, left, KIND, ALIGNED, True, BLOCK)
+    tl.store(squares + block, square)
+    if bad:  # all that write here write the same
+        tl.store(flags + tl.load(row + 2 * count), 1)
+
+
+# fmt: on
+
+
+@functools.cache
+def _tables_of_reads() -> Scratch:
+    """Returns where the tables of reads are kept; each is a function of its key alone."""
+    return Scratch()
+
+
+def can_read(grads: list[Tensor]) -> bool:
+    """Returns whether `read` takes these gradients: dense fp32, bf16 or fp16 ones on one device."""
+    return bool(grads) and all(
+        grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided for grad in grads
+    )
+
+
+@torch.no_grad()
+def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient.
+
+    Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the test a 0-dim bool, the flags a
+    bool tensor; all stay on the device. The sums have one order, so that equal gradients give equal bits. The test is
+    exact: squares that overflow fp32 do not trip it.
+    """
+    device = grads[0].device
+    tables = Tables(device, _tables_of_reads())
+    held = [grad.detach() if is_dense(grad) else grad.detach().contiguous() for grad in grads]
+    flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
+    squares = [torch.zeros(1, dtype=torch.float64, device=device)]
+    numels, starts = [grad.numel() for grad in held], addresses(held)
+    for group in groups(held, [starts]):
+        sizes = group.pick(numels)
+        ends = block_ends(sizes, _READ_BLOCK)
+        if not ends[-1]:
+            continue
+        squares.append(torch.empty(ends[-1], dtype=torch.float64, device=device))
+        with _on(device):
+            _read_kernel[(ends[-1],)](
+                tables.owners(ends),
+                tables.numbers(array("q", [0, *ends[:-1]]), sizes, array("q", group.places)),
+                len(sizes),
+                tables.numbers(group.pick(starts)),
+                squares[-1],
+                flags,
+                KIND=group.kind,
+                ALIGNED=group.aligned,
+                BLOCK=_READ_BLOCK,
+                num_warps=_READ_WARPS,
+                **_EXACT,
+            )
+    bad = flags.view(torch.bool)
+    return torch.cat(squares).sum().sqrt().to(torch.float32), bad.any(), bad
+
+
+def fits(batch: Batch, options: Options) -> bool:
+    """Returns whether the kernels compute this update: an fp32 one, on tensors that are dense in memory."""
+    if batch.dtype is not torch.float32 or any(grad.dtype not in KINDS for grad in batch.grads):
+        return False
+    return all(map(is_dense, batch.weights))
+
+
+def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes one update of `batch` as `halfstep.optim.update.Implementation.run` describes, in one pass over memory."""
+    tables = Tables(batch.device, scratch)
+    states = list(batch.states.values())
+    fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
+    rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
+    grads = addresses(batch.grads)
+    common = _Common(factor, found.view(torch.uint8), *_rate(options.lr, batch.device))
+    with _on(batch.device):
+        for group in groups(batch.grads, [grads, *rows[1:3], *rows[4:]]):
+            sizes = group.pick(rows[0])
+            ends = block_ends(sizes, _UPDATE_BLOCK)
+            table = tables.numbers(array("q", [0, *ends[:-1]]), sizes, *map(group.pick, rows[1:]))
+            corrections = _corrections(options, common, table, len(sizes)) if isinstance(options, Adam) else table
+            if not ends[-1]:
+                continue
+            tensors = (tables.owners(ends), table, len(sizes), tables.numbers(group.pick(grads)))
+            if isinstance(options, Adam):
+                _launch_adam(tensors, corrections, options, common, _compiled_for(batch, options, group, common))
+            else:
+                _launch_sgd(tensors, options, common, _compiled_for(batch, options, group, common))
+    if batch.fresh:
+        torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
+    torch.autograd.graph.increment_version([t for tensors in fixed for t in tensors])
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What all launches of an update get: the arguments of `update`, and the learning rate as tensor or number."""
+
+    factor: Tensor | None
+    found: Tensor
+    lr_tensor: Tensor | None
+    lr: float
+
+
+def _corrections(options: Adam, common: _Common, table: Tensor, count: int) -> Tensor:
+    """Counts the step of each tensor and returns its three coefficients."""
+    corrections = torch.empty(3 * count, dtype=torch.float32, device=table.device)
+    _corrections_kernel[(count,)](
+        table,
+        count,
+        common.found,
+        common.found if common.lr_tensor is None else common.lr_tensor,
+        bits(common.lr),
+        bits(options.beta1),
+        bits(options.beta2),
+        bits(options.weight_decay),
+        corrections,
+        LR_TENSOR=common.lr_tensor is not None,
+        num_warps=1,
+        **_EXACT,
+    )
+    return corrections
+
+
+def _launch_adam(
+    tensors: _Tensors, corrections: Tensor, options: Adam, common: _Common, compiled_for: dict[str, Any]
+) -> None:
+    _adam_kernel[(len(tensors[0]),)](
+        *tensors,
+        corrections,
+        common.found,
+        common.found if common.factor is None else common.factor,
+        options.beta1,
+        1 - options.beta1,
+        options.beta2,
+        1 - options.beta2,
+        options.eps,
+        options.weight_decay,
+        AMSGRAD=bool(options.amsgrad),
+        DECOUPLED=options.decoupled,
+        **compiled_for,
+    )
+
+
+def _launch_sgd(tensors: _Tensors, options: Sgd, common: _Common, compiled_for: dict[str, Any]) -> None:
+    _sgd_kernel[(len(tensors[0]),)](
+        *tensors,
+        common.found,
+        common.found if common.factor is None else common.factor,
+        common.found if common.lr_tensor is None else common.lr_tensor,
+        common.lr,
+        options.momentum,
+        1 - options.dampening,
+        options.weight_decay,
+        MOMENTUM=bool(options.momentum),
+        NESTEROV=bool(options.nesterov),
+        LR_TENSOR=common.lr_tensor is not None,
+        **compiled_for,
+    )
+
+
+def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:
+    """Returns what the kernels of all optimizers are compiled for."""
+    return {
+        "LAYOUT": batch.layout,
+        "KIND": KINDS[batch.weights[0].dtype],
+        "GRAD": group.kind,
+        "SCALED": common.factor is not None,
+        "MAXIMIZE": bool(options.maximize),
+        "ALIGNED": group.aligned,
+        "BLOCK": _UPDATE_BLOCK,
+        "num_warps": _UPDATE_WARPS,
+        **_EXACT,
+    }
+
+
+def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
+    """Returns the learning rate as a tensor that a kernel can read, or None and the number.
+
+    One that is on the CPU is read here, which waits for nothing.
+    """
+    if isinstance(lr, Tensor) and lr.device == device:
+        return lr, 0.0
+    return None, float(lr)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context in which launches go to `device`; Triton's interpreter has the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,185 @@
+"""Triton's kernels against the eager reference: in Triton's interpreter on a CPU, and on a CUDA device.
+
+The interpreter runs in a process of its own, as Triton asks for it when it is imported.
+"""
+
+import importlib.util
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfstep.scale.norm import global_norm
+from tests.kernels import triton_cases as cases
+from tests.kernels.triton_cases import OPTIONS, STORAGES
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+MATRIX = [(options, storage) for options in OPTIONS for storage in STORAGES]
+# Every option and every storage; each storage under Adam and under SGD.
+SOME = [case for i, case in enumerate(MATRIX) if (i // len(STORAGES) + i) % 4 == 0]
+STEPS = 50
+
+
+def started(begin):
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=begin) as pool:
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    yield from started(cases.interpret)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    yield from started(cases.compile_only)
+
+
+def test_the_cases_of_every_run_have_every_option_and_storage():
+    assert {options for options, _ in SOME} == set(OPTIONS)
+    assert {storage for _, storage in SOME} == set(STORAGES)
+
+
+@pytest.mark.parametrize(("options", "storage"), SOME)
+def test_the_update_is_the_references_bit_for_bit(interpreted, options, storage):
+    assert interpreted(cases.compare, options, storage, STEPS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "storage"), [case for case in MATRIX if case not in SOME])
+def test_the_update_is_the_references_bit_for_bit_everywhere(interpreted, options, storage):
+    assert interpreted(cases.compare, options, storage, STEPS) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("options", "storage"), MATRIX)
+def test_the_update_on_cuda_is_the_references(options, storage):
+    assert 0 <= cases.compare(options, storage, STEPS, "cuda") <= 1
+
+
+SKIPS = [("adamw-amsgrad-maximize", "split"), ("sgd-nesterov", "copy-fp16"), ("adam", "full"), ("sgd", "low-bf16")]
+
+
+@pytest.mark.parametrize(("options", "storage"), SKIPS)
+def test_a_skip_changes_no_bit(interpreted, options, storage):
+    assert interpreted(cases.skip_changes_nothing, options, storage)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("options", "storage"), SKIPS)
+def test_a_skip_on_cuda_changes_no_bit(options, storage):
+    assert cases.skip_changes_nothing(options, storage, "cuda")
+
+
+LARGEST = torch.finfo(torch.float32).max
+READS = {
+    "mixed": [torch.randn(5000), torch.randn(7, 9).bfloat16(), torch.randn(3).half(), torch.randn(41)],
+    "empty": [torch.zeros(0), torch.full((3, 0), 1.0).bfloat16(), torch.zeros(0)],
+    "zeros": [torch.zeros(4097), torch.zeros(1)],
+    "squares overflow": [torch.full((3,), 1e30), torch.tensor([LARGEST / 2, -LARGEST / 2]), torch.tensor([1.0])],
+    "squares underflow": [torch.full((4100,), 1e-30), torch.tensor([1e-45, 3e-39])],
+    "largest of fp16": [torch.full((4096,), 65504.0, dtype=torch.float16), torch.ones(2)],
+    "not dense": [torch.randn(6, 8)[:, ::2], torch.tensor(2.0).expand(5, 3), torch.randn(2, 3, 4, 4).transpose(1, 3)],
+}
+BAD = {
+    "infinity": ([torch.ones(5000), torch.tensor([1.0, float("inf")]), torch.ones(9)], [False, True, False]),
+    "minus infinity": ([torch.tensor([-float("inf")] * 2).half(), torch.ones(3)], [True, False]),
+    "nan": ([torch.ones(3), torch.full((4097,), float("nan")).bfloat16()], [False, True]),
+    "last of a block": ([torch.cat([torch.ones(4095), torch.tensor([float("nan")])]), torch.ones(2)], [True, False]),
+    "first of the next": ([torch.cat([torch.ones(4096), torch.tensor([float("inf")])]), torch.ones(2)], [True, False]),
+}
+
+
+def expected_norm(tensors):
+    """In float64, whose squares neither overflow nor underflow here."""
+    return math.sqrt(sum(float((t.double() ** 2).sum()) for t in tensors))
+
+
+def check_read(run, name):
+    norm, found, flags, same = run(cases.read, READS[name])
+    assert norm == pytest.approx(expected_norm(READS[name]), rel=1e-6)
+    assert same
+    assert not found
+    assert not any(flags)
+    assert norm == pytest.approx(float(global_norm(READS[name])[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_read_pass_gives_the_norm(interpreted, name):
+    check_read(interpreted, name)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_read_pass_names_what_is_not_finite(interpreted, name):
+    tensors, bad = BAD[name]
+    norm, found, flags, same = interpreted(cases.read, tensors)
+    assert found
+    assert flags == bad
+    assert not math.isfinite(norm)
+    assert same
+
+
+def on_cuda(function, *args):
+    return function(*args, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", READS)
+def test_the_read_pass_on_cuda_gives_the_norm(name):
+    check_read(on_cuda, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BAD)
+def test_the_read_pass_on_cuda_names_what_is_not_finite(name):
+    tensors, bad = BAD[name]
+    assert on_cuda(cases.read, tensors)[1:3] == (True, bad)
+
+
+ADAM, SGD = OPTIONS["adamw"], OPTIONS["sgd-nesterov"]
+
+
+def test_what_a_scheduler_changes_compiles_nothing(compiler):
+    adams = [
+        replace(ADAM, lr=lr, weight_decay=decay, beta1=beta, beta2=1 - (1 - beta) / 10, eps=eps)
+        for lr, decay, beta, eps in [
+            (1e-3, 0.0, 0.9, 1e-8),
+            (0, 0.1, 0.0, 1e-7),
+            (1, 1, 0.5, 1.0),
+            (3e-4, 2e-2, 0.95, 0),
+        ]
+    ]
+    sgds = [replace(SGD, lr=lr, momentum=m, weight_decay=w) for lr, m, w in [(0.1, 0.9, 0), (0, 0.5, 1e-4), (1, 1, 1)]]
+    variants = compiler(cases.compiled, [*adams, *sgds])
+    assert {name: len(ptx) for name, ptx in variants.items()} == {
+        "_corrections_kernel": 1,
+        "_adam_kernel": 1,
+        "_sgd_kernel": 1,
+        "_read_kernel": 1,
+    }
+
+
+def test_what_changes_the_structure_compiles_anew(compiler):
+    variants = compiler(cases.compiled, [ADAM, replace(ADAM, amsgrad=True), replace(ADAM, maximize=True)])
+    assert len(variants["_adam_kernel"]) == 3
+
+
+@pytest.mark.parametrize("storage", ["split", "full", "copy-fp16"])
+def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(compiler, storage):
+    for name, variants in compiler(cases.compiled, [ADAM, SGD], storage).items():
+        for ptx in variants:
+            assert "fma." not in ptx
+            assert ".ftz" not in ptx
+            assert ".approx" not in ptx
+            assert "div.full" not in ptx
+            if name != "_corrections_kernel":
+                assert "ld.global.v4.b32" in ptx
+    adam = compiler(cases.compiled, [ADAM], storage)["_adam_kernel"][0]
+    assert "sqrt.rn.f32" in adam
+    assert "div.rn.f32" in adam
+    assert "st.global.v4.b32" in adam

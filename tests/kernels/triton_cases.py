@@ -1,0 +1,259 @@
+"""What the tests of the Triton kernels compute: in a process with Triton's interpreter, or on a CUDA device.
+
+The interpreter must be chosen before Triton is imported, so no test process imports this file's kernels by itself.
+"""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from halfstep.kernels.batch import Adam, Batch, Scratch, Sgd
+from halfstep.optim.split import join, split
+from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
+
+_ADAM = Adam(1e-2, 0.9, 0.999, 1e-8, 0.0, False, False, False)
+_SGD = Sgd(0.1, 0.0, 0.0, 0.0, False, False)
+OPTIONS = {
+    "adam": _ADAM,
+    "adam-l2-amsgrad": replace(_ADAM, weight_decay=0.1, amsgrad=True),
+    "adam-maximize": replace(_ADAM, beta1=0.5, beta2=0.9, eps=1e-3, maximize=True),
+    "adamw": replace(_ADAM, weight_decay=0.01, decoupled=True),
+    "adamw-amsgrad-maximize": replace(_ADAM, weight_decay=0.3, amsgrad=True, maximize=True, decoupled=True),
+    "adamw-tensor-lr": replace(_ADAM, weight_decay=0.3, lr=torch.tensor(1e-2), decoupled=True),
+    "sgd": _SGD,
+    "sgd-l2-maximize": replace(_SGD, weight_decay=0.1, maximize=True),
+    "sgd-momentum": replace(_SGD, momentum=0.9),
+    "sgd-nesterov": replace(_SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd-dampening": replace(_SGD, momentum=0.9, dampening=0.5, maximize=True),
+    "sgd-tensor-lr": replace(_SGD, lr=torch.tensor(0.1), momentum=0.5, dampening=0.3),
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STORAGES = {  # layout, dtype of the weights, dtypes that the gradients have in turn
+    "full": ("full", FP32, [FP32]),
+    "full-low-gradients": ("full", FP32, [BF16, FP16, FP32]),
+    "split": ("split", BF16, [BF16]),
+    "split-full-gradients": ("split", BF16, [FP32]),
+    "copy-bf16": ("copy", BF16, [BF16]),
+    "copy-fp16": ("copy", FP16, [FP16, FP32]),
+    "low-bf16": ("low", BF16, [BF16]),
+    "low-fp16": ("low", FP16, [FP16]),
+}
+SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (37,)]
+
+
+def state_names(options):
+    if isinstance(options, Sgd):
+        return ["momentum_buffer"] if options.momentum else []
+    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.amsgrad else [])]
+
+
+def new(values):
+    """Copies of tensors, of which the last starts 4 bytes behind a multiple of 16, as a view of a flat buffer may."""
+    copies = [torch.empty_like(value).copy_(value) for value in values]
+    flat = torch.empty(values[-1].numel() + 64, dtype=values[-1].dtype, device=values[-1].device)
+    start = 4 // flat.element_size()
+    copies[-1] = flat[start : start + values[-1].numel()].view(values[-1].shape).copy_(values[-1])
+    return copies
+
+
+def batch_of(layout, low, options, device):
+    g = torch.Generator().manual_seed(1)
+    full = [torch.randn(shape, generator=g).to(device) for shape in SHAPES]
+    full[4] = full[4].contiguous(memory_format=torch.channels_last)
+    if layout == "split":
+        weights, extras = (list(part) for part in zip(*map(split, full), strict=True))
+    else:
+        weights, extras = [value.to(low) for value in full], full if layout == "copy" else []
+    adam = isinstance(options, Adam)
+    return Batch(
+        layout,
+        new(weights),
+        new(extras) if extras else [],
+        [],
+        {name: new([torch.zeros_like(value) for value in full]) for name in state_names(options)},
+        [torch.zeros((), device=device) for _ in full] if adam else [],
+        [] if adam or not options.momentum else [torch.ones((), device=device) for _ in full],
+    )
+
+
+def gradients(batch, dtypes, step):
+    g = torch.Generator().manual_seed(100 + step)
+    made = []
+    for i, weight in enumerate(batch.weights):
+        values = (torch.randn(weight.shape, generator=g) * 4).to(dtypes[i % len(dtypes)])
+        made.append(torch.empty_like(weight, dtype=values.dtype).copy_(values))
+    return made
+
+
+def distance(one, other):
+    """The largest number of representable numbers that lie between two tensors, element by element."""
+    if not one.numel():
+        return 0
+    kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    low, high = (t.contiguous().view(kind).long() for t in (one, other))
+    smallest = torch.iinfo(kind).min
+    low, high = (torch.where(t < 0, smallest - t, t) for t in (low, high))
+    if torch.equal(one.isnan(), other.isnan()) and not one.isnan().any():
+        return int((low - high).abs().max())
+    return -1
+
+
+def values(batch):
+    """Everything that an update writes, split weights joined."""
+    if batch.layout == "split":
+        yield from (join(w, extra) for w, extra in zip(batch.weights, batch.extras, strict=True))
+    else:
+        yield from batch.weights
+        yield from batch.extras
+    for tensors in batch.states.values():
+        yield from tensors
+    yield from batch.steps
+    yield from batch.fresh
+
+
+def compare(options_name, storage, steps, device="cpu"):
+    """Updates by the kernels and by the reference; the largest distance of anything that they write."""
+    from halfstep.kernels import triton as kernels
+
+    options = OPTIONS[options_name]
+    if isinstance(options.lr, torch.Tensor):
+        options = replace(options, lr=options.lr.to(device))
+    layout, low, dtypes = STORAGES[storage]
+    tables = [{"triton": Implementation(kernels.fits, kernels.update)}, {"eager": IMPLEMENTATIONS["eager"]}]
+    batches = [batch_of(layout, low, options, device) for _ in tables]
+    scratches = [Scratch() for _ in tables]
+    assert kernels.fits(replace(batches[0], grads=gradients(batches[0], dtypes, 0)), options)
+    start = [value.clone() for value in values(batches[0])]
+    for step in range(steps):
+        found = torch.tensor(step % 7 in (0, 3), device=device)  # the first is one
+        factor = torch.tensor(0.3, device=device) if step % 3 else None
+        for batch, table, scratch in zip(batches, tables, scratches, strict=True):
+            grads = gradients(batch, dtypes, step)
+            if step % 7 == 3:
+                grads[2].fill_(float("inf"))
+            now = options if isinstance(options.lr, torch.Tensor) else replace(options, lr=options.lr / (1 + step))
+            update(replace(batch, grads=grads), now, factor, found, scratch, table)
+    moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel()]
+    assert all(moved), "an update that changes nothing is no update"
+    pairs = zip(values(batches[0]), values(batches[1]), strict=True)
+    return max(distance(one, other) for one, other in pairs)
+
+
+def skip_changes_nothing(options_name, storage, device="cpu"):
+    """Whether every bit is as it was after a skip with infinite and NaN gradients."""
+    from halfstep.kernels import triton as kernels
+
+    options = OPTIONS[options_name]
+    layout, low, dtypes = STORAGES[storage]
+    batch = batch_of(layout, low, options, device)
+    table = {"triton": Implementation(kernels.fits, kernels.update)}
+    for tensor in values(replace(batch, layout="full")):
+        tensor.neg_()  # zeros of the state too: a -0.0 that came back as 0.0 would show
+    before = [t.contiguous().view(torch.uint8 if t.dim() else t.dtype).clone() for t in written(batch)]
+    for bad in (float("inf"), float("nan"), 1.0):
+        grads = [torch.full_like(g, bad) for g in gradients(batch, dtypes, 0)]
+        update(replace(batch, grads=grads), options, None, torch.tensor(True, device=device), Scratch(), table)
+    after = [t.contiguous().view(torch.uint8 if t.dim() else t.dtype) for t in written(batch)]
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def written(batch):
+    return [*batch.weights, *batch.extras, *batch.steps, *batch.fresh, *(t for ts in batch.states.values() for t in ts)]
+
+
+def read(tensors, device="cpu"):
+    """Norm, test and flags of the read pass, and whether the gradients are as they were; as Python values."""
+    from halfstep.kernels import triton as kernels
+
+    held = new([t.to(device) for t in tensors])
+    before = [t.clone() for t in held]
+    norm, found, flags = kernels.read(held)
+    again, _, _ = kernels.read(held)
+    same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(held, before, strict=True))
+    assert norm.dtype is torch.float32
+    assert (norm.shape, found.shape, flags.shape) == ((), (), (len(held),))
+    assert torch.equal(norm, again) or bool(norm.isnan())
+    return float(norm), bool(found), flags.tolist(), same
+
+
+# ---- in a process of its own ---------------------------------------------------------------------------------------
+
+
+def interpret():
+    """Begins a process that runs kernels in Triton's interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    from triton.runtime import interpreter
+
+    original, seen = interpreter._patch_lang, set()
+
+    class Stays:
+        def restore(self):
+            pass
+
+    def patch_once(fn):  # for every call of a nested kernel function it costs more than the call itself
+        if id(fn.__globals__) not in seen:
+            original(fn)
+            seen.add(id(fn.__globals__))
+        return Stays()
+
+    interpreter._patch_lang = patch_once
+
+
+def compile_only():
+    """Begins a process in which launches compile for a Hopper GPU and run nothing."""
+    import tempfile
+
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="halfstep-triton-")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class NoGpu:
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    driver.set_active(NoGpu())
+    run = JITFunction.run
+
+    def compile_it(self, *args, grid, warmup, **kwargs):
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        PTX.setdefault(self.fn.__name__, {})[compiled.hash] = compiled.asm["ptx"]
+        return compiled
+
+    JITFunction.run = compile_it
+
+
+PTX = {}
+
+
+def compiled(settings, storage="split", lengths=(2000,)):
+    """The PTX of each variant that updates under these options, and a read, compile, by kernel."""
+    from halfstep.kernels import triton as kernels
+
+    PTX.clear()
+    layout, low, dtypes = STORAGES[storage]
+    for i, options in enumerate(settings):
+        weights = [torch.zeros(length + i, dtype=low) for length in lengths]
+        zeros = [torch.zeros(w.shape) for w in weights]
+        extras = [torch.zeros(w.shape, dtype=torch.int16) for w in weights] if layout == "split" else zeros
+        batch = Batch(
+            layout,
+            weights,
+            extras if layout in ("split", "copy") else [],
+            [torch.zeros(w.shape, dtype=dtypes[0]) for w in weights],
+            {name: [torch.zeros(w.shape) for w in weights] for name in state_names(options)},
+            [torch.zeros(3)[i % 3] for _ in weights],  # addresses that are multiples of 16, and others
+            [torch.zeros(()) for _ in weights],
+        )
+        flags = torch.zeros(32, dtype=torch.bool)
+        kernels.update(batch, options, torch.ones(5)[i % 5], flags[i % 32], Scratch())
+        kernels.read(batch.grads)
+    return {name: list(variants.values()) for name, variants in PTX.items()}
