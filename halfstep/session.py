@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, get_args
@@ -32,7 +32,7 @@ from halfstep.observe.replay import standing_in
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
-from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
+from halfstep.optim.steppers import Stepper, is_own, make_stepper, needs_closure
 from halfstep.optim.updates import UpdateWatch
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import (
@@ -779,13 +779,26 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
     check_forwards(roots, resolve(chosen, roots))
     check_functions(chosen.op_changes)
+    chosen, no_split = _masters_for(optimizers, chosen)
     for session in earlier:
         _LOG.warning(
             "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
         )
         session.close()
-    if notice:
-        _LOG.warning(notice)
+    for text in (notice, no_split):
+        if text:
+            _LOG.warning(text)
     if emulate is None:
         emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
     return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)
+
+
+def _masters_for(optimizers: Sequence[Optimizer], plan: Plan) -> tuple[Plan, str | None]:
+    """Returns the plan with masters that all optimizers can step on, and what to say where that changed it."""
+    foreign = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers if not is_own(optimizer))
+    if plan.master != "split" or not foreign:
+        return plan, None
+    return replace(plan, master="copy"), (
+        f"halfstep has no update of its own for {', '.join(foreign)}: it steps on fp32 copies of the weights (master "
+        "'copy'), which take 2 bytes a parameter more than split ones; torch.optim.Adam, AdamW and SGD have one"
+    )

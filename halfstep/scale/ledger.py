@@ -229,6 +229,8 @@ class GradientLedger:
             grad = param.grad
             if grad is not None and grad.dtype in _LOW:
                 param.grad = None
+                if grad.shape != param.shape:  # somebody reshaped its data; it fits nowhere
+                    continue
                 param.grad_dtype = torch.float32
                 param.grad = grad.float()
                 self._widened.add(param)

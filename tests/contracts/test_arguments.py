@@ -285,3 +285,33 @@ def test_a_backward_that_did_not_happen_does_not_count(name):
     with pytest.raises(SessionError, match=r"session\.backward"):
         session.step()
     session.close()
+
+
+@pytest.mark.parametrize("build", [torch.optim.RMSprop, type("MyAdamW", (torch.optim.AdamW,), {})])
+def test_an_optimizer_without_an_own_update_steps_on_copies_and_it_is_said_once(build, caplog):
+    model = nn.Linear(3, 3)
+    optimizer = build(model.parameters())
+    with caplog.at_level("WARNING", "halfstep"):
+        session = halfstep.initialize(model, optimizer, "O2", low="bf16")
+        for _ in range(2):
+            session.backward(model(torch.ones(1, 3)).sum())
+            session.step()
+    assert session.plan.master == "copy"
+    assert [build.__name__ in record.message for record in caplog.records] == [True]
+    session.close()
+
+
+def test_status_names_the_gradients_of_a_skipped_step():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, "O2", low="bf16", on_failure="warn")
+    session.backward(model(torch.ones(1, 3)).sum())
+    model[1].bias.grad[1] = float("nan")
+    session.step()
+    assert session.status().nonfinite_gradients == ("1.bias",)
+    assert "1.bias" in str(session.status())
+    optimizer.zero_grad()
+    session.backward(model(torch.ones(1, 3)).sum())
+    session.step()
+    assert session.status().nonfinite_gradients == ()
+    session.close()

@@ -1,0 +1,148 @@
+"""Batches that are kept from step to step: everything that can change between two steps is noticed."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from halfstep.errors import SessionError
+from tests.optim.cases import assert_same_bits, gradients, own_run
+
+LR = {"lr": 1e-2}
+
+
+def twins(cls=AdamW, options=LR, kind="split"):
+    return [own_run(cls, options, kind, torch.bfloat16) for _ in range(2)]
+
+
+def fresh(run):
+    """Has the next step sort everything anew."""
+    run.stepper._arranged = None
+
+
+def go(runs, seeds, change=lambda run: None):
+    """Steps two runs alike; the second sorts anew each time. `change` is made to both before the last step."""
+    for seed in seeds:
+        for run in runs:
+            if seed == seeds[-1]:
+                change(run)
+            if run is runs[1]:
+                fresh(run)
+            run.step(gradients(run.params, seed))
+    assert_same_bits(runs[0].everything(), runs[1].everything())
+
+
+def moved(run):
+    for p in run.params:
+        p.data = p.data.clone()
+
+
+def reloaded(run):
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def one_state_replaced(run):
+    state = run.optimizer.state[run.params[0]]
+    state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+def state_with_other_memory(run):
+    state = run.optimizer.state[run.params[1]]
+    state["exp_avg_sq"].data = torch.full_like(state["exp_avg_sq"], 0.5)
+
+
+def state_dropped(run):
+    del run.optimizer.state[run.params[2]]
+
+
+def other_options(run):
+    run.optimizer.param_groups[0].update(lr=0.3, weight_decay=0.2, betas=(0.5, 0.6), maximize=True)
+
+
+def group_added(run):
+    p = torch.nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(9)))
+    run.store.track(p)
+    run.optimizer.add_param_group({"params": [p], "lr": 0.5})
+    run.params.append(p)
+
+
+def one_param_fewer(run):
+    run.params = run.params[1:]
+
+
+def other_order(run):
+    run.params = run.params[::-1]
+
+
+CHANGES = [
+    moved,
+    reloaded,
+    one_state_replaced,
+    state_with_other_memory,
+    state_dropped,
+    other_options,
+    group_added,
+    one_param_fewer,
+    other_order,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_is_noticed(change):
+    go(twins(), range(4), change)
+
+
+def test_amsgrad_and_momentum_can_be_switched_on_later():
+    go(twins(), range(4), lambda run: run.optimizer.param_groups[0].update(amsgrad=True))
+    go(twins(SGD), range(4), lambda run: run.optimizer.param_groups[0].update(momentum=0.9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_another_dtype_or_memory_layout_are_noticed(dtype):
+    runs = twins()
+    for seed in range(4):
+        for run in runs:
+            grads = gradients(run.params, seed)
+            if seed % 2:
+                grads = [g.to(dtype).t() if g.dim() == 2 else g.to(dtype) for g in grads]
+                grads = [g.contiguous().t() if g.dim() == 2 else g for g in grads]
+            if run is runs[1]:
+                fresh(run)
+            run.step(grads)
+    assert_same_bits(runs[0].everything(), runs[1].everything())
+
+
+def test_nothing_is_sorted_anew_where_nothing_changed():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.step(gradients(run.params, 0))
+    arranged = run.stepper._arranged
+    for seed in range(3):
+        run.optimizer.param_groups[0]["lr"] = 0.1 / (seed + 1)
+        run.step(gradients(run.params, seed))
+    assert run.stepper._arranged is arranged
+
+
+def test_gradients_do_not_outlive_the_step():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    for seed in range(2):
+        grads = gradients(run.params, seed)
+        seen = [weakref.ref(g) for g in grads]
+        run.step(grads)
+        del grads
+        gc.collect()
+        assert all(ref() is None for ref in seen)
+
+
+def test_a_gradient_of_another_shape_is_named():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.stepper._name_of = lambda p: "encoder.weight"
+    run.step(gradients(run.params, 0))
+    before = run.everything()
+    grads = gradients(run.params, 1)
+    grads[1] = torch.zeros(34, dtype=torch.bfloat16)
+    with pytest.raises(SessionError, match=r"'encoder.weight' has shape \(34,\).*\(33,\)"):
+        run.step(grads)
+    assert_same_bits(run.everything(), before)
