@@ -652,10 +652,10 @@ class Session:
             SessionError: the session is closed, or for inference, which makes no steps.
         """
         self._check_open()
-        if not self._parts:
+        if all(needs_closure(part.optimizer) for part in self._parts):
             raise SessionError(
-                "this session has no optimizer and makes no steps to observe; halfstep.observe.stats.measure(tensor) "
-                "measures any tensor"
+                "observe() looks at session.step(), which this session does not make (inference, or an optimizer with "
+                "a closure); halfstep.observe.stats.measure(tensor) measures any tensor"
             )
         deliver = [*([log] if log else []), *([self.tell] if self._recorders else [])]
         probe = make_probe(self._roots, every=every, modules=modules, tensors=tensors, sample=sample, deliver=deliver)

@@ -28,7 +28,11 @@ _GOLDEN = 0x9E3779B9
 
 
 def empty_rows(count: int, device: torch.device) -> Tensor:
-    """Returns `count` rows of statistics of nothing: an int64 tensor of `count` times `WIDTH` zeros."""
+    """Returns `count` rows of statistics of nothing: an int64 tensor of `count` times `WIDTH` zeros.
+
+    They are on the CPU where `device` has no float64.
+    """
+    device = torch.device("cpu") if device.type == "mps" else device
     return torch.zeros(count, WIDTH, dtype=torch.int64, device=device)
 
 
@@ -36,14 +40,15 @@ def empty_rows(count: int, device: torch.device) -> Tensor:
 def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *, sample: int | None = None) -> None:
     """Adds what each tensor holds to its row: `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
 
-    Tensors are floating or complex (whose real and imaginary parts count as two elements), of any layout, on the device
-    of `rows`; of a sparse one the stored values are counted. A value beyond fp32's exponents, which only fp64 has,
-    counts in entry 0 or 255. `sample` bounds how many elements are read of each tensor: the largest multiple of 64 up
-    to it, at least 64, in runs of 64 neighbours in memory that are spread evenly, without a period that rows could
-    share; of a tensor that has no more elements than that, all are.
+    Tensors are floating or complex (whose real and imaginary parts count as two elements) and of any layout; of a
+    sparse one the stored values are counted. They are best on the device of `rows`, which must know float64 (MPS does
+    not). A value beyond fp32's exponents, which only fp64 has, counts in entry 0 or 255. `sample` bounds how many
+    elements are read of each tensor: the largest multiple of 64 up to it, at least 64, in runs of 64 neighbours in
+    memory that are spread evenly, without a period that rows could share; of a tensor that has no more elements than
+    that, all are.
     """
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
-    flat = [_flat(t) for t in tensors]
+    flat = [_flat(t).to(rows.device) for t in tensors]
     kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
     native = library(_SOURCE) if rows.device.type == "cpu" and kept else None
     if native is None:
@@ -123,7 +128,7 @@ def _add_piece(t: Tensor, row: Tensor) -> None:
     row[:BINS].add_(_histogram(_exponents(finite), counted))
     counts = [torch.full_like(row[0], t.numel()), *(flags.sum() for flags in (zero, t < 0, infinite, nan))]
     row[BINS : BINS + len(COUNTS)].add_(torch.stack(counts))
-    wide = finite if t.device.type == "mps" else finite.double()  # MPS has no float64
+    wide = finite.double()
     sums = row[-len(DOUBLES) :].view(torch.float64)
     sums[:2].add_(torch.stack([wide.sum(), wide.square().sum()]))
     torch.maximum(sums[2], wide.abs().max(), out=sums[2])

@@ -42,7 +42,10 @@ def make_probe(
     chosen = _chosen(roots, _patterns(modules))
     if not owned({name: module for root in roots for name, module in root.named_modules()}):
         raise ObserveError("the model has no floating-point parameter: there is nothing to train and to observe")
-    if kinds <= _OF_PARAMETERS and not owned(chosen):
+    parameters = owned(chosen).values()
+    if UPDATE in kinds and any(p.device.type == "mps" for p, _, _ in parameters):
+        raise ObserveError("updates are measured in float64, which MPS does not have; leave 'update' out of tensors")
+    if kinds <= _OF_PARAMETERS and not parameters:
         raise ObserveError(
             f"none of the {len(chosen)} modules that {modules!r} matches has a floating-point parameter, and tensors "
             f"is {sorted(kinds)}; name other modules, or observe their activations"

@@ -34,9 +34,9 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Hooks on modules until `remove`, which calls `saw` with the outputs of passes that need gradients.
+    """Hooks on modules until `remove`, which call `saw` with the outputs of passes that need gradients.
 
-    `saw(module, found)` gets the plain floating tensors of an output, and `saw_grad(module, place, gradient)` the
+    `saw(module, found)` gets the floating and complex tensors of an output, and `saw_grad(module, place, gradient)` the
     gradient of each, if one comes while the hooks are there. A pass without gradients (evaluation) is not seen. What a
     checkpoint computes again in the backward pass is seen once: the first time that gradients are on. A module that
     returns the tensors of a module inside it adds nothing new and is left out. While `active` is false nothing is seen.
@@ -50,14 +50,16 @@ class StepHooks:
     ) -> None:
         self._saw = saw
         self._saw_grad = saw_grad
+        self.closed_to_hooks = [name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)]
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(_ForwardHook(name, self._output)) for name, module in modules.items()
+            module.register_forward_hook(_ForwardHook(name, self._output))
+            for name, module in modules.items()
+            if name not in self.closed_to_hooks
         ]
         self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
         self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with how often each was written to
         self.saw_any = False
-        self.unread: set[str] = set()  # kinds of tensors that cannot be read
 
     def remove(self) -> None:
         """Takes all hooks off; those on tensors of a graph that is still held do nothing from now on."""
@@ -73,7 +75,7 @@ class StepHooks:
             self._forward.add(name)
         elif name in self._forward:
             return
-        found = [(place, t) for place, t in tensors_in(output) if self._readable(t) and not self._is_known(t)]
+        found = [(place, t) for place, t in tensors_in(output) if not self._is_known(t)]
         if not found:
             return
         self.saw_any = True
@@ -90,7 +92,7 @@ class StepHooks:
         assert saw_grad is not None
 
         def hook(gradient: Tensor) -> None:
-            if self.active and self._readable(gradient):
+            if self.active:
                 saw_grad(name, place, gradient)
 
         handle = t.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -100,11 +102,3 @@ class StepHooks:
     def _is_known(self, t: Tensor) -> bool:
         """Returns whether `t` is what the module before has returned, unchanged."""
         return any(held() is t and version == t._version for held, version in self._newest)
-
-    def _readable(self, t: Tensor) -> bool:
-        """Returns whether `t` has elements of its own in memory, and notes where it has not."""
-        wrapped = type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-        if wrapped or t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t):
-            self.unread.add(type(t).__name__ if wrapped else "meta tensor" if t.is_meta else "torch.func")
-            return False
-        return not (t.is_cuda and torch.cuda.is_current_stream_capturing())

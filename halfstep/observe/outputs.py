@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields (place, tensor) for the floating and complex tensors in an output, each tensor once.
@@ -20,6 +22,16 @@ def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
     ['logits', 'hidden.0']
     """
     return _walk(output, "", set())
+
+
+def readable(t: Tensor) -> Tensor | None:
+    """Returns `t`, or of a DTensor this process's part, where its elements lie in memory, else None."""
+    local = getattr(t, "to_local", None)
+    t = local() if local is not None else t
+    wrapped = type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    if wrapped or t.is_meta or t.layout not in _LAYOUTS or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return None
+    return t
 
 
 def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:

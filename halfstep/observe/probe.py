@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending
 from halfstep.observe.window import Window
 from halfstep.records import UPDATE, Observation
@@ -97,6 +98,8 @@ class Probe:
         self.window = Window(self._modules, self._kinds, self._sample)
 
     def _keep(self, pending: Pending) -> None:
+        if not len(pending):
+            return
         if self._deliver:
             self._arriving.append(pending)
         self._waiting.append(pending)
@@ -116,18 +119,22 @@ class Probe:
                     take(observation)
 
     def _say_what_is_missing(self, window: Window, step: int) -> None:
-        hooks = window.hooks
-        if hooks is None:
-            return
-        for name in sorted(hooks.unread):
+        for name in sorted(window.unread):
             self._say(
-                name, f"a probe cannot read activations of type {name}, whose elements do not lie in memory as such"
+                name,
+                f"a probe cannot read some tensors, of type {name}: their elements do not lie in memory as such "
+                "(torch.func, nested, meta or fake tensors)",
             )
-        if not hooks.saw_any and not hooks.unread:
+        if window.hooks is not None and window.hooks.closed_to_hooks:
+            names = ", ".join(map(repr, window.hooks.closed_to_hooks[:8]))
+            self._say("scripted", f"a probe sees no activation of scripted modules, which take no hooks: {names}")
+        if window.captured:
+            self._say("captured", "a probe does not see steps that are captured in a CUDA graph or replayed from one")
+        elif window.hooks is not None and not window.hooks.saw_any:
             self._say(
                 "no activation",
                 f"a probe saw no activation in step {step}: no forward of the modules it looks at was called with "
-                "gradients on, outside of a CUDA graph and of torch.export, since the step before",
+                "gradients on since the step before, or since the probe was made",
             )
 
     def _say(self, subject: str, notice: str) -> None:
@@ -222,7 +229,7 @@ def _updating(
     factor: Tensor | None,
 ) -> Iterator[None]:
     owned = set().union(*(window.owners for window in windows))
-    mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
+    mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned and readable(p) is p]
     samples = [window.sample for window in windows]
     watch = make(None if None in samples else max(sample or 0 for sample in samples))
     for added in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.lost import in_last_places
+from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending, StepRows, Subject
 from halfstep.observe.stance import run_uncompiled
 from halfstep.records import UPDATE
@@ -26,6 +28,8 @@ class Window:
         self.sample = sample
         self.hooks: StepHooks | None = None
         self._modules = modules
+        self.unread: set[str] = set()  # types of tensors that could not be read
+        self.captured = False  # by a CUDA graph, which would count again at every replay
         self._rows = StepRows(sample)
         self._scale = 0
         self._weights_read = False
@@ -54,14 +58,17 @@ class Window:
 
     def carry(self, scale: Tensor) -> None:
         """Notes the loss scale of the gradients that come next."""
-        self._scale = self._rows.add_scale(scale)
+        if not self._capturing():
+            self._scale = self._rows.add_scale(scale)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
         """Reads the weights, once, and the gradients that lie at parameters and carry `scale`."""
+        if self._capturing():
+            return
         owners = self.owners
         if "weight" in self.kinds and not self._weights_read:
             self._weights_read = True
-            self._add([(p.detach(), Subject(module, "weight", name)) for p, module, name in owners.values()])
+            self._add([(p, Subject(module, "weight", name)) for p, module, name in owners.values()])
         if "weight_grad" in self.kinds:
             number = self._rows.add_scale(scale)
             pairs = [(owners[id(p)], grad) for p, grad in zip(params, grads, strict=True) if id(p) in owners]
@@ -69,18 +76,29 @@ class Window:
 
     def update(self, p: Parameter, before: Tensor, update: Tensor, sampled: bool) -> None:
         """Takes what a step adds to a parameter or a part of it (float64), and the weight as it was stored before."""
+        if self._capturing():
+            return
         _, module, name = self.owners[id(p)]
         subject = Subject(module, UPDATE, name, sampled=sampled)
         self._rows.add([in_last_places(update, before)], [subject], before.dtype)
 
     def _activations(self, module: str, found: Found) -> None:
-        self._add([(t.detach(), Subject(module, "activation", place)) for place, t in found])
+        self._add([(t, Subject(module, "activation", place)) for place, t in found])
 
     def _activation_grad(self, module: str, place: str, gradient: Tensor) -> None:
-        self._rows.add([gradient.detach()], [Subject(module, "activation_grad", place, self._scale)])
+        self._add([(gradient, Subject(module, "activation_grad", place, self._scale))])
 
     def _add(self, pairs: Sequence[tuple[Tensor, Subject]]) -> None:
-        self._rows.add([t for t, _ in pairs], [subject for _, subject in pairs])
+        if self._capturing():
+            return
+        read = [(readable(t.detach()), subject) for t, subject in pairs]
+        self.unread.update(type(t).__name__ for (t, _), (found, _) in zip(pairs, read, strict=True) if found is None)
+        self._rows.add([t for t, _ in read if t is not None], [subject for t, subject in read if t is not None])
+
+    def _capturing(self) -> bool:
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        self.captured = self.captured or capturing
+        return capturing
 
 
 def owned(modules: Mapping[str, nn.Module]) -> Owners:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import gc
 import logging
 import pickle
 
@@ -523,10 +522,26 @@ def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
         for _ in range(2):
             torch.func.vmap(lambda x: torch.func.functional_call(model, params, (x,)))(torch.ones(3, 4))
             step(model, session)
+    (notice,) = [r.getMessage() for r in caplog.records]
+    assert "cannot read some tensors, of type Tensor" in notice
+    assert {o.stats.count for o in probe.flush() if o.module == "first"} == {30}
+    session.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    model, session = small_session("O0", model=model)
+    probe = session.observe(every=1)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        step(model, session)
+        step(model, session)
     assert [r.getMessage() for r in caplog.records] == [
-        "a probe cannot read activations of type torch.func, whose elements do not lie in memory as such"
+        "a probe sees no activation of scripted modules, which take no hooks: '1'"
     ]
-    assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 2 * 30 // 2
+    seen = probe.flush()
+    assert ("1", "") not in by_subject(seen, "activation")
+    assert ("1", "weight") in by_subject(seen, "weight")
     session.close()
 
 
@@ -563,10 +578,32 @@ def test_a_model_without_floating_parameters_is_refused_in_words():
 
 def test_inference_and_closed_sessions_have_no_steps_to_observe():
     model = Small()
-    with halfstep.initialize(model, None, "O1", low="bf16") as session, pytest.raises(SessionError, match="no steps"):
+    with (
+        halfstep.initialize(model, None, "O1", low="bf16") as session,
+        pytest.raises(SessionError, match="does not make"),
+    ):
         session.observe()
     with pytest.raises(SessionError, match="closed"):
         session.observe()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with halfstep.initialize(model, optimizer, "O0") as session, pytest.raises(SessionError, match="closure"):
+        session.observe()
+
+
+def test_several_optimizers_make_steps_of_their_own():
+    models = [Small(), Small()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    session = halfstep.initialize(models, optimizers, "O2", low="bf16")
+    probe = session.observe(every=1, tensors=("weight", "weight_grad", "update"))
+    session.backward(models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
+    session.step(optimizers[1])
+    session.step(optimizers[0])
+    seen = {(o.step, o.kind, o.module.split(".")[0]) for o in probe.flush()}
+    weights = {(step, "weight", index) for step in (1, 2) for index in "01"}
+    assert seen == weights | {(1, kind, "1") for kind in ("weight_grad", "update")} | {
+        (2, kind, "0") for kind in ("weight_grad", "update")
+    }
+    session.close()
 
 
 def test_a_detached_probe_is_forgotten():
@@ -578,7 +615,6 @@ def test_a_detached_probe_is_forgotten():
     assert session._probes._attached == []
     assert {o.step for o in probe.flush()} == {1}
     session.close()
-    gc.collect()
 
 
 def test_what_blame_runs_is_no_part_of_the_step():
