@@ -23,6 +23,7 @@ from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.records import Finding, Observation, Status, StepRecord, TensorStats, Verdict, WhatIf
 from halfstep.report.log import RunLog
+from halfstep.report.run import Run, read_log
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session import Session, initialize
 from halfstep.version import __version__
@@ -54,6 +55,7 @@ __all__ = [
     "PlanError",
     "Policy",
     "Rule",
+    "Run",
     "RunLog",
     "Scaling",
     "Session",
@@ -69,6 +71,7 @@ __all__ = [
     "initialize",
     "level",
     "load_plan",
+    "read_log",
     "resolve",
     "save_plan",
     "whatif",

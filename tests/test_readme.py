@@ -12,7 +12,7 @@ import halfstep
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = dict(
     zip(
-        ("first lines", "plan", "observe", "average", "schedule"),
+        ("first lines", "plan", "observe", "seeing", "average", "schedule"),
         re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL),
         strict=True,
     )
@@ -110,3 +110,14 @@ def test_schedule_counts_only_steps_that_were_taken(names, poison, taken):
         exec(BLOCKS["schedule"], names)
     assert float(names["taken"]) == taken
     assert float(names["optimizer"].param_groups[0]["lr"]) == pytest.approx(3e-4 * taken / 100)
+
+
+def test_seeing_the_run_writes_a_log_that_has_what_was_observed(names):
+    exec(BLOCKS["seeing"], names)
+    backward(names)
+    names["session"].step()
+    names["session"].close()
+    names["log"].close()
+    run = halfstep.read_log("run.jsonl")
+    assert [values.step for values in run.steps] == [1]
+    assert run.observed == (1,)

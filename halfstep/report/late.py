@@ -41,7 +41,7 @@ class LateReader:
         """Starts the copy of a step's numbers to the host; does not wait."""
         given = (record.skipped, record.scale, record.grad_norm, record.loss)
         place = record.scale.device
-        row = torch.stack([v.detach().reshape(()).to(place, torch.float32) for v in given if v is not None])
+        row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
         host = row.to("cpu", non_blocking=True)
         done = None
         if place.type != "cpu":

@@ -217,7 +217,7 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
         yield (
             "machine",
             (
-                f"{machine.device}; {machine.processor}, {machine.cores} cores, {machine.threads} threads; "
+                f"{machine.device}; {machine.processor}, cores: {machine.cores}, threads: {machine.threads}; "
                 f"{machine.system}, Python {machine.python}"
             ),
         )

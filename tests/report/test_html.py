@@ -1,6 +1,7 @@
 """The page in a browser: every chart drawn, nothing logged as an error, nothing asked of the network."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -136,6 +137,18 @@ def test_the_loss_scale_that_is_too_high_is_seen(run_page):
     choose(browser, "shift", "15", "input")
     moved = words(browser, "histogram-words").partition("Times a loss scale of 32,768: ")[2]
     assert "; 0% lie right of the black line" in moved
+
+
+def test_one_value_beyond_the_largest_counts_as_one(show):
+    one = seen(1, "body", {0: 3, 15: 1})
+    browser = show(START, step(1), replace(one, stats=replace(one.stats, amax=65520.0)))
+    assert "25% lie right of the black line" in words(browser, "histogram-words")
+
+
+def test_the_page_lets_no_script_reach_a_network(show):
+    browser = show(START, step(1))
+    browser.run("fetch('https://example.org/').catch(() => null)")
+    assert any("Content Security Policy" in error for error in browser.errors)
 
 
 def test_the_page_opens_at_the_last_scale_of_the_run_and_with_what_was_lost(show):

@@ -181,6 +181,7 @@ def test_of_steps_that_are_made_again_the_last_making_counts(tmp_path):
     run = read_log(tmp_path / "log")
     assert [values.loss for values in run.steps] == [1.0, 20.0]
     assert [(seen.step, seen.module) for seen in run.observations()] == [(2, "new")]
+    assert run.observed == (2,)
     assert any("went back to step 2; 2 steps" in note for note in run.notes)
 
 
@@ -209,6 +210,7 @@ def test_a_log_goes_on_after_a_cut_line(tmp_path):
     write(path, step(2), step(3))
     run = read_log(path)
     assert numbers(run) == [1, 2, 3]
+    assert len(run.processes) == 2
     assert any("line 3 is damaged" in note for note in run.notes)
 
 
