@@ -1,5 +1,6 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from halfstep.advise.check import check
 from halfstep.advise.whatif import whatif
 from halfstep.errors import (
     DataError,
@@ -68,6 +69,7 @@ __all__ = [
     "Verdict",
     "WhatIf",
     "__version__",
+    "check",
     "initialize",
     "level",
     "load_plan",

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from halfstep.cli.bench import bench
+from halfstep.cli.check import check
 from halfstep.cli.levels import levels
 from halfstep.cli.ops import ops
 from halfstep.cli.report import report
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(bench)
+app.command()(check)
 app.command()(levels)
 app.command()(ops)
 app.command()(report)

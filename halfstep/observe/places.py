@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -119,6 +119,20 @@ class Places:
                 break
             frame = frame.f_back
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
+
+    def of_error(self, trace: TracebackType | None) -> Place:
+        """Returns the place where an error was raised: the innermost module and line of the user's on its stack."""
+        module = line = None
+        while trace is not None:
+            frame = trace.tb_frame
+            code = frame.f_code
+            if _kind(code) == "user":
+                line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
+            if code.co_varnames[:1] == ("self",):
+                known = self._modules.get(id(frame.f_locals.get("self")))
+                module = module if known is None else known[0]
+            trace = trace.tb_next
+        return Place(module, line, (0, 0))
 
 
 def storage_of(tensor: Tensor) -> int:

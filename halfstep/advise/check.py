@@ -1,0 +1,355 @@
+"""The check before training: what would go wrong in a session, found by reading it and by one traced step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.advise.trace import trace_step
+from halfstep.errors import SessionError
+from halfstep.formats import FP16, FP32, Format, as_format
+from halfstep.optim.steppers import is_own
+from halfstep.plan.fit import named
+from halfstep.plan.hardware import read_facts, units
+from halfstep.plan.matching import Site, uncompiled
+from halfstep.plan.norms import has_running_stats, norm_kind
+from halfstep.plan.plan import OpChange, Plan
+from halfstep.plan.policy import FULL
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.records import SEVERITIES, Finding
+from halfstep.scale.grad_scaler import GradScaler
+from halfstep.session import Session
+
+LOW = (torch.float16, torch.bfloat16)
+ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names
+ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a session: its name as rules spell it, and what the assignment gives it."""
+
+    name: str
+    module: nn.Module
+    formats: ModuleFormats
+
+    @property
+    def place(self) -> str:
+        """What a finding calls it."""
+        return self.name or "(model)"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the checks read: a session's plan, modules and optimizers, its device, and a scaler beside the session."""
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    optimizers: tuple[Optimizer, ...]
+    device: torch.device
+    traced: bool
+    scaler: torch.amp.GradScaler | None
+
+
+def check(
+    session: Session, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.GradScaler | None = None
+) -> tuple[Finding, ...]:
+    """Returns what would go wrong in a session, the gravest first; each finding has place, evidence and cure.
+
+    `closure` takes a batch, computes and returns the loss, and does not call backward: one step of it is traced,
+    forward and backward, which finds operations that fail and constants that vanish or overflow. For an edit that may
+    cure a failure it is called again, on a copy of the model. `scaler` is a gradient scaler that the loop uses.
+    Weights, gradients, buffers, random states and the loss scale are afterwards as before.
+
+    Raises:
+        SessionError: the session is closed, or the closure returns no scalar loss.
+    """
+    if not isinstance(session, Session) or session.closed:
+        what = "a closed session" if isinstance(session, Session) else type(session).__name__
+        raise SessionError(f"check() takes an open session, not {what}; call it after halfstep.initialize")
+    if closure is not None and not callable(closure):
+        raise SessionError(f"check() takes a function that returns the loss, not {type(closure).__name__}")
+    setup = Setup(
+        plan=session.plan,
+        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session._modules()),
+        optimizers=tuple(part.optimizer for part in session._parts),
+        device=session._device,
+        traced=closure is not None,
+        scaler=scaler,
+    )
+    found = [finding for look in CHECKS for finding in look(setup)]
+    if closure is not None:
+        found += trace_step(session, closure)
+    found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
+    for finding in found:
+        session.tell(finding)
+    return tuple(found)
+
+
+def _parameters(setup: Setup) -> Iterator[Finding]:
+    """Parameters whose dtype is not the one that the plan stores them in, or that nobody updates well."""
+    for part in setup.parts:
+        for name, parameter in part.module._parameters.items():
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            place = f"{part.name}.{name}".removeprefix(".")
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            expected = FP32 if part.formats.param is None else part.formats.param
+            if parameter.dtype is torch.float64:
+                yield Finding(
+                    "note", "float64 parameter", place, f"{place} is float64", "it stays so, and its ops run in it"
+                )
+            elif parameter.requires_grad and parameter.dtype in LOW and setup.plan.ops == "none":
+                yield Finding(
+                    "error" if parameter.dtype is torch.float16 else "warning",
+                    "low parameter at O0",
+                    place,
+                    f"trainable, stored as {dtype}, without a master and with an optimizer that works in {dtype}",
+                    "call model.float() before initialize, and take level O2 for low weights with fp32 masters",
+                )
+            elif (
+                parameter.dtype in (torch.float32, *LOW)
+                and parameter.dtype is not expected.dtype
+                and (part.formats.param is not None)
+            ):
+                yield Finding(
+                    "error",
+                    "parameter format",
+                    place,
+                    f"stored as {dtype}, where {setup.plan.name} stores {expected} ({part.formats.reason})",
+                    "something cast the model inside the session: close it, remove model.half() and the like, and "
+                    "initialize again",
+                )
+
+
+def _values(setup: Setup) -> Iterator[Finding]:
+    """Weights that are not finite before the first step."""
+    bad = [
+        f"{part.name}.{name}".removeprefix(".")
+        for part in setup.parts
+        for name, parameter in part.module._parameters.items()
+        if parameter is not None and parameter.is_floating_point() and not bool(parameter.detach().isfinite().all())
+    ]
+    if bad:
+        yield Finding(
+            "error",
+            "non-finite weights",
+            bad[0],
+            f"not finite: {named(bad)}",
+            f"load or initialize them again; values beyond {setup.plan.low.max:g} are infinite in {setup.plan.low}",
+        )
+
+
+def _scalers(setup: Setup) -> Iterator[Finding]:
+    """A gradient scaler beside the session, which scales by itself."""
+    if setup.scaler is None or not setup.scaler.is_enabled():
+        return
+    halves = [
+        f"{part.name}.{name}".removeprefix(".")
+        for part in setup.parts
+        for name, parameter in part.module._parameters.items()
+        if parameter is not None and parameter.requires_grad and parameter.dtype is torch.float16
+    ]
+    if halves and not isinstance(setup.scaler, GradScaler):
+        yield Finding(
+            "error",
+            "refused gradients",
+            halves[0],
+            f"{type(setup.scaler).__name__} raises 'Attempting to unscale FP16 gradients.' for fp16 parameters: "
+            f"{named(halves)}",
+            "leave the scaler out: session.backward and session.step scale; or use halfstep.GradScaler",
+        )
+    elif setup.plan.ops != "none":
+        yield Finding(
+            "warning",
+            "two scalers",
+            type(setup.scaler).__name__,
+            "a gradient scaler is used beside a session, which scales the loss by itself: the two factors multiply",
+            "leave the scaler out: session.backward and session.step scale",
+        )
+
+
+def _buffers(setup: Setup) -> Iterator[Finding]:
+    """Buffers that a rule, or the user, stores low and that should stay full; masks that do not fit the format."""
+    for part in setup.parts:
+        for name, buffer in part.module._buffers.items():
+            if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
+                continue
+            place = f"{part.name}.{name}".removeprefix(".")
+            if buffer.dtype in LOW:
+                yield _low_buffer(setup.plan, part, place, name, buffer)
+            elif setup.plan.ops != "none" and _is_beyond(buffer, setup.plan.low):
+                yield Finding(
+                    "note",
+                    "mask beyond the format",
+                    place,
+                    f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; it stays {FP32}",
+                    f"if the model casts it, write torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
+                )
+
+
+def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -> Finding:
+    fmt = as_format(buffer.dtype)
+    cure = _keep_buffers(plan, part)
+    how = "give the rule buffers='keep'" if cure else f"register it in fp32: {place}.float()"
+    if norm_kind(part.module) is not None or name.startswith("running_"):
+        why = f"a running statistic in {fmt}: sums of small updates stop at {fmt.fraction_bits + 1} bits"
+        return Finding("warning", "running statistics stored low", place, why, how, cure)
+    if any(word in name.lower() for word in ROTARY):
+        why = f"frequencies in {fmt}: an angle at position 2048 is off by up to {2048 * fmt.eps / 2:g} radians"
+        return Finding("warning", "rotary frequencies stored low", place, why, how, cure)
+    if bool(buffer.isneginf().any()):
+        why = f"a mask in {fmt} holds -inf: a row that it masks whole gives NaN in a softmax"
+        return Finding("warning", "mask stored low", place, why, how, cure)
+    return Finding("note", "buffer stored low", place, f"stored as {fmt}", how, cure)
+
+
+def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
+    """Returns the rules that store the buffers of a module low, as they would keep them."""
+    rules = []
+    for rule in plan.rules:
+        site = Site(0, part.module, (part.name,))
+        around = [".".join(part.name.split(".")[:end]) for end in range(len(part.name.split(".")))]
+        if rule.buffers == "low" and (rule.matches(site.names, site.type_names) or rule.matches(around, ())):
+            statistics = rule.matches(site.names, site.type_names) and has_running_stats(part.module)
+            policy = replace(rule.policy, param="full") if statistics else rule.policy
+            rules.append(Rule(rule.pattern, policy, "keep"))
+    return tuple(rules)
+
+
+def _is_beyond(buffer: Tensor, fmt: Format) -> bool:
+    smallest = float(buffer.min())
+    return -FP32.max <= smallest < -fmt.max
+
+
+def _constants(setup: Setup) -> Iterator[Finding]:
+    """The eps of modules and optimizers. What a module does with its own is known once a step is traced."""
+    low = setup.plan.low
+    for optimizer in setup.optimizers:
+        group = next(
+            (group for group in optimizer.param_groups if _vanishing_state(setup.plan, optimizer, group)), None
+        )
+        if group is not None:
+            dtype = next(as_format(p.dtype) for p in group["params"] if p.dtype in LOW)
+            yield Finding(
+                "warning",
+                "eps vanishes",
+                type(optimizer).__name__,
+                f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 where a gradient is zero",
+                f"give eps={_usable(dtype):g} or more, or a plan with master weights (O2), whose state is fp32",
+            )
+    if setup.traced or setup.plan.ops == "none":
+        return
+    for part in setup.parts:
+        if part.formats.compute is FP32 or type(part.module).__module__.startswith("torch.nn."):
+            continue
+        for name, value in vars(part.module).items():
+            if (
+                name.lower().strip("_").endswith(("eps", "epsilon"))
+                and isinstance(value, float)
+                and _vanishes(value, low)
+            ):
+                yield Finding(
+                    "note",
+                    "eps vanishes",
+                    f"{part.place}.{name}",
+                    f"{value:g} is 0 in {low}",
+                    f"give {_usable(low):g} or more where it is added to {low} values; check with a closure shows that",
+                    () if not part.name else (Rule(part.name, FULL),),
+                )
+
+
+def _vanishing_state(plan: Plan, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Returns whether an optimizer keeps its state in the low format of its parameters, in which its eps is zero."""
+    if plan.ops != "none" and (plan.master != "none" or is_own(optimizer)):
+        return False
+    eps = group.get("eps")
+    return isinstance(eps, float) and any(
+        p.requires_grad and p.dtype in LOW and _vanishes(eps, as_format(p.dtype)) for p in group["params"]
+    )
+
+
+def _vanishes(value: float, fmt: Format) -> bool:
+    return 0 < value <= fmt.smallest_subnormal / 2
+
+
+def _usable(fmt: Format) -> float:
+    """Returns an eps that a format has, with digits to spare.
+
+    >>> _usable(FP16)
+    1e-06
+    """
+    return 10.0 ** math.ceil(math.log10(8 * fmt.smallest_subnormal))
+
+
+def _losses(setup: Setup) -> Iterator[Finding]:
+    """binary_cross_entropy inside the model, which is refused on low inputs."""
+    if setup.traced or setup.plan.ops == "none":
+        return
+    for part in setup.parts:
+        if isinstance(part.module, nn.BCELoss) and part.formats.compute is not FP32:
+            yield Finding(
+                "warning",
+                "BCE on low inputs",
+                part.place,
+                "BCELoss inside the model: it is refused on low inputs, whose sigmoid rounds to 0 or 1",
+                "use BCEWithLogitsLoss, or deny binary_cross_entropy, so that it computes in fp32",
+                (OpChange("deny", "binary_cross_entropy"),),
+            )
+
+
+def _scale(setup: Setup) -> Iterator[Finding]:
+    """fp16 gradients that nothing scales."""
+    scale = setup.plan.scale
+    unscaled = scale.kind == "none" or (scale.kind == "static" and scale.init == 1)
+    if setup.plan.ops != "none" and setup.plan.low is FP16 and unscaled and setup.optimizers:
+        yield Finding(
+            "note",
+            "no loss scale",
+            setup.plan.name,
+            f"fp16 gradients below {FP16.smallest_subnormal / 2:.1e} are lost without a loss scale",
+            "take a dynamic one, or the constant that halfstep.whatif recommends",
+            (Scaling("dynamic"),),
+        )
+
+
+def _shapes(setup: Setup) -> Iterator[Finding]:
+    """Matrix products with sizes that tensor cores have to pad."""
+    if setup.device.type != "cuda" or units(setup.plan.low, read_facts(setup.device)) is None:
+        return
+    odd = [
+        f"{part.place} {tuple(part.module.weight.shape)}"
+        for part in setup.parts
+        if isinstance(part.module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        and part.formats.compute is setup.plan.low
+        and any(size % ALIGNED for size in part.module.weight.shape[:2])
+    ]
+    if odd:
+        yield Finding(
+            "note",
+            "unaligned sizes",
+            odd[0].partition(" ")[0],
+            f"sizes that are no multiple of {ALIGNED}: {named(odd)}",
+            f"multiples of {ALIGNED} (a vocabulary padded up, say) may be faster; measure it with halfstep bench",
+        )
+
+
+CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
+    _parameters,
+    _values,
+    _scalers,
+    _buffers,
+    _constants,
+    _losses,
+    _scale,
+    _shapes,
+)
+"""What is read without running anything; a new check is a new row."""

@@ -1,0 +1,324 @@
+"""One traced step of a session: operations that fail in its formats, and constants that do not fit them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from halfstep.errors import OpError, PlanError, SessionError
+from halfstep.formats import FP32, Format, as_format
+from halfstep.observe.places import Places
+from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.plan.optable import REFUSED, find
+from halfstep.plan.plan import Edit, OpChange, OpList, Plan
+from halfstep.plan.policy import FULL, Policy
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.records import Finding
+from halfstep.scale.loss import FP16_LOSS_CEILING
+from halfstep.session import Session
+
+WIDE = Policy("full", "full", "full")
+LOW = (torch.float16, torch.bfloat16)
+FLOATS = (*LOW, torch.float32, torch.float64)
+# Where a tiny constant keeps a value off zero; of clamp only the lower bound does.
+GUARDS = ("add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_", "clamp_min", "clamp_min_")
+# Where a huge constant becomes a value of the result.
+WRITES = (
+    *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
+    *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor", "where"),
+)
+CASTS = ("_to_copy", "copy_")
+BEYOND = "without overflow"  # torch's words for a constant that the format of the result does not have
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended the traced step: the error, where, and the operation, where it was one that torch dispatched."""
+
+    error: Exception
+    module: str | None
+    line: str | None
+    phase: str
+    operator: str = ""
+    formats: tuple[str, ...] = ()
+
+
+def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
+    """Returns what one forward and backward pass of a session finds; leaves no trace in model, gradients and scale.
+
+    Raises:
+        SessionError: the closure returns no scalar loss.
+    """
+    subject = session._subject()
+    params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
+    places = Places(subject.roots)
+    tracer = StepTracer(places)
+    with untouched(subject.roots, params) as rewind, torch.compiler.set_stance("force_eager"):
+        with subject.recording(tracer):
+            failure, loss = _run(session, closure, params, tracer)
+        found = tracer.findings(subject.plan)
+        if failure is not None:
+            edit = _tried(session, closure, params, failure, rewind)
+            found.append(_failed(failure, edit))
+        elif loss is not None:
+            found += _of_results(session, loss, params)
+    return found
+
+
+def _run(
+    session: Session, closure: Callable[[], Any], params: list[torch.nn.Parameter], tracer: StepTracer
+) -> tuple[Failure | None, Tensor | None]:
+    try:
+        loss = run_to_the_loss(closure, params)
+        if bool(torch.isfinite(loss)):
+            session._backward_pass(loss, _scale(session, loss))
+    except SessionError:
+        raise
+    except Exception as error:  # whatever the model raises is what the check is for
+        return tracer.failure(error), None
+    return None, loss.detach()
+
+
+def _scale(session: Session, loss: Tensor) -> float:
+    scale = session._scale_to_explain(0)
+    return min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
+
+
+class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Records a step as blame does, and looks at each operation's constants, casts and failures."""
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places)
+        self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
+        self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            result = super()._run(func, args, kwargs)
+        except Exception as error:
+            if self._failed is None and self.notes:
+                self._failed = (self.notes[-1], _formats(args, kwargs), error)
+            raise
+        note = self.notes[-1]
+        if note.phase == "forward":
+            self._look_at_constants(note, func, args, kwargs, result)
+        return result
+
+    def _look_at_constants(
+        self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        out = result if isinstance(result, Tensor) else None
+        if out is None or out.dtype not in LOW:
+            return
+        name, fmt = func._schema.name.rpartition("::")[2], as_format(out.dtype)
+        if name in CASTS:
+            source = next((a for a in reversed(args) if isinstance(a, Tensor)), None)
+            value = _overflow(source, out)
+            if value is not None:
+                note.scalars = (value,)
+                self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
+            return
+        guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
+        for value in _numbers(guards) if name in GUARDS else ():
+            if 0 < abs(value) <= fmt.smallest_subnormal / 2:
+                self._constants[name, note.module, note.line, value] = (note, fmt, True)
+        for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
+            if fmt.max < abs(value) <= FP32.max:
+                self._constants[name, note.module, note.line, value] = (note, fmt, False)
+
+    def failure(self, error: Exception) -> Failure:
+        """Returns where an error came from: the operation that raised it, or else the line and module on its stack."""
+        if self._failed is not None and self._failed[2] is error:
+            note, formats, _ = self._failed
+            return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
+        place = self.places.of_error(error.__traceback__)
+        last = self.notes[-1] if self.notes else None
+        backward = last is not None and last.phase == "backward"
+        if backward and place.module is None and last is not None:
+            made = self._nodes.get(_node_of(error), []) or [last]  # else the engine raised it, after this operation
+            return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
+        return Failure(error, place.module, place.line, "backward" if backward else "forward")
+
+    def findings(self, plan: Plan) -> list[Finding]:
+        """Returns a finding for each constant, and each cast, that does not fit the format."""
+        return [
+            _constant(name, value or note.scalars[0], note, self, fmt, plan, vanishes=vanishes)
+            for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
+        ]
+
+
+def _node_of(error: Exception) -> int:
+    """Returns the number of the autograd node of a user's own whose backward raised an error, -1 for none."""
+    trace, number = error.__traceback__, -1
+    while trace is not None:
+        context = trace.tb_frame.f_locals.get("ctx")
+        if isinstance(context, torch.autograd.function.BackwardCFunction):
+            number = context._sequence_nr()
+        trace = trace.tb_next
+    return number
+
+
+def _constant(
+    name: str, value: float, note: Note, tracer: StepTracer, fmt: Format, plan: Plan, *, vanishes: bool
+) -> Finding:
+    module = note.module or "(model)"
+    place = module if tracer.line(note) is None else f"{module}, {tracer.line(note)}"
+    rule = (Rule(note.module, FULL),) if note.module and plan.ops != "none" else ()
+    if vanishes:
+        enough = 10.0 ** math.ceil(math.log10(8 * fmt.smallest_subnormal))
+        return Finding(
+            "warning",
+            "constant vanishes",
+            place,
+            f"{tracer.operator(note)} of {fmt} values and {value:g}, which is 0 in {fmt}: it keeps no zero away",
+            f"give {enough:g} or more, or compute there in fp32",
+            rule,
+        )
+    what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
+    return Finding(
+        "warning",
+        "value beyond the format",
+        place,
+        f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}",
+        "a mask is torch.finfo(scores.dtype).min, as a row that -inf masks whole gives NaN; else compute there in fp32",
+        rule,
+    )
+
+
+def _overflow(source: Tensor | None, out: Tensor) -> float | None:
+    """Returns the value of largest magnitude that a cast made infinite, None where none was."""
+    if source is None or source.dtype not in (torch.float32, torch.float64) or source.shape != out.shape:
+        return None
+    lost = source.detach()[source.isfinite() & ~out.isfinite()]
+    return float(lost[lost.abs().argmax()]) if lost.numel() else None
+
+
+def _numbers(values: Sequence[Any]) -> Iterator[float]:
+    for leaf in tree_leaves(tuple(values)):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            yield float(leaf)
+
+
+def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    tensors = (leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
+    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in FLOATS)
+
+
+def _failed(failure: Failure, edits: tuple[Edit, ...]) -> Finding:
+    module = failure.module or "(model)"
+    place = module if failure.line is None else f"{module}, {failure.line}"
+    message = str(failure.error).strip().splitlines()[0] if str(failure.error).strip() else ""
+    what = f"{failure.operator or 'the step'} ({failure.phase})"
+    if failure.formats:
+        what += f" of {', '.join(failure.formats)}"
+    evidence = f"{what} raises {type(failure.error).__name__}: {message}"
+    return Finding("error", _code(failure), place, evidence, _advice(failure, edits), edits)
+
+
+def _code(failure: Failure) -> str:
+    if isinstance(failure.error, OpError):
+        return "BCE on low inputs"
+    if BEYOND in str(failure.error):
+        return "value beyond the format"
+    return "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
+
+
+def _advice(failure: Failure, edits: tuple[Edit, ...]) -> str:
+    if isinstance(failure.error, OpError):
+        return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy, so that it computes in fp32"
+    if BEYOND in str(failure.error):
+        return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
+    if edits:
+        return f"make the edit, with which the step runs: {', '.join(map(_words, edits))}"
+    return "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
+
+
+def _words(edit: Edit) -> str:
+    if isinstance(edit, OpChange):
+        return f"{edit.list} {edit.op}"
+    return f"keep {edit.pattern} full" if isinstance(edit, Rule) else f"a {edit.kind} loss scale"
+
+
+def _candidates(failure: Failure) -> Iterator[tuple[Edit, ...]]:
+    """Yields the edits that may let a step run, those that change least first."""
+    if isinstance(failure.error, OpError):
+        yield from ((OpChange("deny", op),) for op in REFUSED)
+    lists: tuple[OpList, ...] = ("promote", "deny")
+    for listed in lists:
+        if failure.operator and _is_op(failure.operator):
+            yield (OpChange(listed, failure.operator),)
+    parts = failure.module.rpartition(":")[2].split(".") if failure.module else []
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        yield (Rule(name, FULL),)
+        yield (Rule(name, WIDE),)
+
+
+def _is_op(name: str) -> bool:
+    try:
+        return bool(find(name))
+    except PlanError:
+        return False
+
+
+def _tried(
+    session: Session,
+    closure: Callable[[], Any],
+    params: list[torch.nn.Parameter],
+    failure: Failure,
+    rewind: Callable[[], None],
+) -> tuple[Edit, ...]:
+    """Returns the first edits with which the step runs on a copy of the model, () where none is found."""
+    if session.plan.ops == "none":
+        return ()
+    for edits in _candidates(failure):
+        rewind()
+        try:
+            with session._trial(session.plan.edit(*edits)) as trial:
+                loss = run_to_the_loss(closure, params)
+                trial.backward(loss, 1.0)
+        except Exception:  # an edit that does not fit, or under which the step fails as well
+            continue
+        return edits
+    return ()
+
+
+def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]) -> Iterator[Finding]:
+    """Yields what the loss and the gradients of the step say."""
+    scale = session.plan.scale
+    if not bool(loss.isfinite()):
+        yield Finding(
+            "error",
+            "not finite",
+            "the loss",
+            f"the loss of the traced step is {float(loss)}",
+            "session.blame(closure) finds the operation and a cure",
+        )
+        return
+    if loss.dtype is torch.float16 and scale.kind == "static" and scale.init > FP16_LOSS_CEILING:
+        yield Finding(
+            "error",
+            "scale too high",
+            "the loss",
+            f"the loss is fp16, whose gradients start with the scale {scale.init:g}",
+            "return the loss in fp32 (loss.float()), or take a lower scale",
+            (Scaling("static", init=FP16_LOSS_CEILING),),
+        )
+    bad = [p for p in params if p.grad is not None and not bool(p.grad.isfinite().all())]
+    if bad and scale.kind != "dynamic":
+        yield Finding(
+            "warning",
+            "gradients not finite",
+            "the backward pass",
+            f"{len(bad)} of {len(params)} gradients are not finite at a loss scale of {scale.init:g}, which stays",
+            "session.blame(closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
+            (Scaling("dynamic"),) if scale.kind == "static" else (),
+        )

@@ -1,0 +1,556 @@
+"""The check before training: each fault is named with its place, each cure cures, healthy runs are left in peace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import halfstep
+from halfstep import FULL, LOW, OpChange, Rule, Scaling
+from halfstep.advise.check import Part, Setup, _shapes
+from halfstep.errors import SessionError
+from halfstep.plan.hardware import DeviceFacts
+from halfstep.workloads.char_lm import CharLM
+from halfstep.workloads.cifar_resnet import CifarResNet
+from halfstep.workloads.imdb_lstm import ImdbLSTM
+from halfstep.workloads.regression import Regression
+from tests.contracts.cases import PLANS, batch, differing, make, snapshot
+
+
+class Two(nn.Module):
+    """A linear layer, and after it whatever a test plants, in a module of its own."""
+
+    def __init__(self, planted):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.planted = planted
+
+    def forward(self, x):
+        return self.planted(self.first(x))
+
+
+class Does(nn.Module):
+    """A module that does what a function says."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def checked(model, plan="O2", low="fp16", *, trace=True, optimizer=None, **options):
+    """Returns the findings above a note of a session over the model, and what a step under their cures does."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.initialize(model, optimizer, plan, low=low, **options) as session:
+        found = halfstep.check(session, (lambda: loss_of(model)) if trace else None)
+        return [finding for finding in found if finding.severity != "note"], session.plan
+
+
+def loss_of(model):
+    return model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
+
+
+def steps(model, plan):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with halfstep.initialize(model, optimizer, plan) as session:
+        loss = loss_of(model)
+        session.backward(loss)
+        session.step()
+        return bool(torch.isfinite(loss))
+
+
+def only(findings):
+    assert len(findings) == 1, [str(finding) for finding in findings]
+    return findings[0]
+
+
+# constants
+
+
+def zero_row(x):
+    """The first row becomes zero, whose norm only eps keeps away from 0/0."""
+    return torch.cat([x[:1] * 0, x[1:]])
+
+
+PLANTED = {
+    "add": (lambda x: zero_row(x) / (zero_row(x).abs().sum(-1, keepdim=True) + 1e-8), "add", "1e-08"),
+    "clamp": (lambda x: zero_row(x) / zero_row(x).abs().clamp(min=1e-9), "clamp", "1e-09"),
+    "normalize": (lambda x: F.normalize(zero_row(x), dim=-1), "clamp_min|normalize", "1e-12"),
+    "where": (lambda x: torch.where(torch.ones_like(x) > 0, -1e9, x).softmax(-1), "where|scalar_tensor", "-1e\\+09"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["add", "clamp", "normalize"])
+def test_an_eps_that_vanishes_is_named_and_its_cure_cures(fault):
+    function, operator, value = PLANTED[fault]
+    model = Two(Does(function))
+    found, plan = checked(model)
+    vanishing = next(finding for finding in found if finding.code == "constant vanishes")
+    assert vanishing.place.startswith("planted, test_check.py:")
+    assert vanishing.severity == "warning"
+    assert value in vanishing.evidence
+    assert any(name in vanishing.evidence for name in operator.split("|"))
+    assert not steps(model, plan)
+    assert steps(model, plan.edit(*vanishing.cure))
+
+
+def test_an_eps_that_the_format_has_is_no_finding():
+    for plan, low, eps in (("O2", "bf16", 1e-8), ("O2", "fp16", 2.0**-25 * 1.01), ("O0", "fp16", 1e-8)):
+        assert checked(Two(Does(lambda x, eps=eps: x / (x.abs() + eps))), plan, low)[0] == []
+
+
+def test_the_boundary_is_half_the_smallest_subnormal():
+    found, _ = checked(Two(Does(lambda x: x / (x.abs() + 2.0**-25))))
+    assert only(found).code == "constant vanishes"
+
+
+def test_an_eps_in_fp32_is_no_finding():
+    assert checked(Two(Does(lambda x: x.float() / (x.float().abs() + 1e-8))))[0] == []
+    own = type("RMSNorm", (Does,), {})  # a norm of the model's own, which the plan computes in fp32
+    assert checked(Two(own(lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-8))))[0] == []
+
+
+def test_a_mask_that_torch_refuses_in_fp16_is_an_error_with_a_cure():
+    model = Two(Does(lambda x: x.masked_fill(x < 0, -1e9).softmax(-1)))
+    found, plan = checked(model)
+    error = only(found)
+    assert (error.severity, error.code) == ("error", "value beyond the format")
+    assert error.place.startswith("planted, test_check.py:")
+    assert "masked_fill" in error.evidence
+    assert "torch.finfo" in error.advice
+    assert steps(model, plan.edit(*error.cure))
+
+
+def test_a_mask_that_becomes_infinite_in_silence_is_a_warning():
+    masked = torch.arange(4).view(4, 1) == 0  # the whole first row
+    model = Two(Does(lambda x: torch.where(masked, -1e9, x).softmax(-1)))
+    found, plan = checked(model)
+    silent = next(finding for finding in found if finding.severity == "warning")
+    assert silent.code == "value beyond the format"
+    assert "-1e+09 becomes -inf in fp16" in silent.evidence
+    assert not steps(model, plan)
+    assert steps(model, plan.edit(*silent.cure))
+
+
+def test_a_cast_that_overflows_is_a_warning():
+    mask = torch.tensor([0.0, -1e9] * 4)
+    found, _ = checked(Two(Does(lambda x: (x + mask.to(x.dtype)).softmax(-1))))
+    assert "a cast to fp16: -1e+09 becomes -inf" in only(found).evidence
+    assert checked(Two(Does(lambda x: (x + mask.to(x.dtype)).softmax(-1))), low="bf16")[0] == []
+    assert checked(Two(Does(lambda x: (x + torch.finfo(x.dtype).min * (x < 0)).softmax(-1))))[0] == []
+
+
+def test_infinite_constants_are_the_users_own():
+    assert checked(Two(Does(lambda x: x.masked_fill(x < 0, -torch.inf).softmax(-1).sum())), trace=False)[0] == []
+    found, _ = checked(Two(Does(lambda x: x.masked_fill(x < -5, -torch.inf))))
+    assert found == []
+
+
+# operations that fail
+
+
+def test_an_operation_of_mixed_formats_is_named_and_a_cure_was_tried():
+    reference = torch.zeros(8)
+    model = Two(Does(lambda x: x * torch.isclose(x, reference)))
+    found, plan = checked(model)
+    error = only(found)
+    assert error.severity == "error"
+    assert error.place.startswith("planted, test_check.py:")
+    assert "did not match" in error.evidence
+    assert steps(model, plan.edit(*error.cure))
+
+
+@torch.library.custom_op("halfstep_test::fused_scale", mutates_args=())
+def fused_scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    if x.dtype != by.dtype:
+        raise RuntimeError("fused_scale: x and by must have one dtype")
+    return x * by
+
+
+fused_scale.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None)
+
+
+def test_a_custom_operator_that_takes_one_format_is_named_and_its_module_kept_full():
+    by = torch.ones(8)
+    model = Two(Does(lambda x: fused_scale(x, by)))
+    found, plan = checked(model)
+    error = only(found)
+    assert (error.severity, error.code) == ("error", "mixed formats")
+    assert "fused_scale" in error.evidence
+    assert "float16, float32" in error.evidence
+    assert error.cure == (Rule("planted", FULL),)
+    assert steps(model, plan.edit(*error.cure))
+
+
+def test_an_in_place_operation_that_fails_is_named():
+    store = torch.zeros(4, 8)
+    model = Two(Does(lambda x: (store + 0).addmm_(x, x[:1].expand(8, 8))))
+    found, plan = checked(model, low="bf16")
+    error = only(found)
+    assert (error.severity, error.code) == ("error", "mixed formats")
+    assert error.evidence.startswith("addmm (forward) of float32, bfloat16, bfloat16 raises RuntimeError")
+    assert steps(model, plan.edit(*error.cure))
+
+
+def test_a_python_error_is_named_by_its_line():
+    def picky(x):
+        if x.dtype != torch.float32:
+            raise TypeError("fp32 alone")
+        return x
+
+    model = Two(Does(picky))
+    found, plan = checked(model)
+    error = only(found)
+    assert error.code == "step fails"
+    assert error.place == f"planted, test_check.py:{picky.__code__.co_firstlineno + 2} in picky"
+    assert "TypeError: fp32 alone" in error.evidence
+    assert error.cure == (Rule("planted", FULL),)
+    assert steps(model, plan.edit(*error.cure))
+
+
+def test_a_failure_that_no_edit_cures_says_so():
+    def broken(x):
+        raise ValueError("always")
+
+    error = only(checked(Two(Does(broken)))[0])
+    assert error.cure == ()
+    assert "no edit of the plan was found" in error.advice
+
+
+def test_a_backward_that_fails_is_named():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if grad.dtype != torch.float32:
+                raise TypeError("fp32 gradients alone")
+            return grad
+
+    model = Two(Does(Bad.apply))
+    found, plan = checked(model)
+    error = only(found)
+    assert "backward" in error.evidence
+    assert "fp32 gradients alone" in error.evidence
+    assert error.place.startswith("planted, test_check.py:")
+    assert error.place.endswith("in backward")
+    assert steps(model, plan.edit(*error.cure))
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_bce_on_low_inputs_is_an_error_with_a_cure(plan):
+    ones = torch.ones(4, 8)
+    model = Two(Does(lambda x: F.binary_cross_entropy(torch.sigmoid(x), ones.to(x.dtype))))
+    found, edited = checked(model, plan, "bf16")
+    error = only(found)
+    assert (error.severity, error.code) == ("error", "BCE on low inputs")
+    assert error.place.startswith("planted, ")
+    assert error.cure == (OpChange("deny", "binary_cross_entropy"),)
+    assert steps(model, edited.edit(*error.cure))
+
+
+def test_bce_in_the_model_is_a_warning_without_a_trace():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.criterion = nn.Linear(8, 1), nn.BCELoss()
+
+    found, _ = checked(Whole(), trace=False)
+    assert only(found).place == "criterion"
+
+
+# what is read
+
+
+def test_parameters_that_were_cast_inside_the_session_are_errors():
+    model = Two(nn.Linear(8, 8))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="fp16") as session:
+        assert halfstep.check(session) == ()
+        model.planted.half()
+        codes = {finding.place: (finding.severity, finding.code) for finding in halfstep.check(session)}
+        assert codes == dict.fromkeys(("planted.weight", "planted.bias"), ("error", "parameter format"))
+        model.planted.float()
+
+
+@pytest.mark.parametrize(("dtype", "severity"), [(torch.float16, "error"), (torch.bfloat16, "warning")])
+def test_low_parameters_at_o0_are_named(dtype, severity):
+    model = Two(nn.Linear(8, 8).to(dtype))
+    found, _ = checked(model, "O0", trace=False)
+    assert {(f.place, f.severity) for f in found} == {("planted.weight", severity), ("planted.bias", severity)}
+
+
+def test_gradients_that_a_scaler_refuses_are_named_before_it_does():
+    model = Two(nn.Linear(8, 8))
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
+        error = halfstep.check(session, scaler=scaler)[0]
+        assert (error.severity, error.code, error.place) == ("error", "refused gradients", "first.weight")
+        scaler.scale(loss_of(model)).backward()
+        with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
+            scaler.unscale_(optimizer)
+        own = halfstep.check(session, scaler=halfstep.GradScaler("cpu"))
+        assert [finding.code for finding in own] == ["two scalers"]
+        assert halfstep.check(session, scaler=torch.amp.GradScaler("cpu", enabled=False)) == ()
+
+
+class Buffered(nn.Module):
+    def __init__(self, **buffers):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("inv_freq", torch.ones(4), "rotary frequencies stored low"),
+        ("running_loss", torch.ones(4), "running statistics stored low"),
+        ("mask", torch.full((4,), -1e9), "mask stored low"),
+    ],
+)
+def test_buffers_that_should_stay_full_are_named_where_a_rule_casts_them(name, value, code):
+    model = Two(Buffered(**{name: value}))
+    rule = Rule("planted", LOW, buffers="low")
+    found, plan = checked(model, rules=[rule])
+    assert (only(found).place, only(found).code) == (f"planted.{name}", code)
+    assert only(found).cure == (Rule("planted", LOW, "keep"),)
+    kept, _ = checked(Two(Buffered(**{name: value})), plan.edit(*only(found).cure))
+    assert kept == []
+    unnamed, _ = checked(Two(Buffered(other=torch.ones(4))), rules=[rule])
+    assert unnamed == [], "a note"
+
+
+def test_running_statistics_stored_low_are_named_and_the_cure_resolves():
+    model = Two(nn.BatchNorm1d(8))
+    found, plan = checked(model, rules=[Rule("planted", LOW, buffers="low")])
+    assert {finding.place for finding in found} == {"planted.running_mean", "planted.running_var"}
+    assert checked(Two(nn.BatchNorm1d(8)), plan.edit(*found[0].cure))[0] == []
+
+
+def test_a_mask_that_stays_full_is_a_note():
+    model = Two(Buffered(mask=torch.full((4,), -1e9)))
+    with halfstep.initialize(model, None, "O2", low="fp16") as session:
+        assert [(f.severity, f.code) for f in halfstep.check(session)] == [("note", "mask beyond the format")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "eps", "count"), [("RMSprop", 1e-8, 1), ("RMSprop", 1e-6, 0), ("AdamW", 1e-8, 0)]
+)
+def test_an_eps_that_vanishes_in_low_optimizer_state_is_named(optimizer, eps, count):
+    model = Two(nn.Linear(8, 8))
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, eps=eps)
+    found, _ = checked(model, "O3", trace=False, optimizer=optimizer)
+    assert [finding.code for finding in found] == ["eps vanishes"] * count
+
+
+def test_masters_keep_the_eps_of_every_optimizer():
+    model = Two(nn.Linear(8, 8))
+    assert checked(model, "O2", trace=False, optimizer=torch.optim.RMSprop(model.parameters(), lr=1e-3))[0] == []
+
+
+def test_an_eps_of_a_module_is_a_note_where_no_step_is_traced():
+    model = Two(Does(lambda x: x))
+    model.planted.eps = 1e-8
+    with halfstep.initialize(model, None, "O2", low="fp16") as session:
+        assert [(f.severity, f.place) for f in halfstep.check(session)] == [("note", "planted.eps")]
+    model.planted.eps = 1e-6
+    with halfstep.initialize(model, None, "O2", low="fp16") as session:
+        assert halfstep.check(session) == ()
+
+
+def test_weights_that_are_not_finite_are_an_error():
+    model = Two(nn.Linear(8, 8))
+    with torch.no_grad():
+        model.planted.weight[0, 0] = 1e5  # beyond fp16
+    found, _ = checked(model, trace=False)
+    assert (only(found).place, only(found).code) == ("planted.weight", "non-finite weights")
+    assert checked(model, "O1", trace=False)[0] == []
+
+
+def test_a_loss_that_is_not_finite_is_an_error_that_names_blame():
+    found, _ = checked(Two(Does(lambda x: torch.log(x * 0 - 1))))
+    assert (only(found).code, "blame" in only(found).advice) == ("not finite", True)
+
+
+def test_a_constant_scale_that_is_too_high_is_named_and_a_dynamic_one_is_not():
+    found, _ = checked(Two(nn.Linear(8, 8)), loss_scale=2.0**30)
+    assert only(found).code == "gradients not finite"
+    assert only(found).cure == (Scaling("dynamic"),)
+    assert checked(Two(nn.Linear(8, 8)), loss_scale=Scaling("dynamic", init=2.0**24))[0] == []
+
+
+def test_fp16_without_a_scale_is_a_note():
+    model = Two(nn.Linear(8, 8))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", low="fp16") as session:
+        assert [(f.severity, f.code) for f in halfstep.check(session)] == [("note", "no loss scale")]
+
+
+def test_sizes_that_tensor_cores_pad_are_a_note_on_a_device_that_has_them(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 65))
+    plan = halfstep.level("O2", "fp16")
+    assignment = halfstep.resolve(plan, model)
+    parts = tuple(Part(f.name, m, f) for (_, m), f in zip(model.named_modules(), assignment.modules, strict=True))
+    setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None)
+    monkeypatch.setattr("halfstep.advise.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0)))
+    assert [(f.severity, f.evidence) for f in _shapes(setup)] == [
+        ("note", "sizes that are no multiple of 8: 1 (65, 16)")
+    ]
+    monkeypatch.setattr("halfstep.advise.check.read_facts", lambda device: DeviceFacts("cuda", capability=(6, 0)))
+    assert list(_shapes(setup)) == []
+
+
+# peace
+
+
+class Unread(ImdbLSTM):
+    """imdb_lstm on random words, so that it needs no data."""
+
+    def build(self, seed):
+        from halfstep.workloads.imdb_lstm import SentimentLSTM
+
+        torch.manual_seed(seed)
+        return SentimentLSTM(100, embedding=16, hidden=16)
+
+    def batches(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield torch.randint(100, (8, 20), generator=generator), torch.randint(2, (8,), generator=generator).float()
+
+
+class Unseen(CifarResNet):
+    """cifar_resnet on noise."""
+
+    def batches(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield torch.randn(8, 3, 32, 32, generator=generator), torch.randint(10, (8,), generator=generator)
+
+
+QUICK = [
+    CharLM(d=32, layers=1, heads=2, length=16, batch=4),
+    Unseen(width=4),
+    Unread(),
+    Regression(d_in=16, d_out=8),
+]
+
+
+def above_notes(job, plan, low):
+    model = job.build(0)
+    batches, optimizer = job.batches(0), job.optimizer(model, fused=True)
+
+    def closure():
+        inputs, targets = next(batches)
+        return job.loss(model(inputs), targets)
+
+    with halfstep.initialize(model, optimizer, plan, low=low) as session:
+        return [str(finding) for finding in halfstep.check(session, closure) if finding.severity != "note"]
+
+
+@pytest.mark.parametrize(("plan", "low"), PLANS, ids=["-".join(p) for p in PLANS])
+@pytest.mark.parametrize("job", QUICK, ids=lambda job: type(job).__bases__[0].__name__ + job.name)
+def test_healthy_workloads_are_left_in_peace(job, plan, low):
+    assert above_notes(job, plan, low) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "low"), PLANS, ids=["-".join(p) for p in PLANS])
+@pytest.mark.parametrize("name", ["char_lm", "cifar_resnet", "imdb_lstm", "regression"])
+def test_healthy_workloads_in_full_size_are_left_in_peace(name, plan, low, data_dir):
+    from halfstep.workloads.load import load_workload
+
+    folders = {"cifar_resnet": "cifar10", "imdb_lstm": "imdb"}
+    job = load_workload(name, data=data_dir / folders[name] if name in folders else None)
+    assert above_notes(job, plan, low) == []
+
+
+@pytest.mark.parametrize(("plan", "low"), PLANS, ids=["-".join(p) for p in PLANS])
+def test_nothing_is_left_behind(plan, low):
+    model, optimizer = make()
+    session = halfstep.initialize(model, optimizer, plan, low=low)
+    for step in range(2):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        session.backward(F.mse_loss(model(inputs), targets))
+        if step == 0:
+            session.step()
+    before, gradients, state = snapshot(model, optimizer, session), [p.grad for p in model.parameters()], None
+    values = [None if g is None else g.clone() for g in gradients]
+    state = torch.get_rng_state()
+
+    def closure():
+        inputs, targets = batch(5)
+        return F.mse_loss(model(F.dropout(inputs)), targets)
+
+    halfstep.check(session, closure)
+    assert differing(before, snapshot(model, optimizer, session)) == []
+    assert all(a is p.grad for a, p in zip(gradients, model.parameters(), strict=True))
+    assert all(a is None or torch.equal(a, g) for a, g in zip(values, gradients, strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    session.step()
+    session.close()
+
+
+def test_findings_go_to_the_sinks_of_the_session():
+    class Sink:
+        def __init__(self):
+            self.told = []
+
+        def __call__(self, record):
+            pass
+
+        def record(self, record):
+            self.told.append(record)
+
+    model, sink = Two(nn.Linear(8, 8)), Sink()
+    with halfstep.initialize(model, None, "O3", low="fp16", sinks=[sink]) as session:
+        model.planted.eps = 1e-8
+        found = halfstep.check(session)
+        assert [r for r in sink.told if isinstance(r, halfstep.Finding)] == list(found)
+
+
+def test_the_gravest_comes_first():
+    model = Two(Buffered(mask=torch.full((4,), -1e9), inv_freq=torch.ones(4).half()))
+    model.planted.function = lambda x: F.binary_cross_entropy(torch.sigmoid(x), torch.ones_like(x))
+    model.planted.__class__.forward = lambda self, x: self.function(self.layer(x))
+    try:
+        with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="fp16") as session:
+            found = halfstep.check(session, lambda: loss_of(model))
+    finally:
+        Buffered.forward = lambda self, x: self.layer(x)
+    assert [finding.severity for finding in found] == ["error", "warning", "note"]
+
+
+# bad input
+
+
+def test_what_cannot_be_checked_is_a_clear_error():
+    model = Two(nn.Linear(8, 8))
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    with pytest.raises(SessionError, match="takes a function that returns the loss, not Tensor"):
+        halfstep.check(session, loss_of(model))
+    with pytest.raises(SessionError, match="the closure returned NoneType"):
+        halfstep.check(session, lambda: None)
+    with pytest.raises(SessionError, match="ran the backward pass"):
+        halfstep.check(session, lambda: (lambda loss: (loss.backward(), loss)[1])(loss_of(model)))
+    with pytest.raises(SessionError, match="takes an open session, not Two"):
+        halfstep.check(model)
+    session.close()
+    with pytest.raises(SessionError, match="not a closed session"):
+        halfstep.check(session)
+
+
+def test_a_session_for_inference_is_checked_as_well():
+    model = Two(Does(lambda x: x / (x.abs() + 1e-8)))
+    with halfstep.initialize(model, None, "O2", low="fp16") as session:
+        assert "constant vanishes" in {f.code for f in halfstep.check(session, lambda: loss_of(model))}

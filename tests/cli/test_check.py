@@ -1,0 +1,59 @@
+"""`halfstep check`: what it prints, and how it ends."""
+
+import pytest
+
+SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
+OWN = (
+    "import torch\n"
+    "from halfstep.workloads.regression import Regression\n"
+    "class Planted(torch.nn.Linear):\n"
+    "    def forward(self, x):\n"
+    "        x = super().forward(x)\n"
+    "        return {expression}\n"
+    "class Own(Regression):\n"
+    "    def build(self, seed): return torch.nn.Sequential(Planted(4, 4))\n"
+    "def mine(): return Own(batch=2, d_in=4, d_out=4)\n"
+)
+
+
+def test_a_healthy_workload_ends_with_0(halfstep):
+    code, out, err = halfstep("check", "regression", *SMALL, "--plan", "O2", "--low", "fp16")
+    assert (code, err) == (0, "")
+    assert out == "regression under O2 in fp16: nothing found\n"
+
+
+def test_notes_end_with_0(halfstep):
+    code, out, _ = halfstep("check", "regression", *SMALL, "--plan", "O3", "--low", "fp16")
+    assert code == 0
+    assert "1 note" in out
+
+
+@pytest.mark.parametrize(
+    ("expression", "code", "seen"),
+    [
+        ("x.masked_fill(x > 0, -1e9)", 1, "error: value beyond the format at 0, own.py:6 in forward"),
+        ("x / (x.abs() + 1e-8)", 0, "warning: constant vanishes at 0, own.py:6 in forward"),
+    ],
+)
+def test_errors_end_with_1_and_warnings_do_not(halfstep, tmp_path, expression, code, seen):
+    (tmp_path / "own.py").write_text(OWN.format(expression=expression), encoding="utf-8")
+    ended, out, err = halfstep("check", f"{tmp_path / 'own.py'}:mine", "--plan", "O2", "--low", "fp16")
+    assert (ended, err) == (code, "")
+    assert seen in out
+    assert "edit: Rule(pattern='0'" in out or "edit: OpChange" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["regresion"], "unknown workload 'regresion'; did you mean regression?"),
+        (["regression", "--plan", "O7"], "unknown level 'O7'"),
+        (["regression", "--low", "e4m3"], "e4m3"),
+        (["regression", "--device", "tpu"], "--device 'tpu' is unknown"),
+    ],
+)
+def test_a_bad_request_is_one_message(halfstep, arguments, message):
+    code, out, err = halfstep("check", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,0 +1,26 @@
+"""The findings of a check as text."""
+
+from halfstep.plan.policy import FULL
+from halfstep.plan.rules import Rule
+from halfstep.records import Finding
+from halfstep.report.check import check_text
+
+ERROR = Finding("error", "mixed formats", "a.b", "[seen] it", "do that", (Rule("a.b", FULL),))
+NOTE = Finding("note", "no loss scale", "O3", "lost", "take one")
+
+
+def test_each_finding_has_place_evidence_advice_and_edits():
+    lines = check_text([ERROR, NOTE], what="it").plain.splitlines()
+    assert lines[0] == "it: 1 error, 1 note"
+    assert lines[2:6] == [
+        "error: mixed formats at a.b",
+        "  seen: [seen] it",
+        "  do:   do that",
+        "  edit: Rule(pattern='a.b', policy=Policy(param='full', compute='full', output='input'), buffers='keep')",
+    ]
+    assert lines[7] == "note: no loss scale at O3"
+
+
+def test_counts_and_nothing():
+    assert check_text([NOTE, NOTE], what="it").plain.startswith("it: 2 notes\n")
+    assert check_text([], what="it").plain == "it: nothing found"
