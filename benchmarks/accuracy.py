@@ -132,9 +132,8 @@ def _mean(values: Sequence[float]) -> str:
     return f"{mean(values):.4f}" if values else "-"
 
 
-def run_seed(name: str, seed: int, data: Path | None, steps: int) -> BenchResult:
+def run_seed(name: str, seed: int, data: Path | None, steps: int, device: torch.device) -> BenchResult:
     """Returns the runs of one workload and seed, with what is going on printed to stderr."""
-    device = torch.device("cpu")
     workload = load_workload(name, data=None if name == "char_lm" else data)
     shown = -1
 
@@ -162,6 +161,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder that holds cifar10/ and imdb/; not needed for char_lm")
     parser.add_argument("--workload", choices=list(STEPS), action="append", help="only this one; repeatable")
     parser.add_argument("--seed", type=int, choices=SEEDS, action="append", help="only this one; repeatable")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="a GPU computes fp16 as it is")
     parser.add_argument("--steps", type=int, help="training steps (default: 120 to 312, by workload)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--again", action="store_true", help="run also what is there already")
@@ -173,7 +173,8 @@ def main() -> int:
             if path.exists() and not options.again:
                 print(f"{path.name} is there already", file=sys.stderr)
                 continue
-            result = run_seed(name, seed, options.data, options.steps or STEPS[name])
+            steps = options.steps or STEPS[name]
+            result = run_seed(name, seed, options.data, steps, torch.device(options.device))
             if not result.complete:
                 print("interrupted; run the same command again to go on", file=sys.stderr)
                 return 130
