@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kBlock = 128;          // elements opened at a time; more keep the processor's prefetching from running ahead
 constexpr int64_t kRead = 4096;          // elements whose squares are summed in fp32, 64 sums side by side
+constexpr int64_t kAhead = 8192;         // bytes that the read asks for in advance: the processor alone looks too short ahead
 constexpr int64_t kPart = 16 * 1024;     // elements that one thread takes at a time; the sums' order does not depend on threads
 constexpr int64_t kAlone = 64 * 1024;    // below this many elements a second thread costs more than it brings
 
@@ -157,7 +158,7 @@ __attribute__((noinline)) double squares(const T* __restrict x, int64_t n) {
   float sums[kLanes] = {0};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    for (int byte = 0; byte < kLanes * int(sizeof(T)); byte += 64) __builtin_prefetch((const char*)(x + i) + 1024 + byte);
+    for (int byte = 0; byte < kLanes * int(sizeof(T)); byte += 64) __builtin_prefetch((const char*)(x + i) + kAhead + byte);
     for (int k = 0; k < kLanes; k++) sums[k] += value(x[i + k]) * value(x[i + k]);
   }
   for (int k = 0; i < n; i++, k++) sums[k] += value(x[i]) * value(x[i]);
