@@ -232,6 +232,40 @@ def test_a_checkpoint_that_computes_again_is_counted_once(name, reentrant):
     assert found[0]["inner.first", "activation", ""][0].count == 2 * 5 * 6
 
 
+class Nested(nn.Module):
+    """A checkpoint around a layer and another checkpoint."""
+
+    def __init__(self, outer, inner):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.outer, self.inner = outer, inner
+
+    def middle(self, x):
+        x = torch.relu(self.first(x))
+        return self.second(x) if self.inner is None else checkpoint(self.second, x, use_reentrant=self.inner)
+
+    def forward(self, x):
+        return self.middle(x) if self.outer is None else checkpoint(self.middle, x, use_reentrant=self.outer)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the first pass inside
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_checkpoints_inside_checkpoints_are_counted_once(outer, inner):
+    found = []
+    for kinds in ((None, None), (outer, inner)):
+        model, session = small_session(model=Nested(*kinds))
+        probe = session.observe(every=1)
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(2):
+            session.backward(model(x).square().mean())
+        session.step()
+        found.append({(o.module, o.kind, o.name): (o.stats, o.scale) for o in probe.flush()})
+        session.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -605,6 +639,7 @@ def test_several_optimizers_make_steps_of_their_own():
     models = [Small(), Small()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     session = halfstep.initialize(models, optimizers, "O2", low="bf16")
+    sizes = {f"{index}.{name}": size for index in "01" for name, size in (("first", 6), ("body.0", 6), ("last", 2))}
     probe = session.observe(every=1, tensors=("weight", "weight_grad", "update"))
     session.backward(models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
     session.step(optimizers[1])
@@ -614,6 +649,11 @@ def test_several_optimizers_make_steps_of_their_own():
     assert seen == weights | {(1, kind, "1") for kind in ("weight_grad", "update")} | {
         (2, kind, "0") for kind in ("weight_grad", "update")
     }
+    session.backward(models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
+    session.step()
+    counts = {(o.kind, o.module): o.stats.count for o in probe.flush() if o.name == "bias"}
+    kinds = ("weight", "weight_grad", "update")
+    assert counts == {(kind, name): size for kind in kinds for name, size in sizes.items()}
     session.close()
 
 
