@@ -238,7 +238,7 @@ class Nested(nn.Module):
     def __init__(self, outer, inner):
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         self.outer, self.inner = outer, inner
 
     def middle(self, x):
