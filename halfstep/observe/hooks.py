@@ -58,8 +58,13 @@ class StepHooks:
         ]
         self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
+        self._again: dict[str, int] = {}  # by module: the part of this backward pass that computed it first
         self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with how often each was written to
         self.saw_any = False
+
+    def new_backward(self) -> None:
+        """Notes that what comes next belongs to another backward pass."""
+        self._again.clear()
 
     def remove(self) -> None:
         """Takes all hooks off; those on tensors of a graph that is still held do nothing from now on."""
@@ -71,9 +76,7 @@ class StepHooks:
     def _output(self, name: str, output: Any) -> None:
         if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        if torch._C._current_graph_task_id() == -1:  # else in the backward pass: a checkpoint computes again
-            self._forward.add(name)
-        elif name in self._forward:
+        if self._is_repeated(name):
             return
         found = [(place, t) for place, t in tensors_in(output) if not self._is_known(t)]
         if not found:
@@ -86,6 +89,14 @@ class StepHooks:
             for place, t in found:
                 if t.requires_grad:
                     self._watch(name, place, t)
+
+    def _is_repeated(self, name: str) -> bool:
+        """Returns whether a checkpoint computes again what was seen: in the forward pass, or in another checkpoint."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # no backward pass is under way
+            self._forward.add(name)
+            return False
+        return name in self._forward or self._again.setdefault(name, task) != task
 
     def _watch(self, name: str, place: str, t: Tensor) -> None:
         saw_grad = self._saw_grad

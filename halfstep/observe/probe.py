@@ -123,7 +123,7 @@ class Probe:
             self._say(
                 name,
                 f"a probe cannot read some tensors, of type {name}: their elements do not lie in memory as such "
-                "(torch.func, nested, meta or fake tensors)",
+                "(torch.func, nested, meta, fake or, for updates, distributed tensors)",
             )
         if window.hooks is not None and window.hooks.closed_to_hooks:
             names = ", ".join(map(repr, window.hooks.closed_to_hooks[:8]))
@@ -229,7 +229,11 @@ def _updating(
     factor: Tensor | None,
 ) -> Iterator[None]:
     owned = set().union(*(window.owners for window in windows))
-    mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned and readable(p) is p]
+    mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
+    parted = {type(p.data).__name__ for p, _ in mine if readable(p) is not p}  # DTensors and the like
+    for window in windows:
+        window.unread.update(f"{name} (updates)" for name in parted)
+    mine = [(p, grad) for p, grad in mine if readable(p) is p]
     samples = [window.sample for window in windows]
     watch = make(None if None in samples else max(sample or 0 for sample in samples))
     for added in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):

@@ -57,7 +57,9 @@ class Window:
         return self._rows.pending(step)
 
     def carry(self, scale: Tensor) -> None:
-        """Notes the loss scale of the gradients that come next."""
+        """Notes that a backward pass comes next, and the loss scale of its gradients."""
+        if self.hooks is not None:
+            self.hooks.new_backward()
         if not self._capturing():
             self._scale = self._rows.add_scale(scale)
 
