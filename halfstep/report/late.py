@@ -32,7 +32,10 @@ class _Copy:
 
 
 class LateReader:
-    """Turns StepRecords into StepValues without a sync: on a CPU at once, on a device as soon as it got that far."""
+    """Turns StepRecords into StepValues without a sync: on a CPU at once, on a device as soon as it got that far.
+
+    A step that is captured into a CUDA graph is left out: its replays do not run Python, and so make no records.
+    """
 
     def __init__(self) -> None:
         self._copies: deque[_Copy] = deque()
@@ -41,12 +44,11 @@ class LateReader:
         """Starts the copy of a step's numbers to the host; does not wait."""
         given = (record.skipped, record.scale, record.grad_norm, record.loss)
         place = record.scale.device
+        if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
         host = row.to("cpu", non_blocking=True)
-        done = None
-        if place.type != "cpu":
-            done = torch.Event(place)
-            done.record(torch.accelerator.current_stream(place))
+        done = None if place.type == "cpu" else _behind_all(place)
         has_norm, has_loss = record.grad_norm is not None, record.loss is not None
         self._copies.append(_Copy(record.step, time.time(), host, done, has_norm, has_loss))
 
@@ -62,3 +64,10 @@ class LateReader:
             if copy.done is not None:
                 copy.done.synchronize()
             yield copy.values()
+
+
+def _behind_all(place: torch.device) -> torch.Event:
+    """Returns an event that comes when a device has done all that it was given so far."""
+    event = torch.Event(place)
+    event.record(torch.accelerator.current_stream(place))
+    return event

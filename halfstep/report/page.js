@@ -7,6 +7,7 @@
   const CONFIG = {responsive: true, displaylogo: false, modeBarButtons: BUTTONS, displayModeBar: "hover"};
   const FONT = {family: "system-ui, sans-serif", size: 12, color: "#1c2733"};
   const RED = "#c62828", ORANGE = "#e08600", BLACK = "#111111", BLUE = "#4f7cac", SHIFTED = "#f2a541";
+  const RARE = 1e-6, RARE_UPDATE = 1e-3;  // shares that an axis need not show; a weight of zero has updates of 2^100 units
   const POWER = {tickprefix: "2<sup>", ticksuffix: "</sup>"};
 
   function unpack(text, Kind) {
@@ -124,14 +125,16 @@
     });
     const traces = [bars(0, gradient ? "as they are (loss scale 1)" : "as they are", BLUE, {opacity: shift ? 0.55 : 0.9})];
     if (shift) traces.push(bars(shift, `times the loss scale 2^${shift}`, SHIFTED, {opacity: 0.75}));
-    const low = Math.min(found.first, limits.zero - 2), high = Math.max(found.first + found.bins + shift, limits.top === null ? 2 : limits.top + 2);
-    const wall = (x, color, text, side) => ({
+    const seen = share.flatMap((value, index) => (value > (isUpdate ? RARE_UPDATE : RARE) ? [found.first + index] : []));
+    const low = Math.min(...seen, limits.zero - 2), high = Math.max(seen.at(-1) + 1 + shift || 0, limits.top === null ? 2 : limits.top + 2);
+    const wall = (x, color, text, side, rise = 0) => ({
       line: {type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: {color, width: 2}},
-      note: {x, xref: "x", yref: "paper", y: 1, yanchor: "bottom", xanchor: side, showarrow: false, text, font: {color, size: 12}},
+      note: {x, xref: "x", yref: "paper", y: 1, yanchor: "bottom", xanchor: side, yshift: rise, showarrow: false, text, font: {color, size: 12}},
     });
     const largestValue = count(topOf(limits)).length < 9 ? count(topOf(limits)) : topOf(limits).toPrecision(3);
+    const narrow = limits.zero - low < 0.25 * (high - low);  // no room for words left of the red line
     const walls = isUpdate ? [wall(limits.zero, RED, "half a unit in the last place", "left")] : [
-      wall(limits.zero, RED, `${format}: half its smallest subnormal 2<sup>${limits.zero + 1}</sup>`, "right"),
+      wall(limits.zero, RED, `${format}: half its smallest subnormal 2<sup>${limits.zero + 1}</sup>`, narrow ? "left" : "right", narrow ? 15 : 0),
       wall(limits.normal, ORANGE, `smallest normal 2<sup>${limits.normal}</sup>`, "left"),
       wall(limits.top, BLACK, `largest ${largestValue}`, "right"),
     ];
@@ -184,7 +187,7 @@
     const short = name => escaped(name.length > 34 ? `…${name.slice(-33)}` : name);
     const first = columns.map(([from]) => from);
     Plotly.react(id, [{
-      type: "heatmap", x: first, y: modules, z: rows(shown), customdata: rows(share), zmin: EMPTY, zmax: 0, colorscale: COLORS,
+      type: "heatmap", x: first, y: modules, z: rows(shown), customdata: rows(share), zmin: EMPTY, zmax: 0, colorscale: COLORS, showscale: !none,
       hoverongaps: false, hovertemplate: "%{y}, step %{x}: %{customdata:.3~%}<extra></extra>",
       colorbar: {tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14},
     }], {

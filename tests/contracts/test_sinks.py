@@ -1,10 +1,16 @@
 """What a session gives to its sinks."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 import halfstep
 from halfstep.records import Finding, Recorder, SessionStart
+from halfstep.report.live import LiveLine
+from halfstep.report.log import RunLog
+from halfstep.report.run import read_log
 
 
 class Kept:
@@ -70,6 +76,28 @@ def test_a_recorder_is_told_what_opens_and_what_it_is_given_and_a_function_is_no
     record = session.step()
     assert kept.others == [start, finding]
     assert kept.steps == steps == [record]
+
+
+def test_log_live_line_and_tensorboard_take_all_that_a_session_gives(tmp_path):
+    tensorboard = pytest.importorskip("halfstep.report.tensorboard")
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    sinks = [RunLog(tmp_path / "log"), LiveLine(console=console), tensorboard.TensorBoard(tmp_path / "board")]
+    assert all(isinstance(sink, Recorder) for sink in sinks)
+    model, session = open_session("O2", "bf16", sinks=sinks)
+    session.observe(every=1)
+    for _ in range(2):
+        session.backward(model(torch.ones(1, 2)).sum())
+        session.step()
+    session.tell(Finding("note", "code", "place", "evidence", "advice"))
+    session.close()
+    for sink in sinks:
+        sink.close()
+    run = read_log(tmp_path / "log")
+    assert [values.step for values in run.steps] == [1, 2]
+    assert run.observed == (1, 2)
+    assert len(run.events) == 1
+    assert "step 2" in console.file.getvalue()
+    assert any((tmp_path / "board").iterdir())
 
 
 def test_a_recorder_that_refuses_leaves_the_model_as_it_was():

@@ -39,7 +39,7 @@ def find_browser() -> str | None:
 class Browser:
     """Opens one page at a time; `errors` and `requests` are what the page logged as errors and asked for so far."""
 
-    def __init__(self, *, patience: float = 30.0) -> None:
+    def __init__(self, *, patience: float = 60.0) -> None:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._patience = patience

@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep
+import halfstep.report.log
 from halfstep.errors import LogError
 from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, TensorStats, Verdict
+from halfstep.report.late import LateReader
 from halfstep.report.lines import ObservationLine, StepLine, VerdictLine, encode
 from halfstep.report.log import RunLog
 from halfstep.report.run import _DECODER, Event, read_log
@@ -166,6 +168,80 @@ def test_a_loss_of_any_format_or_of_one_element_is_a_number(tmp_path, loss):
     assert read_log(tmp_path / "log").steps[0].loss == 2.0
 
 
+class Arrival:
+    """Stands for the event behind a copy: it comes when the test says so, or when it is waited for."""
+
+    def __init__(self):
+        self.come = False
+
+    def query(self):
+        return self.come
+
+    def synchronize(self):
+        self.come = True
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """A reader for which the CPU is a device that works behind the host, and the events of its copies."""
+    events = []
+
+    class Reader(LateReader):
+        def add(self, record):
+            super().add(record)
+            events.append(Arrival())
+            self._copies[-1] = replace(self._copies[-1], done=events[-1])
+
+    monkeypatch.setattr(halfstep.report.log, "LateReader", Reader)
+    return events
+
+
+def test_steps_are_written_when_they_have_arrived_and_in_order(tmp_path, late):
+    path = tmp_path / "log"
+    log = RunLog(path)
+    log(step(1))
+    late[0].come = True
+    log(step(2))
+    assert numbers(read_log(path)) == [1]
+    log(step(3))
+    late[2].come = True  # before the second
+    log(step(4))
+    assert numbers(read_log(path)) == [1]
+    late[1].come = True
+    log(step(5))
+    assert numbers(read_log(path)) == [1, 2, 3]
+    log.flush()
+    assert numbers(read_log(path)) == [1, 2, 3, 4, 5]
+    log(step(6))
+    log.close()
+    assert numbers(read_log(path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_log_that_is_dropped_writes_what_is_left(tmp_path, late):
+    log = RunLog(tmp_path / "log")
+    log(step(1))
+    assert numbers(read_log(tmp_path / "log")) == []
+    del log
+    assert numbers(read_log(tmp_path / "log")) == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_no_step_waits(tmp_path):
+    path = tmp_path / "log"
+    skipped, scale, norm, loss = (torch.tensor(value, device="cuda") for value in (False, 2.0, 0.5, 4.0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with RunLog(path) as log:
+            for number in range(1, 50):
+                log(StepRecord(number, skipped, scale, norm, loss=loss))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    run = read_log(path)
+    assert numbers(run) == list(range(1, 50))
+    assert (run.steps[-1].scale, run.steps[-1].grad_norm, run.steps[-1].loss) == (2.0, 0.5, 4.0)
+
+
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
     write(tmp_path / "log", step(1, loss=1.0), step(2, loss=2.0))
     write(tmp_path / "log", step(3, loss=3.0))
@@ -219,7 +295,8 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
     write(path, step(1, loss=1.0), observation(1, bins={100: 2}), Finding("note", "a", "b", "c", "d"))
     whole = path.read_bytes()
     first = whole.index(b"\n")
-    for end in range(len(whole)):
+    ends = {at + offset for at in range(len(whole)) if whole[at] == ord("\n") for offset in (-1, 0, 1)}
+    for end in sorted({0, 1, 8, *range(2, len(whole), 9), *(ends - {len(whole)})}):
         path.write_bytes(whole[:end])
         if end < first:
             with pytest.raises(LogError, match="empty" if end == 0 else "cut within its first line|no run log"):
@@ -324,11 +401,14 @@ def test_a_record_of_another_kind_is_refused(tmp_path):
 
 
 PROGRAM = """
-import sys, torch
-from tests.report.test_log import train
-session, log = train(sys.argv[1], 1)
-model = session._roots[0]
-for number in range(2, 10**6):
+import sys
+import torch
+import halfstep
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = halfstep.initialize(model, optimizer, "O2", low="bf16", sinks=[halfstep.RunLog(sys.argv[1])])
+for number in range(1, 10**6):
+    optimizer.zero_grad()
     session.backward(model(torch.ones(1, 4)).square().sum())
     session.step()
     print(number, flush=True)
@@ -344,7 +424,7 @@ def test_a_killed_process_leaves_all_its_steps(tmp_path):
     assert process.returncode == -signal.SIGKILL
     run = read_log(path)
     assert numbers(run) == list(range(1, len(run.steps) + 1))
-    assert run.steps[-1].step >= printed[-1] == 21
+    assert run.steps[-1].step >= printed[-1] == 20
     assert run.machine is not None
 
 
