@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, PlanError
 from halfstep.observe.badness import badness
 from halfstep.observe.cures import candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
@@ -34,8 +34,9 @@ NOT_SEEN = (
     "the loss or its gradients are not finite, but what made them so ran where it could not be recorded (in another "
     "thread, or in compiled code): run the model in one thread, uncompiled, and call session.blame(closure)"
 )
-_SMALLEST_TRIED = 2.0**-14
-_TRIES = 12  # edits that are tried on the closure, each by one more run
+_TRIES = 24  # plans that are tried on the closure, each by one more run
+_FAULTS = 4  # places that are cured one after the other, where the closure fails in several
+_CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _first_run(
         return _Run(value, recorder, None), None
     found = diagnose(recorder, origin, subject.plan, subject.full, scale)
     lower = None
-    if scales and found.may_be_scale and found.phase == "backward" and scale > _SMALLEST_TRIED:
+    if scales and found.may_be_scale and found.phase == "backward" and scale > 1:
         lower = _passing_scale(subject, loss, params, scale)
     return _Run(value, recorder, found), lower
 
@@ -154,9 +155,9 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _passing_scale(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> float | None:
-    """Returns the largest of the halved scales at which the gradients are finite, on the graph as it is."""
-    while scale > _SMALLEST_TRIED:
-        scale /= 2
+    """Returns the largest of the halved scales from 1 up at which the gradients are finite, on the graph as it is."""
+    while scale > 1:
+        scale = max(scale / 2, 1.0)
         if _is_finite_at(subject, loss, params, scale):
             return scale
     return None
@@ -203,11 +204,61 @@ def _try_cures(
     found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=scale)
-    for edits in candidates(subject.plan, found)[:_TRIES]:
-        run = _tried(subject, closure, rewind, subject.plan.edit(*edits), scale)
-        if run is not None and run.found is None:
-            return say(replace(found, cured_loss=run.loss), subject.plan, edits, scale=scale)
-    return say(found, subject.plan, (), scale=scale)
+    cure = _Search(subject, closure, rewind, scale, full.loss).cure(found)
+    if cure is None:
+        return say(found, subject.plan, (), scale=scale)
+    edits, loss = cure
+    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=scale)
+
+
+@dataclass
+class _Search:
+    """Looks for the edits under which the closure's numbers are finite, from those that change least."""
+
+    subject: Subject
+    closure: Callable[[], Any]
+    rewind: Callable[[], None]
+    scale: float
+    full_loss: float
+    left: int = _TRIES
+
+    def cure(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
+        """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
+        *narrow, all_full = candidates(self.subject.plan, found) or [()]
+        return self._within(found, narrow, (), _FAULTS) or self._if_cured(all_full)
+
+    def _within(
+        self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
+    ) -> tuple[tuple[Edit, ...], float] | None:
+        moved: tuple[tuple[Edit, ...], Diagnosis] | None = None
+        for edits in narrow:
+            run = self._run(kept + edits)
+            if run is None:
+                continue
+            if run.found is None and self._is_close(run.loss):
+                return kept + edits, run.loss
+            if moved is None and run.found is not None and run.found.module not in (found.module, None):
+                moved = edits, run.found
+        if moved is None or faults <= 1:
+            return None
+        return self._within(moved[1], candidates(self.subject.plan, moved[1])[:-1], kept + moved[0], faults - 1)
+
+    def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
+        run = self._run(edits) if edits else None
+        return None if run is None or run.found is not None else (edits, run.loss)
+
+    def _run(self, edits: tuple[Edit, ...]) -> _Run | None:
+        self.left -= 1
+        if self.left < 0:
+            return None
+        try:
+            plan = self.subject.plan.edit(*edits)
+        except PlanError:
+            return None
+        return _tried(self.subject, self.closure, self.rewind, plan, self.scale)
+
+    def _is_close(self, loss: float) -> bool:
+        return abs(loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)
 
 
 def _tried(

@@ -17,9 +17,11 @@ from tests.observe.faults.hosts import (
     Cnn,
     Encoder,
     Lstm,
+    Stacked,
     TorchAttention,
     Transformer,
     images,
+    rows,
     words,
 )
 
@@ -50,7 +52,8 @@ class Fault:
     compiled: bool = False
 
     def inputs(self) -> torch.Tensor:
-        return images() if isinstance(self.model(), Cnn) else words()
+        made = self.model()
+        return images() if isinstance(made, Cnn) else rows() if isinstance(made, Stacked) else words()
 
 
 HOSTS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -74,6 +77,8 @@ PLANTS: dict[str, tuple[Callable[[], nn.Module], tuple[str, str, str], bool, Cal
     "log": (plants.LogOfZero, ("log", FORWARD, "invalid"), True, None),
     "where": (plants.WhereTrap, ("div", BACKWARD, "invalid"), False, lambda p: setattr(p, "fixed", True)),
     "sqrt": (plants.SqrtOfZero, ("sqrt", BACKWARD, "invalid"), False, lambda p: setattr(p, "eps", 1e-4)),
+    "in place": (plants.InPlace, ("mul", FORWARD, "overflow"), True, None),
+    "rows": (plants.Rows, ("mul", FORWARD, "overflow"), True, None),
     "custom forward": (plants.CustomForward, ("mul", FORWARD, "overflow"), True, None),
     "custom backward": (plants.CustomBackward, ("mul", BACKWARD, "overflow"), True, None),
     "custom divide": (plants.CustomDivide, ("div", BACKWARD, "invalid"), False, None),
@@ -96,6 +101,7 @@ PLANTED = (
     ("where", "reentrant", "O1 fp16"),
     ("sqrt", "cnn", "O1 fp16"), ("sqrt", "lstm", "O2 bf16"), ("sqrt", "encoder", "O2 fp16"),
     ("sqrt", "checkpoint", "O1 bf16"), ("sqrt", "reentrant", "O2 fp16"), ("sqrt", "compiled cnn", "O1 bf16"),
+    ("in place", "cnn", "O1 fp16"), ("in place", "checkpoint", "O2 fp16"), ("rows", "lstm", "O2 fp16"),
     ("custom forward", "cnn", "O2 fp16"), ("custom forward", "transformer", "O3 fp16"),
     ("custom forward", "lstm", "O1 fp16"), ("custom forward", "checkpoint", "O2 fp16"),
     ("custom backward", "cnn", "O2 fp16"), ("custom backward", "lstm", "O3 fp16"),
@@ -219,6 +225,16 @@ OTHERS = (
           ("layer.norm1", "layer_norm", FORWARD, "weights"), False, breaks=write("layer.norm1.weight", math.nan)),
     Fault("a weight beyond the stored format", lambda: Cnn(nn.Identity()), "O2", "fp16",
           ("conv2", "conv2d", FORWARD, "overflow"), breaks=write("conv2.weight", BIG)),
+)  # fmt: skip
+
+# several places, and places without a module
+OTHERS += (
+    Fault("a stream beyond the format", lambda: Stacked(plants.Stream(), nn.Identity()), "O2", "fp16",
+          ("blocks.0", "add", FORWARD, "overflow")),
+    Fault("two places", lambda: Stacked(plants.Gain(), plants.InPlace()), "O2", "fp16",
+          ("blocks.0", "mul", FORWARD, "overflow")),
+    Fault("NaN in running statistics", lambda: Cnn(nn.Identity()).eval(), "O1", "fp16",
+          ("norm", "batch_norm", FORWARD, "weights"), False, breaks=write("norm.running_var", math.nan)),
 )  # fmt: skip
 
 FAULTS = (*(planted(*row) for row in PLANTED), *OTHERS)
