@@ -522,7 +522,9 @@ class Session:
         return verdict
 
     def _subject(self) -> Subject:
-        return Subject(self.plan, self._roots, self._recording, self._backward_pass, self._trial, self._store.full)
+        return Subject(
+            self.plan, self._roots, self._recording, self._backward_pass, self._at_scale, self._trial, self._store.full
+        )
 
     @contextmanager
     def _recording(self, recorder: OpRecorder) -> Iterator[None]:
@@ -568,6 +570,17 @@ class Session:
         finally:
             del self.__dict__["autocast"]
             trial.close()
+
+    @contextmanager
+    def _at_scale(self, scale: float) -> Iterator[None]:
+        kept = [(own.value, own.value.clone()) for own in self._scales.values()]
+        for value, _ in kept:
+            value.data.fill_(scale)  # through .data: the ledger takes a counted write for a change
+        try:
+            yield
+        finally:
+            for value, before in kept:
+                value.data.copy_(before)
 
     def _scale_to_explain(self, loss_id: int) -> float:
         """Returns the scale of the last step where it was skipped, else the one that the next would have."""

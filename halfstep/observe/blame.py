@@ -7,6 +7,7 @@ might cure it are then tried on the same closure. Nothing is told that was not s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -44,14 +45,16 @@ class Subject:
     """What blame needs from a session, or from one over copies of the models, on which an edit is tried.
 
     `recording` is a context in which a recorder sees what the models do; `backward(loss, scale)` runs the backward pass
-    and keeps the graph; `trial(plan)` gives the subject of a session with another plan over copies of the models, which
-    stand in for them; `full` is the fp32 value of a stored parameter.
+    and keeps the graph; within `at_scale(scale)` `session.grad`, which a closure may call, uses that scale;
+    `trial(plan)` gives the subject of a session with another plan over copies of the models, which stand in for them;
+    `full` is the fp32 value of a stored parameter.
     """
 
     plan: Plan
     roots: Sequence[nn.Module]
     recording: Callable[[OpRecorder], AbstractContextManager[Any]]
     backward: Callable[[Tensor, float], None]
+    at_scale: Callable[[float], AbstractContextManager[None]]
     trial: Callable[[Plan], AbstractContextManager[Subject]]
     full: Callable[[nn.Parameter], Tensor]
 
@@ -87,6 +90,8 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         if run.found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
             return None
+        if lower is None and run.found.may_be_scale and not math.isfinite(run.loss):
+            lower = _passing_from_the_start(subject, closure, rewind, scale, params)
         if lower is not None:
             found = replace(run.found, kind="scale too high", lower_scale=lower)
             return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
@@ -160,6 +165,20 @@ def _passing_scale(subject: Subject, loss: Tensor, params: list[nn.Parameter], s
         scale = max(scale / 2, 1.0)
         if _is_finite_at(subject, loss, params, scale):
             return scale
+    return None
+
+
+def _passing_from_the_start(
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], scale: float, params: list[nn.Parameter]
+) -> float | None:
+    """Returns the largest halved scale at which loss and gradients are finite, for a closure that calls `grad`."""
+    while scale > 1:
+        scale = max(scale / 2, 1.0)
+        rewind()
+        with subject.at_scale(scale):
+            loss = run_to_the_loss(closure, params)
+            if badness(loss) is None and _is_finite_at(subject, loss, params, scale):
+                return scale
     return None
 
 
@@ -264,7 +283,7 @@ class _Search:
 def _tried(
     subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], plan: Plan, scale: float
 ) -> _Run | None:
-    """Runs the closure on copies of the models under a plan, at the scales that its loss scale may come down to.
+    """Runs the closure on copies of the models under a plan, at the loss scale that it is at or will come down to.
 
     None where it cannot be tried: the models cannot be copied, the closure calls others, or the plan does not fit.
     """
@@ -272,24 +291,19 @@ def _tried(
     try:
         with subject.trial(plan) as trial:
             params = _parameters(trial.roots)
-            run = None
-            for at in _scales_of(plan.scale, scale):
-                run, _ = _first_run(trial, closure, at, params, scales=False)
-                if run.found is None or not run.found.may_be_scale:
-                    break
-                rewind()
+            at, falls = _scale_under(plan.scale, scale), plan.scale.kind == "dynamic"
+            run, lower = _first_run(trial, closure, at, params, scales=falls)
+            if lower is not None and lower >= plan.scale.min:  # a scale that will come down cures it by itself
+                run = replace(run, found=None)
             reached = any(p.grad is not None for p in params)
-            return run if reached or (run is not None and run.found is not None) else None
+            return run if reached or run.found is not None else None
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:
         _LOG.debug("blame: %s was not tried: %s", plan.name, error)
         return None
 
 
-def _scales_of(scaling: Scaling, scale: float) -> Iterator[float]:
-    if scaling.kind != "dynamic":
-        yield 1.0 if scaling.kind == "none" else scaling.init
-        return
-    at = min(scale, scaling.max)
-    while at >= scaling.min:
-        yield at
-        at *= scaling.backoff
+def _scale_under(scaling: Scaling, scale: float) -> float:
+    """Returns the loss scale at which a plan is tried where that of the session is `scale`."""
+    if scaling.kind == "dynamic":
+        return min(max(scale, scaling.min), scaling.max)
+    return 1.0 if scaling.kind == "none" else scaling.init

@@ -13,6 +13,7 @@ from torch import nn
 from tests.observe.faults import plants
 from tests.observe.faults.hosts import (
     PLANT_AT,
+    WIDTH,
     Attention,
     Cnn,
     Encoder,
@@ -140,13 +141,23 @@ def write(path: str, value: float) -> Callable[[nn.Module], None]:
     return spoil
 
 
-def grow(path: str, factor: float) -> Callable[[nn.Module], None]:
-    """Returns what multiplies a parameter."""
+def grow(path: str, factor: float, rows: int | None = None) -> Callable[[nn.Module], None]:
+    """Returns what multiplies the first rows of a parameter, or all of it."""
 
     def spoil(model: nn.Module) -> None:
         owner, _, name = path.rpartition(".")
         with torch.no_grad():
-            getattr(model.get_submodule(owner), name).mul_(factor)
+            getattr(model.get_submodule(owner), name)[:rows].mul_(factor)
+
+    return spoil
+
+
+def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[nn.Module], None]:
+    """Returns what breaks twice."""
+
+    def spoil(model: nn.Module) -> None:
+        one(model)
+        other(model)
 
     return spoil
 
@@ -195,11 +206,14 @@ OTHERS = (
     # products
     Fault("scores of attention", attention(gain=1e6), "O1", "fp16", ("blocks.1.attn", "mul", FORWARD, "overflow")),
     Fault("scores of torch's attention", lambda: TorchAttention(nn.Identity()), "O2", "fp16",
-          ("attn", "linear", FORWARD, "overflow"), breaks=grow("attn.in_proj_weight", 1e6)),
+          ("attn", "baddbmm", FORWARD, "overflow"), breaks=grow("attn.in_proj_weight", 1e3, rows=2 * WIDTH)),
+    Fault("scores of torch's encoder", lambda: Encoder(nn.Identity()), "O1", "fp16",
+          ("layer.self_attn", "linear", FORWARD, "overflow"),
+          breaks=grow("layer.self_attn.in_proj_weight", 1e6, rows=2 * WIDTH)),
     Fault("a head", lambda: Cnn(nn.Identity()), "O1", "fp16", ("head", "linear", FORWARD, "overflow"),
-          breaks=grow("head.weight", 3e6)),
+          breaks=both(grow("conv2.weight", 100), grow("head.weight", 1e4))),
     Fault("a convolution", lambda: Cnn(nn.Identity()), "O2", "fp16", ("conv2", "conv2d", FORWARD, "overflow"),
-          breaks=grow("conv2.weight", 3e5)),
+          breaks=grow("conv2.weight", 1e5)),
     Fault("an input beyond the format", lambda: Cnn(nn.Identity()), "O2", "fp16", ("", "to", FORWARD, "overflow"),
           spoils=lambda x: x * BIG),
     Fault("an input beyond the format of a product", lambda: Cnn(nn.Identity()), "O1", "fp16",
