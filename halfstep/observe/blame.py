@@ -69,11 +69,15 @@ class Held:
 
 @dataclass
 class _Run:
-    """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is)."""
+    """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is).
+
+    `lower` is the loss scale that a dynamic one has to come down to before all is finite (None: none is needed).
+    """
 
     loss: float
     recorder: OpRecorder
     found: Diagnosis | None
+    lower: float | None = None
 
 
 def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held) -> Verdict | None:
@@ -255,7 +259,7 @@ class _Search:
             if run is None:
                 continue
             if run.found is None and self._is_close(run.loss):
-                return kept + edits, run.loss
+                return self._with_scale(kept + edits, run), run.loss
             if moved is None and run.found is not None and run.found.module not in (found.module, None):
                 moved = edits, run.found
         if moved is None or faults <= 1:
@@ -264,7 +268,11 @@ class _Search:
 
     def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
         run = self._run(edits) if edits else None
-        return None if run is None or run.found is not None else (edits, run.loss)
+        return None if run is None or run.found is not None else (self._with_scale(edits, run), run.loss)
+
+    def _with_scale(self, edits: tuple[Edit, ...], run: _Run) -> tuple[Edit, ...]:
+        """Adds the loss scale that the edited run would come down to, so that it need not skip steps for it."""
+        return edits if run.lower is None else (*edits, replace(self.subject.plan.scale, init=run.lower))
 
     def _run(self, edits: tuple[Edit, ...]) -> _Run | None:
         self.left -= 1
@@ -294,7 +302,7 @@ def _tried(
             at, falls = _scale_under(plan.scale, scale), plan.scale.kind == "dynamic"
             run, lower = _first_run(trial, closure, at, params, scales=falls)
             if lower is not None and lower >= plan.scale.min:  # a scale that will come down cures it by itself
-                run = replace(run, found=None)
+                run = replace(run, found=None, lower=lower)
             reached = any(p.grad is not None for p in params)
             return run if reached or run.found is not None else None
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:

@@ -35,7 +35,8 @@ def spell(edit: Edit) -> str:
     "Rule('head', FULL)"
     """
     if isinstance(edit, Rule):
-        policy = "FULL" if edit.policy == FULL else repr(edit.policy)
+        given = edit.policy
+        policy = "FULL" if given == FULL else f"Policy({given.param!r}, {given.compute!r}, {given.output!r})"
         return f"Rule({edit.pattern!r}, {policy})"
     if isinstance(edit, OpChange):
         return f"OpChange({edit.list!r}, {edit.op!r})"
