@@ -28,7 +28,7 @@ from halfstep.observe.blame import Held, Subject, blame
 from halfstep.observe.guardian import Armed, Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
-from halfstep.observe.replay import standing_in
+from halfstep.observe.replay import refused, standing_in
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
@@ -76,6 +76,9 @@ Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
     "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
+)
+IN_A_CLOSURE = (
+    "the closure that blame runs is to compute the loss and return it: blame runs the backward pass itself, and no step"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -511,14 +514,17 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        with self._probes.paused():
-            verdict = blame(self._subject(), closure, scale=self._scale_to_explain(loss_id), held=self._held())
+        scale, held = self._scale_to_explain(loss_id), self._held()
+        with self._probes.paused(), refused(self, ("backward", "step", "unscale_"), IN_A_CLOSURE):
+            verdict = blame(self._subject(), closure, scale=scale, held=held)
         if verdict is not None:
             self.tell(verdict)
         return verdict
 
     def _subject(self) -> Subject:
-        return Subject(self.plan, self._roots, self._recording, self._backward_pass, self._trial, self._store.full)
+        return Subject(
+            self.plan, self._roots, self._recording, self._backward_pass, self._at_scale, self._trial, self._store.full
+        )
 
     @contextmanager
     def _recording(self, recorder: OpRecorder) -> Iterator[None]:
@@ -543,8 +549,8 @@ class Session:
             stack.callback(stance.__exit__, None, None, None)
             stack.enter_context(self._under(armed.recorder))
             for gate in self._outermost:
-                stack.callback(setattr, gate, "before", gate.before)
-                gate.before = functools.partial(_in_turn, armed.start, gate.before)
+                stack.callback(setattr, gate, "around", gate.around)
+                gate.around = functools.partial(armed.around, gate.around)
             disarm = stack.pop_all().close
         return armed, disarm
 
@@ -565,8 +571,21 @@ class Session:
             del self.__dict__["autocast"]
             trial.close()
 
+    @contextmanager
+    def _at_scale(self, scale: float) -> Iterator[None]:
+        kept = [(own.value, own.value.clone()) for own in self._scales.values()]
+        for value, _ in kept:
+            value.data.fill_(scale)  # through .data: the ledger takes a counted write for a change
+        try:
+            yield
+        finally:
+            for value, before in kept:
+                value.data.copy_(before)
+
     def _scale_to_explain(self, loss_id: int) -> float:
         """Returns the scale of the last step where it was skipped, else the one that the next would have."""
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
+            raise SessionError(f"loss_id is {loss_id!r}; give that of the loss, an integer from 0 up")
         if loss_id in self._scales:
             now = float(self._scales[loss_id].value)
             return max(now, float(self._last.scale)) if self._last is not None and bool(self._last.skipped) else now
@@ -721,12 +740,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
-
-
-def _in_turn(*functions: Callable[[], None] | None) -> None:
-    for function in functions:
-        if function is not None:
-            function()
 
 
 def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan

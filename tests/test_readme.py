@@ -12,7 +12,7 @@ import halfstep
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = dict(
     zip(
-        ("first lines", "plan", "observe", "seeing", "average", "schedule"),
+        ("first lines", "plan", "observe", "seeing", "blame", "average", "schedule"),
         re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL),
         strict=True,
     )
@@ -72,6 +72,18 @@ def test_plan_is_edited_saved_and_read(names):
         assert names["model"].head.weight.dtype == torch.float32
         assert names["model"].body.weight.dtype == torch.float16
         assert halfstep.load_plan("plan.toml") == session.plan
+
+
+def test_a_failed_batch_gets_a_verdict_whose_edits_are_taken(names, capsys):
+    names["inputs"], names["targets"] = torch.randn(4, 8), torch.randint(0, 4, (4,))
+    with torch.no_grad():
+        names["model"].head.weight.mul_(1e7)
+    names["session"] = first = halfstep.initialize(names["model"], names["optimizer"], "O1", low="fp16", loss_scale=1.0)
+    exec(BLOCKS["blame"], names)
+    assert "overflow: linear in head" in capsys.readouterr().out
+    assert first.closed
+    with names["session"] as session:
+        assert session.plan == first.plan.edit(*names["verdict"].cure)
 
 
 def test_a_probe_sees_the_gradients_of_the_steps_it_looks_at(names, capsys):

@@ -7,6 +7,7 @@ might cure it are then tried on the same closure. Nothing is told that was not s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, PlanError
 from halfstep.observe.badness import badness
 from halfstep.observe.cures import candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
@@ -34,8 +35,9 @@ NOT_SEEN = (
     "the loss or its gradients are not finite, but what made them so ran where it could not be recorded (in another "
     "thread, or in compiled code): run the model in one thread, uncompiled, and call session.blame(closure)"
 )
-_SMALLEST_TRIED = 2.0**-14
-_TRIES = 12  # edits that are tried on the closure, each by one more run
+_TRIES = 24  # plans that are tried on the closure, each by one more run
+_FAULTS = 4  # places that are cured one after the other, where the closure fails in several
+_CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,16 @@ class Subject:
     """What blame needs from a session, or from one over copies of the models, on which an edit is tried.
 
     `recording` is a context in which a recorder sees what the models do; `backward(loss, scale)` runs the backward pass
-    and keeps the graph; `trial(plan)` gives the subject of a session with another plan over copies of the models, which
-    stand in for them; `full` is the fp32 value of a stored parameter.
+    and keeps the graph; within `at_scale(scale)` `session.grad`, which a closure may call, uses that scale;
+    `trial(plan)` gives the subject of a session with another plan over copies of the models, which stand in for them;
+    `full` is the fp32 value of a stored parameter.
     """
 
     plan: Plan
     roots: Sequence[nn.Module]
     recording: Callable[[OpRecorder], AbstractContextManager[Any]]
     backward: Callable[[Tensor, float], None]
+    at_scale: Callable[[float], AbstractContextManager[None]]
     trial: Callable[[Plan], AbstractContextManager[Subject]]
     full: Callable[[nn.Parameter], Tensor]
 
@@ -65,11 +69,15 @@ class Held:
 
 @dataclass
 class _Run:
-    """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is)."""
+    """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is).
+
+    `lower` is the loss scale that a dynamic one has to come down to before all is finite (None: none is needed).
+    """
 
     loss: float
     recorder: OpRecorder
     found: Diagnosis | None
+    lower: float | None = None
 
 
 def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held) -> Verdict | None:
@@ -86,6 +94,8 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         if run.found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
             return None
+        if lower is None and run.found.may_be_scale and not math.isfinite(run.loss):
+            lower = _passing_from_the_start(subject, closure, rewind, scale, params)
         if lower is not None:
             found = replace(run.found, kind="scale too high", lower_scale=lower)
             return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
@@ -119,7 +129,7 @@ def _first_run(
         return _Run(value, recorder, None), None
     found = diagnose(recorder, origin, subject.plan, subject.full, scale)
     lower = None
-    if scales and found.may_be_scale and found.phase == "backward" and scale > _SMALLEST_TRIED:
+    if scales and found.may_be_scale and found.phase == "backward" and scale > 1:
         lower = _passing_scale(subject, loss, params, scale)
     return _Run(value, recorder, found), lower
 
@@ -154,11 +164,25 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _passing_scale(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> float | None:
-    """Returns the largest of the halved scales at which the gradients are finite, on the graph as it is."""
-    while scale > _SMALLEST_TRIED:
-        scale /= 2
+    """Returns the largest of the halved scales from 1 up at which the gradients are finite, on the graph as it is."""
+    while scale > 1:
+        scale = max(scale / 2, 1.0)
         if _is_finite_at(subject, loss, params, scale):
             return scale
+    return None
+
+
+def _passing_from_the_start(
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], scale: float, params: list[nn.Parameter]
+) -> float | None:
+    """Returns the largest halved scale at which loss and gradients are finite, for a closure that calls `grad`."""
+    while scale > 1:
+        scale = max(scale / 2, 1.0)
+        rewind()
+        with subject.at_scale(scale):
+            loss = run_to_the_loss(closure, params)
+            if badness(loss) is None and _is_finite_at(subject, loss, params, scale):
+                return scale
     return None
 
 
@@ -203,17 +227,71 @@ def _try_cures(
     found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=scale)
-    for edits in candidates(subject.plan, found)[:_TRIES]:
-        run = _tried(subject, closure, rewind, subject.plan.edit(*edits), scale)
-        if run is not None and run.found is None:
-            return say(replace(found, cured_loss=run.loss), subject.plan, edits, scale=scale)
-    return say(found, subject.plan, (), scale=scale)
+    cure = _Search(subject, closure, rewind, scale, full.loss).cure(found)
+    if cure is None:
+        return say(found, subject.plan, (), scale=scale)
+    edits, loss = cure
+    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=scale)
+
+
+@dataclass
+class _Search:
+    """Looks for the edits under which the closure's numbers are finite, from those that change least."""
+
+    subject: Subject
+    closure: Callable[[], Any]
+    rewind: Callable[[], None]
+    scale: float
+    full_loss: float
+    left: int = _TRIES
+
+    def cure(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
+        """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
+        *narrow, all_full = candidates(self.subject.plan, found) or [()]
+        return self._within(found, narrow, (), _FAULTS) or self._if_cured(all_full)
+
+    def _within(
+        self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
+    ) -> tuple[tuple[Edit, ...], float] | None:
+        moved: tuple[tuple[Edit, ...], Diagnosis] | None = None
+        for edits in narrow:
+            run = self._run(kept + edits)
+            if run is None:
+                continue
+            if run.found is None and self._is_close(run.loss):
+                return self._with_scale(kept + edits, run), run.loss
+            if moved is None and run.found is not None and run.found.module not in (found.module, None):
+                moved = edits, run.found
+        if moved is None or faults <= 1:
+            return None
+        return self._within(moved[1], candidates(self.subject.plan, moved[1])[:-1], kept + moved[0], faults - 1)
+
+    def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
+        run = self._run(edits) if edits else None
+        return None if run is None or run.found is not None else (self._with_scale(edits, run), run.loss)
+
+    def _with_scale(self, edits: tuple[Edit, ...], run: _Run) -> tuple[Edit, ...]:
+        """Adds the loss scale that the edited run would come down to, so that it need not skip steps for it."""
+        return edits if run.lower is None else (*edits, replace(self.subject.plan.scale, init=run.lower))
+
+    def _run(self, edits: tuple[Edit, ...]) -> _Run | None:
+        self.left -= 1
+        if self.left < 0:
+            return None
+        try:
+            plan = self.subject.plan.edit(*edits)
+        except PlanError:
+            return None
+        return _tried(self.subject, self.closure, self.rewind, plan, self.scale)
+
+    def _is_close(self, loss: float) -> bool:
+        return abs(loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)
 
 
 def _tried(
     subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], plan: Plan, scale: float
 ) -> _Run | None:
-    """Runs the closure on copies of the models under a plan, at the scales that its loss scale may come down to.
+    """Runs the closure on copies of the models under a plan, at the loss scale that it is at or will come down to.
 
     None where it cannot be tried: the models cannot be copied, the closure calls others, or the plan does not fit.
     """
@@ -221,24 +299,19 @@ def _tried(
     try:
         with subject.trial(plan) as trial:
             params = _parameters(trial.roots)
-            run = None
-            for at in _scales_of(plan.scale, scale):
-                run, _ = _first_run(trial, closure, at, params, scales=False)
-                if run.found is None or not run.found.may_be_scale:
-                    break
-                rewind()
+            at, falls = _scale_under(plan.scale, scale), plan.scale.kind == "dynamic"
+            run, lower = _first_run(trial, closure, at, params, scales=falls)
+            if lower is not None and lower >= plan.scale.min:  # a scale that will come down cures it by itself
+                run = replace(run, found=None, lower=lower)
             reached = any(p.grad is not None for p in params)
-            return run if reached or (run is not None and run.found is not None) else None
+            return run if reached or run.found is not None else None
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:
         _LOG.debug("blame: %s was not tried: %s", plan.name, error)
         return None
 
 
-def _scales_of(scaling: Scaling, scale: float) -> Iterator[float]:
-    if scaling.kind != "dynamic":
-        yield 1.0 if scaling.kind == "none" else scaling.init
-        return
-    at = min(scale, scaling.max)
-    while at >= scaling.min:
-        yield at
-        at *= scaling.backoff
+def _scale_under(scaling: Scaling, scale: float) -> float:
+    """Returns the loss scale at which a plan is tried where that of the session is `scale`."""
+    if scaling.kind == "dynamic":
+        return min(max(scale, scaling.min), scaling.max)
+    return 1.0 if scaling.kind == "none" else scaling.init

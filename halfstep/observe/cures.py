@@ -25,8 +25,8 @@ def candidates(plan: Plan, found: Diagnosis) -> list[tuple[Edit, ...]]:
     if found.module is not None and _is_cheap(found.operator):
         edits.append((OpChange("deny", found.operator),))
     for name in _upwards(found.module):
-        edits += [(Rule(name, FULL),), (Rule(name, FULL_OUT),)]
-    return edits
+        edits += [(Rule(name, FULL),), (Rule(name, FULL_OUT),)] if name else []
+    return [*edits, (Rule("", FULL),)] if found.module is not None else edits
 
 
 def scaling_cure(scaling: Scaling, scale: float, lower: float) -> tuple[Edit, ...]:

@@ -29,9 +29,9 @@ class Diagnosis:
     """What is known of a failure; `module` is "" for the model itself and None where no module called the operation.
 
     `exact` is the largest true result in fp32 (None: not known), `eps` a constant that rounded to zero, `mask` the
-    constant of a mask that became infinite. `repeats` says that a second run failed in the same place, `tried` that the
-    closure could be run on a copy; then `full_fails` and `full_loss` are what fp32 gave, and `cured_loss` the loss
-    under the cure (None: no edit that was tried cures it).
+    constant of a mask that became infinite, `met_mask` that a mask's infinity was computed with. `repeats` says that a
+    second run failed in the same place, `tried` that the closure could be run on a copy; then `full_fails` and
+    `full_loss` are what fp32 gave, and `cured_loss` the loss under the cure (None: no edit that was tried cures it).
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Diagnosis:
     exact: float | None = None
     eps: float | None = None
     mask: float | None = None
+    met_mask: bool = False
     stored_overflow: bool = False
     names: tuple[str, ...] = ()
     lower_scale: float | None = None
@@ -97,6 +98,9 @@ def diagnose(
         exact=None if note.exact is None or not note.exact.finite else note.exact.largest,
         eps=_vanished(note, plan.low) if kind == "invalid" else None,
         mask=mask,
+        met_mask=any(math.isinf(s) for s in note.scalars)
+        or any(parent.masked for parent in note.parents)
+        or any(leaf.masked for leaf in note.leaves),
     )
 
 
@@ -124,7 +128,9 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
         return "masked row", next((m.exact.value for m in _masks(note) if m.exact is not None), None)
     if note.exact is not None and note.exact.constant:
         return "overflow", note.exact.value
-    if any(note.zeros) and not {recorder.operator(note), note.aten.rstrip("_")}.isdisjoint(_POLES):
+    if (any(note.zeros) or 0.0 in note.scalars) and not {recorder.operator(note), note.aten.rstrip("_")}.isdisjoint(
+        _POLES
+    ):
         return "invalid", None
     if note.exact is not None and note.exact.finite:
         return "overflow", None

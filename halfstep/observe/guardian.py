@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Counters:
     def __init__(self, device: torch.device) -> None:
         self._on_host = device.type != "cuda"
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+        self._values: tuple[float, float] | None = None
 
     def take(self, skips: Tensor, scale: Tensor) -> None:
         """Begins to read; both are 0-dim tensors."""
@@ -50,13 +52,13 @@ class Counters:
         self._pending = (host, event)
 
     def read(self) -> tuple[int, float] | None:
-        """Returns skips and scale as they were when reading began; None where the device has not come that far."""
+        """Returns skips and scale as they were when reading began; None where there are none yet."""
         if self._pending is not None:
             host, event = self._pending
             if not event.query():  # type: ignore[no-untyped-call]
                 return None
             self._values, self._pending = (float(host[0]), float(host[1])), None
-        return int(self._values[0]), self._values[1]
+        return None if self._values is None else (int(self._values[0]), self._values[1])
 
 
 class Armed:
@@ -72,9 +74,10 @@ class Armed:
         self._thread = threading.get_ident()
         self.recorder.__enter__()
 
-    def start(self) -> None:
-        """Begins to record; called before a training forward."""
-        self.recorder.on = True
+    def around(self, inner: Callable[[], AbstractContextManager[Any]] | None) -> AbstractContextManager[Any]:
+        """Begins to record where a forward is for training; returns the context that was around it before."""
+        self.recorder.on = self.recorder.on or torch.is_grad_enabled()
+        return nullcontext() if inner is None else inner()
 
     def leave(self) -> None:
         """Takes the recorder off."""
@@ -107,7 +110,7 @@ class Guardian:
         self._counters = Counters(device)
         scaling = subject.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._skips = 0
+        self._seen = (0, 0)  # steps and skips at the last reading
         self._armed: tuple[Armed, Callable[[], None]] | None = None
         self._wait, self._pause = 0, 1  # windows until the next look, and how many after a look that found nothing
         self._said: set[tuple[str, str, str]] = set()
@@ -126,7 +129,7 @@ class Guardian:
             self._counters.take(skips, record.scale)
         elif phase == 1 and record.step > WINDOW:
             found = self._counters.read()
-            if found is not None and self._is_alarming(*found):
+            if found is not None and self._is_alarming(record.step - 1, *found):
                 self._armed = self._arm()
 
     def close(self) -> None:
@@ -137,12 +140,13 @@ class Guardian:
             armed.leave()
             disarm()
 
-    def _is_alarming(self, skips: int, scale: float) -> bool:
-        more, self._skips = skips - self._skips, skips
+    def _is_alarming(self, steps: int, skips: int, scale: float) -> bool:
+        taken, more = steps - self._seen[0], skips - self._seen[1]
+        self._seen = (steps, skips)
         if self._wait > 0:
             self._wait -= 1
             return False
-        return more >= WINDOW or (more > 0 and scale <= self._floor)
+        return more >= taken or (more > 0 and scale <= self._floor)
 
     def _conclude(self, record: StepRecord) -> None:
         """Ends the recording, and raises or warns where the recorded step failed for good."""
@@ -151,6 +155,8 @@ class Guardian:
         params = [p for root in self._subject.roots for p in root.parameters() if p.grad is not None]
         recorder, was_on = armed.recorder, armed.recorder.on
         self.close()
+        if bool(record.skipped) and (armed.lost or not was_on):
+            _LOG.warning(NOT_SEEN)
         if armed.lost or not was_on or not bool(record.skipped):
             self._wait, self._pause = self._pause, min(2 * self._pause, 64)
             return
@@ -173,7 +179,7 @@ class Guardian:
         if lower is None:
             return say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
         if plan.scale.kind == "dynamic" and scale > self._floor:
-            _LOG.debug("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
+            _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         found = replace(found, kind="scale too high", lower_scale=lower)
         return say(found, plan, scaling_cure(plan.scale, scale, lower), scale=scale)

@@ -165,7 +165,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for key in _memory(out):
             entry = self._writes.get(key)
             if entry is None or (fresh and entry.last is not note):
-                reference = StorageWeakRef(out.untyped_storage())  # type: ignore[no-untyped-call]
+                memory = out if out.layout is torch.strided else out._values()
+                reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
                 entry = self._writes[key] = _Writes(reference, note)
             entry.last = note
             if bad and blamed is not None:

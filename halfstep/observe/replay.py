@@ -98,6 +98,22 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
             del own.__dict__["forward"]
 
 
+@contextmanager
+def refused(owner: object, methods: Sequence[str], why: str) -> Iterator[None]:
+    """Makes calls of these methods of one object raise a SessionError."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise SessionError(why)
+
+    for name in methods:
+        owner.__dict__[name] = refuse
+    try:
+        yield
+    finally:
+        for name in methods:
+            del owner.__dict__[name]
+
+
 def run_to_the_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
     """Calls the closure and returns the loss that it computed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfstep.formats import Format
+from halfstep.formats import FP32, Format
 from halfstep.observe.diagnosis import Diagnosis
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
@@ -35,7 +35,8 @@ def spell(edit: Edit) -> str:
     "Rule('head', FULL)"
     """
     if isinstance(edit, Rule):
-        policy = "FULL" if edit.policy == FULL else repr(edit.policy)
+        given = edit.policy
+        policy = "FULL" if given == FULL else f"Policy({given.param!r}, {given.compute!r}, {given.output!r})"
         return f"Rule({edit.pattern!r}, {policy})"
     if isinstance(edit, OpChange):
         return f"OpChange({edit.list!r}, {edit.op!r})"
@@ -81,13 +82,14 @@ def _seen(found: Diagnosis) -> str:
     assert found.note is not None
     bad = found.note.bad
     inputs = _inputs(found.call)
-    text = f"{found.operator} ({found.note.aten}) gave {bad}{inputs}"
+    part = "" if found.note.aten.rstrip("_") == found.operator else f" (its part {found.note.aten})"
+    text = f"{found.operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
         text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {_number(found.low)}"
     if found.mask is not None:
         text += f", as the mask's {found.mask:g} is -inf in {found.low}"
     if found.eps is not None:
-        text += f", as {found.eps:g} is 0 in the low format"
+        text += f", as {found.eps:g} is 0 in {found.low}"
     return text
 
 
@@ -133,16 +135,25 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
         return ["load the last checkpoint whose weights are finite, and find the step that spoiled them"]
     if found.kind == "masked row":
         return _about_masks(found)
-    if found.eps is not None:
-        return [f"an eps of {found.eps:g} is 0 in fp16, whose smallest number is 6e-08: give 1e-6 or more"]
+    if found.eps is not None and found.low is not None:
+        smallest = f"{found.low.smallest_subnormal:.0e}"
+        return [f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more"]
     if found.full_fails:
         return [_in_every_format(found)]
+    if found.kind == "invalid" and found.tried:
+        return [f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not"]
     if found.mask is not None:
         return [f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}"]
     return []
 
 
 def _in_every_format(found: Diagnosis) -> str:
+    if found.met_mask:
+        return f"{found.operator} met a mask's infinity (0 times inf is NaN): mask with masked_fill or torch.where"
+    if found.exact is not None and found.low is not None and found.low is not FP32:
+        return (
+            f"no edit reaches it: the code itself casts what {found.operator} gets to {found.low}; leave that cast out"
+        )
     if found.kind == "invalid":
         return f"no format helps: keep what {found.operator} gets away from where it has no value (an eps, a clamp)"
     return f"no format helps: the result of {found.operator} is too large for fp32 too; scale its inputs down"

@@ -13,6 +13,8 @@ from torch import nn
 import halfstep
 from halfstep import FULL, Rule, Scaling, SessionError
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
+from tests.observe.faults.hosts import Attention, Cnn, Stacked, Transformer, images, rows, targets, words
+from tests.observe.faults.plants import Gain
 
 
 class Block(nn.Module):
@@ -156,4 +158,180 @@ def test_gradients_that_nobody_zeroed_are_told_from_a_failure_that_did_not_repea
     session.backward(closure())
     session.step()
     assert session.blame(closure).kind == "stale gradients"
+    session.close()
+
+
+@pytest.mark.parametrize("style", ["fill", "where", "add"])
+@pytest.mark.parametrize("mask", [-torch.inf, -1e9])
+@pytest.mark.parametrize(("plan", "low"), [("O1", "fp16"), ("O2", "fp16"), ("O3", "bf16")])
+def test_a_mask_that_leaves_each_row_an_entry_is_harmless(plan, low, mask, style):
+    if style == "add" and mask == -torch.inf:
+        pytest.skip("zero times -inf is NaN: that is no mask")
+    if style == "fill" and mask == -1e9 and low == "fp16":
+        mask = torch.finfo(torch.float16).min  # torch refuses to fill with what the format does not hold
+    model = Transformer(nn.Identity(), Attention(mask=mask, style=style))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low=low)
+    inputs, labels = words(), targets()
+    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
+    session.close()
+
+
+def test_a_harmless_mask_does_not_hide_a_fault():
+    model = Transformer(Gain(), Attention())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = words(), targets()
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.module, verdict.operator) == ("blocks.1.plant", "mul")
+    session.close()
+
+
+def test_what_overflows_without_reaching_the_loss_is_no_fault():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = rows(), targets()
+
+    def closure():
+        with session.autocast():
+            unused = torch.exp(model.stem(inputs) * 1e3)
+        assert not torch.isfinite(unused).all()
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    assert session.blame(closure) is None
+    session.close()
+
+
+def test_a_target_that_is_not_finite_is_input_data():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    inputs, wrong = rows(), torch.full((8, 4), torch.nan)
+    verdict = session.blame(lambda: nn.functional.mse_loss(model(inputs), wrong))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("input data", "mse_loss", ())
+    assert "outside of the model's forward" in verdict.evidence
+    session.close()
+
+
+def test_one_of_two_models_is_named_by_its_number():
+    models = [Cnn(nn.Identity()), Stacked(Gain(), nn.Identity())]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    session = halfstep.initialize(models, optimizers, "O2", low="fp16")
+    pictures, inputs, labels = images(), rows(), targets()
+    verdict = session.blame(lambda: nn.functional.cross_entropy(models[0](pictures) + models[1](inputs), labels))
+    assert verdict.module == "1:blocks.0"
+    assert verdict.cure == (Rule("blocks.0", FULL),)
+    session.close()
+
+
+def test_sparse_gradients_are_looked_at():
+    table, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
+    model = nn.Sequential(table, head)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
+    indices = torch.tensor([1, 2, 3])
+    assert session.blame(lambda: model(indices).square().mean()) is None
+    with torch.no_grad():
+        table.weight[2, 0] = torch.nan
+    verdict = session.blame(lambda: model(indices).square().mean())
+    assert (verdict.kind, verdict.module, verdict.operator) == ("weights", "0", "embedding")
+    session.close()
+
+
+def test_a_gradient_penalty_at_too_high_a_scale_is_told_by_running_it_lower():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="fp16", loss_scale=2.0**20)
+    inputs = rows().requires_grad_()
+
+    def closure():
+        (gradient,) = session.grad(model(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().mean()
+
+    model.stem(inputs).sum().backward()
+    held = inputs.grad.clone()
+    verdict = session.blame(closure)
+    assert verdict.kind == "scale too high"
+    assert torch.equal(inputs.grad, held)
+    assert session.blame(lambda: nn.functional.mse_loss(model(inputs), torch.zeros(8, 4)) * 1e-6) is None
+    session.close()
+
+
+def test_a_normal_skip_is_called_normal():
+    model = Cnn(nn.Identity())
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, "O2", low="fp16", loss_scale=Scaling("dynamic", init=2.0**24))
+    inputs, labels = images(), targets()
+    session.backward(nn.functional.cross_entropy(model(inputs), labels))
+    assert bool(session.step().skipped)
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert verdict.kind == "scale too high"
+    assert "normal while a dynamic scale comes down" in verdict.advice
+    session.close()
+
+
+def test_a_closure_may_not_run_the_backward_pass_or_a_step():
+    model, optimizer, session, closure = tower()
+    before = snapshot(model, optimizer, session)
+    with pytest.raises(SessionError, match="compute the loss"):
+        session.blame(lambda: (session.backward(closure()), closure())[1])
+    with pytest.raises(SessionError, match="compute the loss"):
+        session.blame(lambda: (session.step(), closure())[1])
+    with pytest.raises(SessionError, match="ran the backward pass"):
+        session.blame(lambda: (closure().backward(), closure())[1])
+    assert differing(before, snapshot(model, optimizer, session)) == []
+    session.backward(closure())
+    session.step()
+    session.close()
+
+
+def test_an_error_of_the_closure_leaves_everything_as_it_was():
+    model, optimizer, session, _ = tower()
+    before = snapshot(model, optimizer, session)
+
+    def closure():
+        model(torch.randn(4, 8))
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        session.blame(closure)
+    assert differing(before, snapshot(model, optimizer, session)) == []
+    session.close()
+
+
+def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried():
+    model = Cnn(Gain())
+    model.extra = torch.ones(2, requires_grad=True) * 2
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = images(), targets()
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert verdict.cure == (Rule("plant", FULL),)
+    assert "not tried" in verdict.advice
+    session.close()
+
+
+def test_without_low_numbers_nothing_is_to_be_edited():
+    model = Cnn(nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O0")
+    inputs, labels = images(), targets()
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs) / 0.0, labels))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
+    session.close()
+
+
+def test_what_is_computed_in_low_by_the_code_itself_is_out_of_reach():
+    model = Cnn(nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="fp16")
+    inputs, labels = images(), targets()
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs).half() * 1e7, labels))
+    assert (verdict.kind, verdict.cure) == ("overflow", ())
+    assert "the code itself casts" in verdict.advice
+    session.close()
+
+
+def test_hooks_of_an_optimizer_in_the_backward_pass_do_not_run():
+    model = Cnn(nn.Identity())
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
+    calls = []
+    model.head.weight.register_post_accumulate_grad_hook(calls.append)
+    inputs, labels = images(), targets()
+    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
+    assert calls == []
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    assert len(calls) == 1
     session.close()

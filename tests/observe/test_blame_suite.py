@@ -11,6 +11,7 @@ from tests.observe.faults.hosts import targets
 from tests.observe.faults.table import FAULTS, Fault
 
 TRAINED = 8  # steps
+FAST = ("gain in compiled cnn, O2 fp16", "log in compiled transformer, O2 bf16")  # of those that wait for a compiler
 
 
 def opened(fault: Fault, *, edits=(), mended=False):
@@ -49,7 +50,13 @@ def assert_trains(losses):
     assert values[-1] < values[0], values
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+ROWS = [
+    pytest.param(fault, id=fault.name, marks=[pytest.mark.slow] if fault.compiled and fault.name not in FAST else [])
+    for fault in FAULTS
+]
+
+
+@pytest.mark.parametrize("fault", ROWS)
 def test_a_fault_is_named_and_its_cure_cures(fault):
     session, _, closure = opened(fault)
     verdict = session.blame(closure)

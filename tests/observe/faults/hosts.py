@@ -94,6 +94,23 @@ class Transformer(nn.Module):
         return self.head(x.mean(1))
 
 
+class Stacked(nn.Module):
+    """Blocks that hand on large values, and a norm at the end."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([first, nn.Identity(), second])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class TorchAttention(nn.Module):
     """nn.MultiheadAttention; `hidden` masks keys of the first sample, `weights` asks for the attention weights."""
 
@@ -129,6 +146,10 @@ class Encoder(nn.Module):
 
 def images():
     return torch.randn(BATCH, 3, 6, 6)
+
+
+def rows():
+    return torch.randn(BATCH, WIDTH)
 
 
 def words():

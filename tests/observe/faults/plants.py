@@ -78,6 +78,30 @@ class SqrtOfZero(nn.Module):
         return torch.sqrt(z * z + self.eps)
 
 
+class InPlace(nn.Module):
+    """Overflows in an operation that writes into its argument."""
+
+    def forward(self, x):
+        return x.clone().mul_(1e7).div_(1e7)
+
+
+class Rows(nn.Module):
+    """Fills its result row by row; the last one overflows."""
+
+    def forward(self, x):
+        out = torch.empty_like(x)
+        for i, row in enumerate(x):
+            out[i] = row * 1e7 / 1e7 if i == len(x) - 1 else row * 2
+        return out
+
+
+class Stream(nn.Module):
+    """Adds so much to a stream of values that only a normalisation behind it makes them small again."""
+
+    def forward(self, x):
+        return x * 3e4 + x * 3e4
+
+
 class _GainForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

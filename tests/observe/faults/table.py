@@ -13,13 +13,16 @@ from torch import nn
 from tests.observe.faults import plants
 from tests.observe.faults.hosts import (
     PLANT_AT,
+    WIDTH,
     Attention,
     Cnn,
     Encoder,
     Lstm,
+    Stacked,
     TorchAttention,
     Transformer,
     images,
+    rows,
     words,
 )
 
@@ -50,7 +53,8 @@ class Fault:
     compiled: bool = False
 
     def inputs(self) -> torch.Tensor:
-        return images() if isinstance(self.model(), Cnn) else words()
+        made = self.model()
+        return images() if isinstance(made, Cnn) else rows() if isinstance(made, Stacked) else words()
 
 
 HOSTS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -74,6 +78,8 @@ PLANTS: dict[str, tuple[Callable[[], nn.Module], tuple[str, str, str], bool, Cal
     "log": (plants.LogOfZero, ("log", FORWARD, "invalid"), True, None),
     "where": (plants.WhereTrap, ("div", BACKWARD, "invalid"), False, lambda p: setattr(p, "fixed", True)),
     "sqrt": (plants.SqrtOfZero, ("sqrt", BACKWARD, "invalid"), False, lambda p: setattr(p, "eps", 1e-4)),
+    "in place": (plants.InPlace, ("mul", FORWARD, "overflow"), True, None),
+    "rows": (plants.Rows, ("mul", FORWARD, "overflow"), True, None),
     "custom forward": (plants.CustomForward, ("mul", FORWARD, "overflow"), True, None),
     "custom backward": (plants.CustomBackward, ("mul", BACKWARD, "overflow"), True, None),
     "custom divide": (plants.CustomDivide, ("div", BACKWARD, "invalid"), False, None),
@@ -96,6 +102,7 @@ PLANTED = (
     ("where", "reentrant", "O1 fp16"),
     ("sqrt", "cnn", "O1 fp16"), ("sqrt", "lstm", "O2 bf16"), ("sqrt", "encoder", "O2 fp16"),
     ("sqrt", "checkpoint", "O1 bf16"), ("sqrt", "reentrant", "O2 fp16"), ("sqrt", "compiled cnn", "O1 bf16"),
+    ("in place", "cnn", "O1 fp16"), ("in place", "checkpoint", "O2 fp16"), ("rows", "lstm", "O2 fp16"),
     ("custom forward", "cnn", "O2 fp16"), ("custom forward", "transformer", "O3 fp16"),
     ("custom forward", "lstm", "O1 fp16"), ("custom forward", "checkpoint", "O2 fp16"),
     ("custom backward", "cnn", "O2 fp16"), ("custom backward", "lstm", "O3 fp16"),
@@ -134,13 +141,23 @@ def write(path: str, value: float) -> Callable[[nn.Module], None]:
     return spoil
 
 
-def grow(path: str, factor: float) -> Callable[[nn.Module], None]:
-    """Returns what multiplies a parameter."""
+def grow(path: str, factor: float, rows: int | None = None) -> Callable[[nn.Module], None]:
+    """Returns what multiplies the first rows of a parameter, or all of it."""
 
     def spoil(model: nn.Module) -> None:
         owner, _, name = path.rpartition(".")
         with torch.no_grad():
-            getattr(model.get_submodule(owner), name).mul_(factor)
+            getattr(model.get_submodule(owner), name)[:rows].mul_(factor)
+
+    return spoil
+
+
+def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[nn.Module], None]:
+    """Returns what breaks twice."""
+
+    def spoil(model: nn.Module) -> None:
+        one(model)
+        other(model)
 
     return spoil
 
@@ -189,11 +206,14 @@ OTHERS = (
     # products
     Fault("scores of attention", attention(gain=1e6), "O1", "fp16", ("blocks.1.attn", "mul", FORWARD, "overflow")),
     Fault("scores of torch's attention", lambda: TorchAttention(nn.Identity()), "O2", "fp16",
-          ("attn", "linear", FORWARD, "overflow"), breaks=grow("attn.in_proj_weight", 1e6)),
+          ("attn", "baddbmm", FORWARD, "overflow"), breaks=grow("attn.in_proj_weight", 1e3, rows=2 * WIDTH)),
+    Fault("scores of torch's encoder", lambda: Encoder(nn.Identity()), "O1", "fp16",
+          ("layer.self_attn", "linear", FORWARD, "overflow"),
+          breaks=grow("layer.self_attn.in_proj_weight", 1e6, rows=2 * WIDTH)),
     Fault("a head", lambda: Cnn(nn.Identity()), "O1", "fp16", ("head", "linear", FORWARD, "overflow"),
-          breaks=grow("head.weight", 3e6)),
+          breaks=both(grow("conv2.weight", 100), grow("head.weight", 1e4))),
     Fault("a convolution", lambda: Cnn(nn.Identity()), "O2", "fp16", ("conv2", "conv2d", FORWARD, "overflow"),
-          breaks=grow("conv2.weight", 3e5)),
+          breaks=grow("conv2.weight", 1e5)),
     Fault("an input beyond the format", lambda: Cnn(nn.Identity()), "O2", "fp16", ("", "to", FORWARD, "overflow"),
           spoils=lambda x: x * BIG),
     Fault("an input beyond the format of a product", lambda: Cnn(nn.Identity()), "O1", "fp16",
@@ -219,6 +239,16 @@ OTHERS = (
           ("layer.norm1", "layer_norm", FORWARD, "weights"), False, breaks=write("layer.norm1.weight", math.nan)),
     Fault("a weight beyond the stored format", lambda: Cnn(nn.Identity()), "O2", "fp16",
           ("conv2", "conv2d", FORWARD, "overflow"), breaks=write("conv2.weight", BIG)),
+)  # fmt: skip
+
+# several places, and places without a module
+OTHERS += (
+    Fault("a stream beyond the format", lambda: Stacked(plants.Stream(), nn.Identity()), "O2", "fp16",
+          ("blocks.0", "add", FORWARD, "overflow")),
+    Fault("two places", lambda: Stacked(plants.Gain(), plants.InPlace()), "O2", "fp16",
+          ("blocks.0", "mul", FORWARD, "overflow")),
+    Fault("NaN in running statistics", lambda: Cnn(nn.Identity()).eval(), "O1", "fp16",
+          ("norm", "batch_norm", FORWARD, "weights"), False, breaks=write("norm.running_var", math.nan)),
 )  # fmt: skip
 
 FAULTS = (*(planted(*row) for row in PLANTED), *OTHERS)

@@ -1,0 +1,53 @@
+"""Healthy training gets no verdict, whatever the workload, the level and the format."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+
+import halfstep
+from halfstep.workloads.char_lm import CharLM
+from halfstep.workloads.cifar_resnet import CifarResNet
+from halfstep.workloads.imdb_lstm import ImdbLSTM
+from halfstep.workloads.regression import Regression
+
+LEVELS = [(name, low) for name in ("O1", "O2", "O3") for low in ("bf16", "fp16")]
+SMALL = {
+    "char_lm": lambda data: CharLM(d=64, layers=2, heads=2, length=64),
+    "regression": lambda data: Regression(d_in=128, d_out=64),
+    "cifar_resnet": lambda data: CifarResNet(data=data, batch=32, width=8),
+    "imdb_lstm": lambda data: ImdbLSTM(data=data, batch=16, embedding=32, hidden=32),
+}
+
+
+def assert_healthy(workload, level, low, steps, caplog):
+    model = workload.build(0)
+    optimizer = workload.optimizer(model, fused=False)
+    batches = workload.batches(0)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        session = halfstep.initialize(model, optimizer, level, low=low)
+        for inputs, targets in itertools.islice(batches, steps):
+            optimizer.zero_grad()
+            session.backward(workload.loss(model(inputs), targets))
+            session.step(max_norm=workload.max_norm)
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        verdict = session.blame(lambda: workload.loss(model(inputs), targets))
+    assert verdict is None, str(verdict)
+    assert caplog.text == ""
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["char_lm", "regression"])
+@pytest.mark.parametrize(("level", "low"), LEVELS, ids=["-".join(pair) for pair in LEVELS])
+def test_a_few_healthy_steps_get_no_verdict(name, level, low, caplog):
+    assert_healthy(SMALL[name](None), level, low, 12, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("level", "low"), LEVELS, ids=["-".join(pair) for pair in LEVELS])
+def test_a_healthy_run_gets_no_verdict(name, level, low, data_dir, caplog):
+    assert_healthy(SMALL[name](data_dir), level, low, 100, caplog)
