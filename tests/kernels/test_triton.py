@@ -84,7 +84,7 @@ READS = {
     "squares overflow": [torch.full((3,), 1e30), torch.tensor([LARGEST / 2, -LARGEST / 2]), torch.tensor([1.0])],
     "squares underflow": [torch.full((4100,), 1e-30), torch.tensor([1e-45, 3e-39])],
     "largest of fp16": [torch.full((4096,), 65504.0, dtype=torch.float16), torch.ones(2)],
-    "not dense": [torch.randn(6, 8)[:, ::2], torch.tensor(2.0).expand(5, 3), torch.randn(2, 3, 4, 4).transpose(1, 3)],
+    "not dense": [torch.randn(2, 3, 4, 4).transpose(1, 3), torch.tensor(2.0).expand(5, 3), torch.randn(6, 8)[:, ::2]],
 }
 BAD = {
     "infinity": ([torch.ones(5000), torch.tensor([1.0, float("inf")]), torch.ones(9)], [False, True, False]),

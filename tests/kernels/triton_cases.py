@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from halfstep.kernels.batch import Adam, Batch, Scratch, Sgd
+from halfstep.kernels.batch import Adam, Batch, Scratch, Sgd, is_dense
 from halfstep.optim.split import join, split
 from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
 
@@ -166,7 +166,9 @@ def read(tensors, device="cpu"):
     """Norm, test and flags of the read pass, and whether the gradients are as they were; as Python values."""
     from halfstep.kernels import triton as kernels
 
-    held = new([t.to(device) for t in tensors])
+    held = [t.to(device) for t in tensors]
+    if is_dense(held[-1]):
+        held[-1] = new(held[-1:])[0]
     before = [t.clone() for t in held]
     norm, found, flags = kernels.read(held)
     again, _, _ = kernels.read(held)
