@@ -62,6 +62,11 @@ def test_the_update_on_cuda_is_the_references(options, storage):
     assert 0 <= cases.compare(options, storage, STEPS, "cuda") <= 1
 
 
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+def test_a_session_under_the_kernels_is_one_under_the_reference_bit_for_bit(interpreted, name, low):
+    assert interpreted(cases.sessions_differ, name, low) == []
+
+
 SKIPS = [("adamw-amsgrad-maximize", "split"), ("sgd-nesterov", "copy-fp16"), ("adam", "full"), ("sgd", "low-bf16")]
 
 

@@ -179,6 +179,38 @@ def read(tensors, device="cpu"):
     return float(norm), bool(found), flags.tolist(), same
 
 
+def session_bits(name, low, tables, device="cpu"):
+    """What some steps of a session leave behind, one of them skipped, under other tables of updates and readers."""
+    from halfstep.kernels import triton as kernels
+    from halfstep.scale.norm import READERS, Reader
+    from tests.contracts import cases
+
+    rows = {"triton": Implementation(kernels.fits, kernels.update), "eager": IMPLEMENTATIONS["eager"]}
+    kept = dict(IMPLEMENTATIONS), dict(READERS)
+    try:
+        IMPLEMENTATIONS.clear()
+        IMPLEMENTATIONS.update({table: rows[table] for table in tables})
+        READERS.clear()
+        READERS["triton"] = Reader(kernels.can_read, kernels.read)
+        model, optimizer, session = cases.start(name, low, loss_scale=128.0)
+        records = cases.train(session, model, optimizer, range(6), poison=[3])
+        assert [bool(record.skipped) for record in records] == [False, False, False, True, False, False]
+        found = cases.snapshot(model, optimizer)
+        session.close()
+    finally:
+        for table, before in zip((IMPLEMENTATIONS, READERS), kept, strict=True):
+            table.clear()
+            table.update(before)
+    return found
+
+
+def sessions_differ(name, low):
+    """The names of what differs between a session under the kernels and one under the reference."""
+    from tests.contracts.cases import differing
+
+    return differing(session_bits(name, low, ["triton"]), session_bits(name, low, ["eager"]))
+
+
 # ---- in a process of its own ---------------------------------------------------------------------------------------
 
 
