@@ -36,20 +36,21 @@ from halfstep.workloads.char_lm import Block
 from halfstep.workloads.cifar_resnet import Bottleneck, ResNet
 from halfstep.workloads.workload import Batch, Workload, seeded
 
-VOCABULARY, CLASSES = 50257, 1000
+CLASSES = 1000
+SHRINKABLE = ("layers", "context", "vocabulary")
 COMPILED = f"{PEER} compiled"
 
 
 class GPT2(nn.Module):
     """GPT-2 as Radford et al. 2019 have it: learned positions, pre-norm blocks, the output tied to the embedding."""
 
-    def __init__(self, *, d: int, layers: int, heads: int, context: int) -> None:
+    def __init__(self, vocabulary: int, *, d: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, d)
+        self.tokens = nn.Embedding(vocabulary, d)
         self.positions = nn.Embedding(context, d)
         self.blocks = nn.Sequential(*(Block(d, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(d)
-        self.head = nn.Linear(d, VOCABULARY, bias=False)
+        self.head = nn.Linear(d, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         for p in self.parameters():
             if p.dim() == 2:
@@ -74,10 +75,12 @@ class Gpt2(Workload):
     layers: int = 12
     heads: int = 12
     context: int = 1024
+    vocabulary: int = 50257
 
     def build(self, seed: int) -> nn.Module:
         """Returns the GPT."""
-        return seeded(seed, lambda: GPT2(d=self.d, layers=self.layers, heads=self.heads, context=self.context))
+        sizes = {"d": self.d, "layers": self.layers, "heads": self.heads, "context": self.context}
+        return seeded(seed, lambda: GPT2(self.vocabulary, **sizes))
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
         """Returns AdamW with weight decay on matrices alone."""
@@ -90,7 +93,7 @@ class Gpt2(Workload):
         """Yields random tokens."""
         generator = torch.Generator().manual_seed(seed)
         while True:
-            tokens = torch.randint(VOCABULARY, (self.batch, self.context + 1), generator=generator)
+            tokens = torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator)
             yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def validation(self) -> Iterable[Batch]:
@@ -205,7 +208,7 @@ class Compiled(AmpContender):
             self.model = self._eager
 
 
-def rows(lows: Sequence[Format], device: torch.device, *, compiled: bool) -> list[Entry]:
+def rows(lows: Sequence[Format], device: torch.device, *, compiled: Sequence[Format]) -> list[Entry]:
     """Returns what is compared: O0, with TF32 off and on where there is such a thing, and the rest in each format."""
     made: list[Entry] = []
     for entry in entries(("O0", "O1", "O2", "O3"), lows, device, peer=True):
@@ -214,7 +217,7 @@ def rows(lows: Sequence[Format], device: torch.device, *, compiled: bool) -> lis
             made.append(FullEntry("O0 TF32", FP32, peer=False, tf32=True))
         else:
             made.append(entry)
-        if entry.peer and compiled:
+        if entry.peer and entry.low in compiled:
             made.append(CompiledEntry(COMPILED, entry.low, peer=False, refused=entry.refused))
     return made
 
@@ -262,7 +265,7 @@ def workloads(options: argparse.Namespace, device: torch.device) -> dict[str, Ca
 
     def gpt2() -> Workload:
         size = Gpt2(batch=options.batch or (16 if cuda else 1))
-        return replace(size, **{key: getattr(options, key) for key in ("layers", "context") if getattr(options, key)})
+        return replace(size, **{key: getattr(options, key) for key in SHRINKABLE if getattr(options, key)})
 
     def resnet50() -> Workload:
         pixels = options.pixels or (224 if cuda else 32)
@@ -282,12 +285,15 @@ def main() -> int:
     parser.add_argument("--batch", type=int, help="sequences or images a step")
     parser.add_argument("--layers", type=int, help="blocks of the GPT (default: 12)")
     parser.add_argument("--context", type=int, help="tokens a sequence (default: 1024)")
+    parser.add_argument("--vocabulary", type=int, help="tokens there are (default: 50257)")
     parser.add_argument("--pixels", type=int, help="width and height of an image")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled peer out")
+    parser.add_argument("--compiled", help="formats of the compiled peer, or none (default: those of --low)")
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")
     options = parser.parse_args()
     device = torch.device(options.device)
-    lows = [as_format(name) for name in (options.low or ("bf16,fp16" if device.type == "cuda" else "bf16")).split(",")]
+    low = options.low or ("bf16,fp16" if device.type == "cuda" else "bf16")
+    lows = [as_format(name) for name in low.split(",")]
+    compiled = [as_format(name) for name in (options.compiled or low).split(",") if name != "none"]
     command = shlex.join(["python", "benchmarks/train_step.py", *sys.argv[1:]])
     results: list[BenchResult] = []
     for name, make in workloads(options, device).items():
@@ -295,7 +301,7 @@ def main() -> int:
             continue
         result = bench(
             make(),
-            rows(lows, device, compiled=not options.no_compile),
+            rows(lows, device, compiled=compiled),
             steps=options.steps or (30 if device.type == "cuda" else 8),
             device=device,
             command=command,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Options, Scratch
+from halfstep.kernels.tables import filled
 
 _LOG = logging.getLogger("halfstep")
 
@@ -52,11 +53,13 @@ def _known(device: torch.device) -> ModuleType:
 def triton_kernels(device: torch.device) -> ModuleType | None:
     """Returns `halfstep.kernels.triton`, or None, with one notice that says why, where it cannot run on the device.
 
-    Tries a small kernel, as Triton needs a C compiler and a GPU that it knows.
+    Tries a small kernel, as Triton needs a C compiler and a GPU that it knows, and what a CUDA graph's capture uses, so
+    that it is loaded before one begins.
     """
     try:
         kernels = importlib.import_module("halfstep.kernels.triton")
         kernels.read([torch.ones(1, device=device)])
+        filled([0], device)
     except ImportError as error:
         why = f"Triton cannot be imported ({error}); pip install triton"
     except Exception as error:  # whatever a compiler and a driver raise

@@ -375,7 +375,7 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     tables = Tables(device, _tables_of_reads())
     held = [grad.detach() if is_dense(grad) else grad.detach().contiguous() for grad in grads]
     flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
-    squares = [torch.zeros(1, dtype=torch.float64, device=device)]
+    squares: list[Tensor] = []
     numels, starts = [grad.numel() for grad in held], addresses(held)
     for group in groups(held, [starts]):
         sizes = group.pick(numels)
@@ -398,7 +398,8 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
                 **_EXACT,
             )
     bad = flags.view(torch.bool)
-    return torch.cat(squares).sum().sqrt().to(torch.float32), bad.any(), bad
+    sums = squares[0] if len(squares) == 1 else torch.cat(squares or [flags[:0].double()])
+    return sums.sum().sqrt().to(torch.float32), bad.any(), bad
 
 
 def fits(batch: Batch, options: Options) -> bool:

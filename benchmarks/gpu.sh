@@ -1,0 +1,148 @@
+#!/usr/bin/env bash
+# Everything of halfstep that needs a GPU, in one command of less than 9 minutes: tests, CUDA graphs, both benchmarks,
+# and accuracy in real fp16 and bf16. Needs python3 with torch and, for its full speed, Triton; no network, and nothing
+# is installed: packages that are missing are unpacked from benchmarks/bare into a temporary folder.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() {
+  cat <<'TEXT'
+benchmarks/gpu.sh [OPTIONS]         runs all parts, goes on after a failure, and prints a short table last
+  --results DIR    where JSON and the log go (default: benchmarks/results/gpu)
+  --data DIR       holds cifar10/ (default: $HALFSTEP_DATA, shared/data, ../shared/data or benchmarks/bare/data)
+  --device cpu     runs the same on a CPU, to see that the script works; tests that need a GPU are skipped
+  --quick          small sizes and few steps, to see that the script works
+  --part NAME      only this part (tests, graph, optimizer_step, gpt2, resnet50, accuracy); repeatable
+benchmarks/gpu.sh pack [VERSION]    where there is a network: fetches the packages for Python VERSION (3.12), and
+                                    copies cifar10 if it is found, into benchmarks/bare, to be taken along
+Another python than python3: PYTHON=/path/to/python benchmarks/gpu.sh
+TEXT
+}
+
+python=${PYTHON:-python3}
+bare=benchmarks/bare
+# What halfstep and its tests import, by package; all but the first two are for the tests alone.
+packages=(msgspec tomli_w pytest pluggy iniconfig packaging xdist execnet hypothesis sortedcontainers)
+pins=(msgspec tomli_w 'pytest==8.3.5' pluggy iniconfig packaging pytest-xdist execnet 'hypothesis==6.155.0' sortedcontainers)
+
+find_data() {
+  local place
+  for place in "${HALFSTEP_DATA:-}" shared/data ../shared/data "$bare/data"; do
+    if [ -n "$place" ] && [ -d "$place/cifar10" ]; then
+      (cd "$place" && pwd)
+      return
+    fi
+  done
+}
+
+pack() {
+  local version=${1:-3.12} place data
+  rm -rf "$bare/wheels"
+  mkdir -p "$bare/wheels"
+  local platforms=()
+  for place in manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64; do platforms+=(--platform "$place"); done
+  "$python" -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version "$version" \
+    "${platforms[@]}" --dest "$bare/wheels" "${pins[@]}" || exit 1
+  data=$(find_data)
+  if [ -n "$data" ] && [ "$data" != "$(pwd)/$bare/data" ]; then
+    mkdir -p "$bare/data/cifar10" && cp -f "$data"/cifar10/*.npz "$bare/data/cifar10/"
+  fi
+  du -sh "$bare"/*
+}
+
+# unpack_missing FOLDER: makes the packages that python3 lacks importable from FOLDER.
+unpack_missing() {
+  local name wheel
+  mkdir -p "$1"
+  for name in "${packages[@]}"; do
+    "$python" -c "import $name" 2>/dev/null && continue
+    wheel=$(find "$bare/wheels" -name "${name}-*.whl" -o -name "pytest_${name}-*.whl" 2>/dev/null | head -n 1)
+    if [ -z "$wheel" ] || ! "$python" -m zipfile -e "$wheel" "$1"; then
+      echo "the package $name is missing, and $bare/wheels has none: benchmarks/gpu.sh pack fetches it"
+    fi
+  done
+}
+
+device=cuda quick="" results=benchmarks/results/gpu data="" parts=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    pack)
+      pack "${2:-}"
+      exit
+      ;;
+    --device) device=$2 && shift 2 ;;
+    --results) results=$2 && shift 2 ;;
+    --data) data=$2 && shift 2 ;;
+    --part) parts+=("$2") && shift 2 ;;
+    --quick) quick=yes && shift ;;
+    *)
+      usage
+      [ "$1" = help ] || [ "$1" = --help ] || [ "$1" = -h ]
+      exit
+      ;;
+  esac
+done
+
+mkdir -p "$results" || exit 1
+results=$(cd "$results" && pwd)
+[ -n "$data" ] || data=$(find_data)
+room=$(mktemp -d)
+trap 'rm -rf "$room"' EXIT
+log=$results/log.txt
+: >"$log"
+unpack_missing "$room/site" 2>&1 | tee -a "$log"
+PYTHONPATH="$(pwd):$room/site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+: >"$room/parts.txt"
+
+# part NAME SECONDS COMMAND...: runs one part, at most so long, and goes on whatever becomes of it.
+part() {
+  local name=$1 limit=$2 code=0 start=$SECONDS
+  shift 2
+  if [ ${#parts[@]} -gt 0 ] && [[ " ${parts[*]} " != *" $name "* ]]; then
+    return
+  fi
+  printf '\n== %s (at most %s s): %s\n' "$name" "$limit" "$*" | tee -a "$log"
+  timeout --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$log"
+  code=${PIPESTATUS[0]}
+  echo "$name $code $((SECONDS - start)) $limit" >>"$room/parts.txt"
+}
+
+workers=$(("$(nproc)" / 2))
+workers=$((workers > 8 ? 8 : workers))
+spread=()
+if "$python" -c 'import xdist' 2>/dev/null && [ "$workers" -gt 1 ]; then spread=(-n "$workers"); fi
+mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests | grep -v tests/contracts/test_cuda.py | sort)
+test_options=(-m "gpu and not slow" -p no:cacheprovider -q --tb=short -ra)
+
+sizes=(--device "$device")
+steps=(--device "$device")
+accuracy=(--device "$device")
+if [ -n "$quick" ]; then
+  sizes+=(--numel 300000 --rounds 3)
+  steps+=(--layers 1 --context 32 --vocabulary 256 --batch 2 --steps 5 --low bf16)
+  accuracy+=(--steps 5)
+fi
+workloads=(--workload char_lm)
+if [ -n "$quick" ]; then
+  echo "quick: cifar_resnet is left out" | tee -a "$log"
+elif [ -n "$data" ]; then
+  workloads+=(--workload cifar_resnet --data "$data")
+else
+  echo "no cifar10 folder was found: cifar_resnet is left out (see --data)" | tee -a "$log"
+fi
+
+compiled=bf16 # its compilation takes most of a minute, so that of ResNet-50 is left to benchmarks/train_step.py
+[ -z "$quick" ] || compiled=none
+
+# The limits add up to 525 s.
+part tests 130 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/tests.xml" "${files[@]}"
+part graph 45 "$python" -m pytest "${test_options[@]}" --junitxml "$room/graph.xml" tests/contracts/test_cuda.py
+part optimizer_step 85 "$python" benchmarks/optimizer_step.py "${sizes[@]}" --json "$results/optimizer_step.json"
+part gpt2 135 "$python" benchmarks/train_step.py --workload gpt2 --compiled "$compiled" "${steps[@]}" --json "$results/gpt2.json"
+part resnet50 60 "$python" benchmarks/train_step.py --workload resnet50 --compiled none "${steps[@]}" --json "$results/resnet50.json"
+part accuracy 70 "$python" benchmarks/accuracy.py "${accuracy[@]}" --again --seed 0 "${workloads[@]}" --results "$results/accuracy"
+
+printf '\n== summary\n' | tee -a "$log"
+"$python" benchmarks/gpu_summary.py --device "$device" --results "$results" --room "$room" 2>&1 | tee -a "$log"
+exit "${PIPESTATUS[0]}"

@@ -1,0 +1,185 @@
+"""The scripts of benchmarks/ at small sizes: what they write has what it should, and none of it says how fast."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep.bench import contenders
+from halfstep.formats import BF16, FP16
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # several wait for each other on a busy machine
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=FOLDER.parent, env=environment
+    )
+
+
+def test_the_optimizer_step_measures_every_implementation_and_peer(tmp_path):
+    path = tmp_path / "made" / "here.json"
+    ran = run(FOLDER / "optimizer_step.py", "--device", "cpu", "--numel", 60000, "--rounds", 1, "--json", path)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(path.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    for peer in ("parts", "foreach", "GradScaler"):
+        assert {peer, f"{peer} + clip"} <= rows.keys()
+    for kind, held in (("split", 14), ("copy", 16), ("full", 16)):
+        for name in (f"halfstep {kind} {way}{clip}" for way in ("fused", "eager") for clip in ("", " + clip")):
+            assert rows[name]["bytes_held"] == pytest.approx(held, abs=0.1)
+            assert rows[name]["vs_peer"] > 0
+            assert rows[name]["floor_ms"] > 0
+            assert name in ran.stdout
+    assert found["machine"]["device"] == "cpu"
+    assert found["gb_s"].keys() == {"copy", "in place"}
+
+
+def test_one_implementation_at_a_time_is_measured():
+    step = load("optimizer_step")
+    before = dict(step.IMPLEMENTATIONS), dict(step.READERS)
+    with step.only("eager"):
+        assert list(step.IMPLEMENTATIONS) == ["eager"]
+        assert list(step.READERS) == ["torch"]
+    assert before == (step.IMPLEMENTATIONS, step.READERS)
+    assert list(step.IMPLEMENTATIONS) == list(before[0])
+
+
+def test_the_models_have_the_sizes_that_they_are_known_by():
+    step, train = load("optimizer_step"), load("train_step")
+    with torch.device("meta"):
+        gpt2 = train.GPT2(50257, d=768, layers=12, heads=12, context=1024)
+        resnet = train.ResNet50(pixels=224)._build()
+    assert sum(p.numel() for p in gpt2.parameters()) == 124_439_808
+    assert sum(p.numel() for p in resnet.parameters()) == 25_557_032
+    for numel in (step.SMALL, step.BILLION):
+        made = sum(p.numel() for p in step.Transformer(numel, torch.device("meta")).parameters())
+        assert made == pytest.approx(numel, rel=0.02)
+
+
+def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer(monkeypatch):
+    monkeypatch.setattr(contenders, "default_emulate", lambda low, device: False)
+    train = load("train_step")
+    names = [row.name for row in train.rows([BF16, FP16], torch.device("cuda"), compiled=[BF16])]
+    assert names[:2] == ["O0", "O0 TF32"]
+    assert {"O1 bf16", "O2 fp16", "O3 bf16", "torch.amp fp16", "torch.amp compiled bf16"} <= set(names)
+    assert "torch.amp compiled fp16" not in names
+    assert len([row for row in train.rows([BF16], torch.device("cpu"), compiled=[])]) == 5
+
+
+def test_the_training_step_measures_every_level(tmp_path):
+    path = tmp_path / "step.json"
+    sizes = ["--workload", "gpt2", "--layers", 1, "--context", 8, "--vocabulary", 50, "--batch", 1, "--steps", 2]
+    ran = run(FOLDER / "train_step.py", "--device", "cpu", *sizes, "--compiled", "none", "--json", path)
+    assert ran.returncode == 0, ran.stderr
+    (result,) = json.loads(path.read_text())["results"]
+    assert [run["name"] for run in result["runs"]] == ["O0", "O1 bf16", "O2 bf16", "O3 bf16", "torch.amp bf16"]
+    assert all(run["error"] is None and run["peak_bytes"] > 0 for run in result["runs"])
+
+
+class TestGpuScript:
+    text = (FOLDER / "gpu.sh").read_text()
+
+    def test_its_parts_end_within_nine_minutes(self):
+        limits = [int(seconds) for seconds in re.findall(r"^part \w+ (\d+) ", self.text, re.MULTILINE)]
+        assert len(limits) == 6
+        assert sum(limits) == 525
+
+    def test_it_has_a_wheel_of_each_package_that_a_bare_machine_may_lack(self):
+        packages = re.search(r"^packages=\((.*)\)", self.text, re.MULTILINE).group(1).split()
+        wheels = [path.name for path in (FOLDER / "bare" / "wheels").glob("*.whl")]
+        for package in packages:
+            assert any(wheel.startswith((f"{package}-", f"pytest_{package}-")) for wheel in wheels), package
+
+    @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+    @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--nonsense"], 1)])
+    def test_it_says_how_it_is_used(self, arguments, code):
+        ran = subprocess.run(["bash", str(FOLDER / "gpu.sh"), *arguments], capture_output=True, text=True)
+        assert ran.returncode == code
+        assert "--results DIR" in ran.stdout
+
+
+@pytest.fixture
+def summary(tmp_path, capsys, monkeypatch):
+    def summarize(parts, **files):
+        (tmp_path / "parts.txt").write_text("".join(f"{line}\n" for line in parts))
+        for name, content in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_json", ".json").replace("_xml", ".xml")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        arguments = ["--device", "cpu", "--results", str(tmp_path), "--room", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["gpu_summary.py", *arguments])
+        code = load("gpu_summary").main()
+        return code, capsys.readouterr().out, json.loads((tmp_path / "summary.json").read_text())
+
+    return summarize
+
+
+def verdicts(found):
+    return {figure["what"]: figure["verdict"] for figure in found["figures"]}
+
+
+def test_the_summary_judges_each_figure_on_both_sides_of_its_goal(summary):
+    def row(name, **figures):
+        return {"name": name, **figures}
+
+    step = [
+        row("halfstep split triton", vs_peer=1.5, of_copy_bandwidth=0.8499, bytes_held=14.1),
+        row("halfstep split triton + clip", vs_peer=1.999),
+        row("halfstep copy triton", bytes_held=16.11),
+    ]
+    runs = [row("O2 bf16", times_ms=[1.0, 1.0, 1.0], vs_amp=1.05), row("O3 bf16", times_ms=[0.97, 0.98, 0.99])]
+    code, out, found = summary(
+        ["optimizer_step 0 60 85", "gpt2 0 60 120"],
+        optimizer_step_json={"rows": step},
+        gpt2_json={"results": [{"runs": runs}]},
+    )
+    assert code == 0
+    assert "not on a GPU" in out
+    assert verdicts(found) == {
+        "optimizer step, split: times parts": "holds",
+        "optimizer step, split, clipping: times parts": "MISSED",
+        "optimizer step, split: share of copy bandwidth": "MISSED",
+        "bytes a parameter, O2 split AdamW": "holds",
+        "bytes a parameter, O2 copy AdamW": "MISSED",
+        "gpt2 bf16: O2, times O3": "holds",
+        "gpt2 bf16: O1, times torch.amp": "open",
+        "gpt2 bf16: O2, times torch.amp": "holds",
+    }
+
+
+def test_the_summary_says_how_each_part_ended(summary):
+    xml = (
+        '<testsuites><testsuite><testcase classname="a" name="good"/><testcase classname="a" name="bad"><failure/>'
+        '</testcase><testcase classname="a" name="left"><skipped/></testcase></testsuite></testsuites>'
+    )
+    code, out, found = summary(["tests 1 30 125", "graph 124 45 45", "optimizer_step 1 2 85"], tests_xml=xml)
+    assert code == 1
+    assert re.search(r"tests +failed \(1\) +30 s +1 passed, 1 failed, 1 skipped", out)
+    assert re.search(r"graph +out of time", out)
+    assert found["tests"]["tests"]["failures"] == ["a::bad"]
+    assert set(verdicts(found).values()) == {"open"}
+
+
+def test_the_summary_compares_losses_with_those_of_fp32(summary):
+    runs = [
+        {"name": name, "validation": {"loss": [loss]}} for name, loss in (("O0", 100.0), ("O1", 102.0), ("O2", 102.1))
+    ]
+    _, _, found = summary(["accuracy 0 9 60"], **{"accuracy__char_lm-seed0_json": {"runs": runs}})
+    assert list(verdicts(found).values()) == ["holds", "MISSED"]
