@@ -459,8 +459,8 @@ class Session:
         found = readings[0].found
         for flag in (*(reading.found for reading in readings[1:]), *(held.found for held in collected)):
             if flag is not None:
-                found = found | flag.to(self._device)
-        clip = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                found = found | (flag if flag.device == self._device else flag.to(self._device))
+        clip = None if max_norm is None else (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
         looking = self._probes.looking
         for held in collected if looking else ():
             self._probes.read(held.params, held.grads, held.carried)
