@@ -520,10 +520,10 @@ def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common)
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
     """Returns the learning rate as a tensor that a kernel can read, or None and the number.
 
-    One that is on the CPU is read here, which waits for nothing.
+    A tensor on the CPU is read here, which waits for nothing.
     """
-    if isinstance(lr, Tensor) and lr.device == device:
-        return lr, 0.0
+    if isinstance(lr, Tensor) and (not lr.is_cpu or device.type == "cpu"):
+        return lr.to(device, non_blocking=True), 0.0
     return None, float(lr)
 
 
