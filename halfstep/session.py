@@ -29,6 +29,7 @@ from halfstep.observe.guardian import Armed, Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
 from halfstep.observe.replay import refused, standing_in
+from halfstep.observe.stance import run_uncompiled
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
@@ -545,8 +546,7 @@ class Session:
         """Has the next step recorded; returns the recording and what ends it."""
         armed = Armed(self._roots)
         with ExitStack() as stack:
-            stance = torch.compiler.set_stance("force_eager")
-            stack.callback(stance.__exit__, None, None, None)
+            stack.callback(run_uncompiled())
             stack.enter_context(self._under(armed.recorder))
             for gate in self._outermost:
                 stack.callback(setattr, gate, "around", gate.around)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError, PlanError
@@ -24,6 +23,7 @@ from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.stance import run_uncompiled
 from halfstep.observe.words import say
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
@@ -87,7 +87,8 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         SessionError: what the closure returned is no loss. After any error all is as it was.
     """
     params = _parameters(subject.roots)
-    with untouched(subject.roots, params) as rewind, torch.compiler.set_stance("force_eager"):
+    with untouched(subject.roots, params) as rewind, ExitStack() as stack:
+        stack.callback(run_uncompiled())
         run, lower = _first_run(subject, closure, scale, params)
         if run.found is None:
             return _nothing_found(run, scale, held)

@@ -148,6 +148,8 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
 
 
 def _in_every_format(found: Diagnosis) -> str:
+    if found.operator.startswith("empty"):
+        return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
     if found.met_mask:
         return f"{found.operator} met a mask's infinity (0 times inf is NaN): mask with masked_fill or torch.where"
     if found.exact is not None and found.low is not None and found.low is not FP32:
