@@ -515,6 +515,8 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
+        if self._guardian is not None:
+            self._guardian.close()  # what it would see of the step is what is looked at now
         scale, held = self._scale_to_explain(loss_id), self._held()
         with self._probes.paused(), refused(self, ("backward", "step", "unscale_"), IN_A_CLOSURE):
             verdict = blame(self._subject(), closure, scale=scale, held=held)

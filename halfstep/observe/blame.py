@@ -104,7 +104,8 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         again, _ = _first_run(subject, closure, scale, params, scales=False)
         found = run.found
         if again.found is None or not again.found.is_at(found):
-            return say(replace(found, repeats=False), subject.plan, _untried(subject, found), scale=scale)
+            found = replace(found, repeats=False, untried="the closure does not repeat")
+            return say(found, subject.plan, _untried(subject, found), scale=scale)
         return _try_cures(subject, closure, rewind, found, scale)
 
 
@@ -223,8 +224,8 @@ def _try_cures(
 ) -> Verdict:
     """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did."""
     full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
-    if full is None:
-        return say(replace(found, tried=False), subject.plan, _untried(subject, found), scale=scale)
+    if isinstance(full, str):
+        return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=scale)
     found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=scale)
@@ -283,7 +284,8 @@ class _Search:
             plan = self.subject.plan.edit(*edits)
         except PlanError:
             return None
-        return _tried(self.subject, self.closure, self.rewind, plan, self.scale)
+        run = _tried(self.subject, self.closure, self.rewind, plan, self.scale)
+        return None if isinstance(run, str) else run
 
     def _is_close(self, loss: float) -> bool:
         return abs(loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)
@@ -291,10 +293,10 @@ class _Search:
 
 def _tried(
     subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], plan: Plan, scale: float
-) -> _Run | None:
+) -> _Run | str:
     """Runs the closure on copies of the models under a plan, at the loss scale that it is at or will come down to.
 
-    None where it cannot be tried: the models cannot be copied, the closure calls others, or the plan does not fit.
+    Returns why where it cannot be tried: the models cannot be copied, the closure calls others, the plan does not fit.
     """
     rewind()
     try:
@@ -305,10 +307,9 @@ def _tried(
             if lower is not None and lower >= plan.scale.min:  # a scale that will come down cures it by itself
                 run = replace(run, found=None, lower=lower)
             reached = any(p.grad is not None for p in params)
-            return run if reached or run.found is not None else None
+            return run if reached or run.found is not None else "the closure does not call the session's models"
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:
-        _LOG.debug("blame: %s was not tried: %s", plan.name, error)
-        return None
+        return f"the model cannot be copied and run ({str(error).partition('. ')[0]})"
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:

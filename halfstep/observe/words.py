@@ -120,7 +120,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: fl
         if found.cured_loss is not None:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
         elif found.kind != "scale too high":
-            words.insert(1, "not tried")
+            words.insert(1, f"not tried: {found.untried}")
     return "; ".join(words)
 
 
