@@ -601,7 +601,8 @@ class Session:
             for p in part.parameters()
             if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
-        return Held(tuple(bad), any(part.ledger.left_over for part in self._parts))
+        skipped = self._last is not None and bool(self._last.skipped)
+        return Held(tuple(bad), any(part.ledger.left_over for part in self._parts), skipped)
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""

@@ -25,6 +25,7 @@ from halfstep.observe.recorder import OpRecorder
 from halfstep.observe.replay import run_to_the_loss, untouched
 from halfstep.observe.stance import run_uncompiled
 from halfstep.observe.words import say
+from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
 from halfstep.plan.scaling import Scaling
@@ -61,10 +62,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Held:
-    """What lay in `p.grad` when blame was called: gradients that are not finite, and whether nobody had zeroed them."""
+    """What is known of the last step.
+
+    `bad` names the gradients in `p.grad` that are not finite, `left_over` says that nobody had zeroed those of the step
+    before, `skipped` that the step was skipped.
+    """
 
     bad: tuple[str, ...]
     left_over: bool
+    skipped: bool
 
 
 @dataclass
@@ -206,11 +212,12 @@ def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
         len(run.recorder.notes),
         scale,
     )
-    if held.bad:
+    if held.bad or held.skipped:
+        what = f"the gradients of {named(held.bad)} are not finite" if held.bad else "the last step was skipped"
         _LOG.warning(
-            "blame: the gradients of %s are not finite, but the closure does not reproduce it: its loss and its "
-            "gradients are finite. Give the batch that failed (an iterator has moved on), and the model as it was then",
-            ", ".join(held.bad),
+            "blame: %s, but the closure does not reproduce it: its loss and its gradients are finite. Give the batch "
+            "that failed (an iterator has moved on), and the model as it was then",
+            what,
         )
     return None
 

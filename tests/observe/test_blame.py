@@ -141,12 +141,24 @@ def test_a_closure_that_does_not_repeat_says_so_and_tries_nothing():
 
 
 def test_a_failure_that_the_closure_does_not_reproduce_gets_no_verdict_but_a_notice(caplog):
-    model, _, session, closure = tower("O2")
+    model, optimizer, session, closure = tower("O2", "bf16")
     session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
     session.step()
     with caplog.at_level(logging.WARNING, "halfstep"):
         assert session.blame(closure) is None
+    assert "the gradients of blocks.0.fc.weight, " in caplog.text
     assert "does not reproduce" in caplog.text
+    optimizer.zero_grad()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert session.blame(closure) is None
+    assert "the last step was skipped, but the closure does not reproduce it" in caplog.text
+    session.backward(closure())
+    session.step()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert session.blame(closure) is None
+    assert caplog.text == ""
     session.close()
 
 
