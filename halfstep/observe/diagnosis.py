@@ -137,7 +137,8 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
     if note.exact is not None and note.exact.finite:
         return "overflow", None
     assert note.bad is not None
-    return ("invalid" if note.bad.nan else "overflow"), None
+    met_mask = bool(note.parents or note.leaves)
+    return ("invalid" if note.bad.nan or met_mask else "overflow"), None
 
 
 def _masks(note: Note) -> list[Note]:

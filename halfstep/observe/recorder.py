@@ -197,7 +197,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         assert note.bad is not None
         harmless = all(p.masked for p in parents) and all(leaf.masked for leaf in leaves)
         infinite = any(abs(s) == float("inf") for s in note.scalars)
-        note.masked = harmless and not note.bad.nan and (infinite or bool(parents or leaves)) and not note.bad.above
+        upward = float("inf") in note.scalars or any(p.bad is not None and p.bad.above for p in parents)
+        excluded = not note.bad.nan and (upward or not note.bad.above)
+        note.masked = harmless and excluded and (infinite or bool(parents or leaves))
         if note.masked or not harmless:
             return
         note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in read)

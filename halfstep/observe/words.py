@@ -151,7 +151,10 @@ def _in_every_format(found: Diagnosis) -> str:
     if found.operator.startswith("empty"):
         return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
     if found.met_mask:
-        return f"{found.operator} met a mask's infinity (0 times inf is NaN): mask with masked_fill or torch.where"
+        return (
+            f"{found.operator} met a mask's infinity: 0 times inf is NaN, so mask with masked_fill or torch.where; and "
+            "a target that is masked has an infinite loss"
+        )
     if found.exact is not None and found.low is not None and found.low is not FP32:
         return (
             f"no edit reaches it: the code itself casts what {found.operator} gets to {found.low}; leave that cast out"

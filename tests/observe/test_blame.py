@@ -352,3 +352,29 @@ def test_hooks_of_an_optimizer_in_the_backward_pass_do_not_run():
     nn.functional.cross_entropy(model(inputs), labels).backward()
     assert len(calls) == 1
     session.close()
+
+
+def test_a_target_that_a_mask_excludes_is_no_empty_row():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    inputs, labels = rows(), torch.zeros(8, dtype=torch.int64)
+    excluded = torch.tensor([True, False, False, False])
+    verdict = session.blame(
+        lambda: nn.functional.cross_entropy(model(inputs).masked_fill(excluded, -torch.inf), labels)
+    )
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "cross_entropy", ())
+    assert "a target that is masked has an infinite loss" in verdict.advice
+    session.close()
+
+
+def test_an_infinity_that_is_written_and_left_out_again_is_harmless():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    inputs = rows()
+
+    def closure():
+        out = model(inputs)
+        return torch.minimum(torch.full_like(out, torch.inf), out).square().mean()
+
+    assert session.blame(closure) is None
+    session.close()
