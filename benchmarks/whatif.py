@@ -7,7 +7,9 @@ Both start from the same weights and train on the same batches: whatif in fp32, 
 where the device has no units for it) with the same constant loss scale, once 1 and once the recommended one. For each
 module and kind of tensor the share of nonzero values that are zero in the low run (its zeros less those of the fp32
 run) is compared with the predicted loss, and the share of non-finite values with the predicted saturation. The
-criterion: every difference is at most one percentage point. Exits with 1 where one is more.
+criterion: every difference is at most one percentage point. Each comparison is a JSON file in the folder of results and
+is not run again unless `--again` is given, so an interrupted run goes on where it stopped. The table is printed and
+written beside them. Exits with 1 where a difference is more.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -157,12 +159,13 @@ def table(rows: Sequence[Comparison]) -> str:
 
 
 def main() -> int:
-    """Runs the comparisons that were asked for, writes their JSON and the table, and returns the exit code."""
+    """Runs the comparisons that are not there yet, writes their JSON and the table, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, help="the folder with cifar10/ and imdb/")
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="only this one; repeatable")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--again", action="store_true", help="also run what is there")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -170,8 +173,7 @@ def main() -> int:
             _run(name, options)
     except HalfstepError as error:
         raise SystemExit(str(error)) from error
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
-    rows = [_read(entry) for result in found for entry in result["comparisons"]]
+    rows = [_read(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(options.out.glob("*.json"))]
     text = table(rows)
     print(text)
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
@@ -183,23 +185,25 @@ def _run(name: str, options: argparse.Namespace) -> None:
     if folder is not None and options.data is None:
         raise SystemExit(f"{name} reads data: give --data FOLDER, with {folder}/ in it")
     job = load_workload(name, data=None if folder is None else options.data / folder)
-    comparisons = []
     for low, plan in itertools.product(("fp16", "bf16"), ("O1", "O2")):
         for scale in (None, 1.0) if low == "fp16" else (None,):  # bf16 needs no scale
-            comparisons.append(compare(job, low, plan, scale=scale, steps=options.steps))
-            print(table(comparisons[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    result = {
-        "workload": name,
-        "comparisons": [asdict(row) for row in comparisons],
-        "machine": asdict(read_machine(torch.device("cpu"))),
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            path = options.out / f"{name}-{plan}-{low}-{'recommended' if scale is None else 'one'}.json"
+            if path.exists() and not options.again:
+                continue
+            row = compare(job, low, plan, scale=scale, steps=options.steps)
+            print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+            result = {
+                **asdict(row),
+                "machine": asdict(read_machine(torch.device("cpu"))),
+                "command": shlex.join(["python", *sys.argv]),
+                "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _read(entry: dict[str, Any]) -> Comparison:
-    return Comparison(**{**entry, "differences": tuple(Difference(**row) for row in entry["differences"])})
+    known = {field.name: entry[field.name] for field in fields(Comparison)}
+    return Comparison(**{**known, "differences": tuple(Difference(**row) for row in known["differences"])})
 
 
 if __name__ == "__main__":
