@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
 from halfstep.errors import FormatError, PlanError, SetupError
-from halfstep.formats import BF16, FP32, Format, as_format, round_nearest
+from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.observe.replay import untouched
+from halfstep.observe.rounding import rounded
 from halfstep.observe.watch import Place, parameters, step
 from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Scouted, predict
 from halfstep.plan.choose import choose_plan
@@ -130,7 +131,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 
     def see(place: Place, tensor: Tensor) -> None:
         values = tensor.detach().float()
-        exact = (round_nearest(values, plan.low) == values) | ~values.isfinite()
+        exact = (rounded(values, plan.low) == values) | ~values.isfinite()
         places[place] = places[place] & exact.all() if place in places else exact.all()
         if place.kind in GRADIENTS and values.numel():
             amax = values.abs().nan_to_num(0.0, 0.0, 0.0).max()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from halfstep.formats import Format, round_nearest
+from halfstep.formats import Format
+from halfstep.observe.rounding import rounded
 
 
 @contextmanager
@@ -81,5 +82,5 @@ class RoundedInside(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         if t.dtype is not torch.float32:
             return t
         if any(returned.alias_info is not None for returned in func._schema.returns):
-            return t.copy_(round_nearest(t, self._fmt)) if func._schema.is_mutable else t
-        return round_nearest(t, self._fmt)
+            return t.copy_(rounded(t, self._fmt)) if func._schema.is_mutable else t
+        return rounded(t, self._fmt)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.formats import FP32, Format, count_rounding, round_nearest, saturate
+from halfstep.formats import FP32, Format, count_rounding, saturate
 from halfstep.observe.recurrent import RoundedInside, recurrent_ranges
 from halfstep.observe.replay import run_to_the_loss
+from halfstep.observe.rounding import rounded
 from halfstep.observe.stats import measure
 from halfstep.observe.watch import Place, show_weight_grads, watching
 from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
@@ -232,18 +233,19 @@ class _Sum:
     def add(self, values: Tensor, fmt: Format | None) -> Tensor:
         """Counts fp32 values and returns them rounded; None leaves them as they came."""
         if fmt is None:
-            fmt, rounded = FP32, values
+            fmt, result = FP32, values
         else:
-            rounded = round_nearest(values, fmt)
-        self._zeros += values.numel() - rounded.count_nonzero()
-        kept, result = values, rounded
-        if not float(values.abs().max()) <= fmt.max:  # NaN too; the infinities of masks are no loss
-            counts = count_rounding(values, rounded, fmt)
+            result = rounded(values, fmt)
+        self._zeros += values.numel() - result.count_nonzero()
+        kept, held = values, result
+        low, high = torch.aminmax(values)
+        if not max(-float(low), float(high)) <= fmt.max:  # NaN too; the infinities of masks are no loss
+            counts = count_rounding(values, result, fmt)
             self._saturated += counts.overflowed
             finite = values.isfinite()
-            kept, rounded = torch.where(finite, values, 0.0), torch.where(finite, saturate(rounded, fmt), 0.0)
+            kept, held = torch.where(finite, values, 0.0), torch.where(finite, saturate(result, fmt), 0.0)
         self._signal += torch.linalg.vector_norm(kept, dtype=torch.float64).square()
-        self._noise += torch.linalg.vector_norm(rounded - kept, dtype=torch.float64).square()
+        self._noise += torch.linalg.vector_norm(held - kept, dtype=torch.float64).square()
         return result
 
     def read(self) -> tuple[int, int, float, float]:
