@@ -39,6 +39,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "whatif"
 WORKLOADS = {"char_lm": None, "cifar_resnet": "cifar10", "imdb_lstm": "imdb", "regression": None}
 ALLOWED = 0.01
 STEPS = 3
+HORIZON = 100  # steps of the whole training that the learning rate is scheduled for
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Comparison:
 def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, steps: int = STEPS) -> Comparison:
     """Returns how far prediction and low run are apart; without a `scale` at the recommended one."""
     model = job.build(0)
-    closure, optimizer = _closure(job, model), job.optimizer(model, fused=False)
+    optimizer = job.optimizer(model, fused=False)
+    closure = _closure(job, model, optimizer)
     found = halfstep.whatif(closure, model, (low,), steps=steps, optimizer=optimizer, plan=plan, loss_scale=scale)
     carried = next(row.scale for row in found.rows if row.kind == "weight_grad")
     counted, skipped = _low_run(job, low, plan, carried, steps)
@@ -112,13 +114,22 @@ def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, s
     )
 
 
-def _closure(job: Workload, model: torch.nn.Module, *, skip: int = 0) -> Callable[[], Tensor]:
-    batches = itertools.islice(job.batches(0), skip, None)
+def _closure(
+    job: Workload, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, skip: int = 0
+) -> Callable[[], Tensor]:
+    """Returns what computes the loss of one batch after the other, and sets the learning rate of its step before."""
+    numbered = enumerate(job.batches(0))
+    base = [group["lr"] for group in optimizer.param_groups]
 
     def closure() -> Tensor:
-        inputs, targets = to_device_of(model, *next(batches))
+        number, (inputs, targets) = next(numbered)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * job.lr_factor(number, HORIZON)
+        inputs, targets = to_device_of(model, inputs, targets)
         return job.loss(model(inputs), targets)
 
+    for _ in range(skip):
+        next(numbered)
     return closure
 
 
@@ -126,7 +137,7 @@ def _low_run(job: Workload, low: str, plan: str, scale: float, steps: int) -> tu
     """Trains the steps that were predicted, and returns (count, zeros, non-finite) of each module and kind."""
     model = job.build(0)
     optimizer = job.optimizer(model, fused=False)
-    closure = _closure(job, model, skip=1)  # whatif takes a batch to see what is low
+    closure = _closure(job, model, optimizer, skip=1)  # whatif takes a batch to see what is low
     session = halfstep.initialize(model, optimizer, plan, low=low, loss_scale=scale)
     counted: dict[Any, list[int]] = {}
 
