@@ -68,6 +68,7 @@ class Comparison:
     plan: str
     scale: float
     recommended: bool
+    largest: float
     steps: int
     skipped: int
     compared: int
@@ -105,6 +106,7 @@ def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, s
         plan=plan,
         scale=carried,
         recommended=scale is None,
+        largest=found.scale(low).largest,
         steps=steps,
         skipped=skipped,
         compared=len(differences),

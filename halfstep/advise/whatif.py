@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Scouted, predict
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import check_models
 from halfstep.plan.levels import customize
+from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session import Session, initialize
@@ -140,6 +140,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
     with initialize(model, still, plan) as session:
         loss = step(model, closure, see, backward=session.backward)
+        formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}
     for place in [place for place in low if place.kind == "weight"]:
@@ -148,15 +149,19 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             low[place] = low[gradient] = place in stored_low
         else:  # a full weight that is cast for use has a gradient of that format
             low[place] = low.get(gradient, False)
-    ceiling = {"ceiling": FP16_LOSS_CEILING} if loss.dtype is plan.low.dtype else {}
-    return Scouted(low, max((float(a) for place, a in largest.items() if low[place]), default=0.0), **ceiling)
+    return Scouted(
+        low=low,
+        full_modules=frozenset(uncompiled(each.name) for each in formats if each.compute is FP32),
+        largest_gradient=max((float(amax) for place, amax in largest.items() if low[place]), default=0.0),
+        ceiling=FP16_LOSS_CEILING if loss.dtype is plan.low.dtype else LARGEST_SCALE,
+    )
 
 
 def _stay_full(rows: Iterable[Rounded], model: nn.Module, plan: Plan) -> Iterable[Finding]:
     """Yields a finding for each module that a format does not suit."""
     harmed: dict[str, list[Rounded]] = {}
     for row in rows:
-        if row.low and (-math.inf < row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)):
+        if row.low and (row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)):
             harmed.setdefault(row.module, []).append(row)
     for module, bad in harmed.items():
         policy = WIDE if any(row.kind == "activation" for row in bad) else FULL

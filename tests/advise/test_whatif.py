@@ -260,6 +260,22 @@ def test_predictions_hold_in_the_low_run(job, low, plan, scale):
         assert compared.lost > 0, "a comparison in which nothing is lost shows nothing"
 
 
+@pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)
+def test_predictions_hold_where_a_scale_is_too_high(job):
+    compared = compare(job, "fp16", "O2", scale=2.0**27, steps=1)
+    assert compared.skipped == 1
+    assert max(difference.really_saturated for difference in compared.differences) > 0.1
+    assert compared.most <= ALLOWED
+
+
+@pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)
+def test_the_largest_safe_scale_is_where_steps_begin_to_be_skipped(job):
+    largest = compare(job, "fp16", "O2", steps=1).largest
+    below = 2.0 ** math.floor(math.log2(largest))
+    assert compare(job, "fp16", "O2", scale=below, steps=1).skipped == 0
+    assert compare(job, "fp16", "O2", scale=4 * below, steps=1).skipped == 1
+
+
 def test_predictions_hold_through_the_steps_of_a_recurrent_layer():
     """Where values fall below the format step by step, rounding keeps many of them at the smallest one."""
 
