@@ -7,9 +7,10 @@ Both start from the same weights and train on the same batches: whatif in fp32, 
 where the device has no units for it) with the same constant loss scale, once 1 and once the recommended one. For each
 module and kind of tensor the share of nonzero values that are zero in the low run (its zeros less those of the fp32
 run) is compared with the predicted loss, and the share of non-finite values with the predicted saturation. The
-criterion: every difference is at most one percentage point. Each comparison is a JSON file in the folder of results and
+criterion: over all modules of a workload every kind of tensor has a difference of at most one percentage point; the
+table shows the largest difference of a single module beside it. Each comparison is a JSON file in the folder of results and
 is not run again unless `--again` is given, so an interrupted run goes on where it stopped. The table is printed and
-written beside them. Exits with 1 where a difference is more.
+written beside them. Exits with 1 where a comparison misses the criterion.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import halfstep
 from halfstep.errors import HalfstepError
 from halfstep.observe.watch import Place, step
 from halfstep.plan.machine import read_machine
+from halfstep.records import TENSOR_KINDS
 from halfstep.workloads.load import load_workload
 from halfstep.workloads.workload import Workload, to_device_of
 
@@ -44,10 +46,12 @@ HORIZON = 100  # steps of the whole training that the learning rate is scheduled
 
 @dataclass(frozen=True)
 class Difference:
-    """One kind of tensor of one module: shares predicted and real."""
+    """One kind of tensor of one module: how many elements, and shares of them predicted and real."""
 
     module: str
     kind: str
+    count: int
+    nonzero: int
     lost: float
     really_lost: float
     saturated: float
@@ -72,6 +76,7 @@ class Comparison:
     steps: int
     skipped: int
     compared: int
+    whole: float
     most: float
     lost: float
     differences: tuple[Difference, ...]
@@ -91,6 +96,8 @@ def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, s
             Difference(
                 row.module,
                 row.kind,
+                row.stats.count,
+                row.stats.nonzero,
                 row.lost,
                 (zeros - row.stats.zeros) / max(row.stats.nonzero, 1),
                 row.saturated,
@@ -110,10 +117,19 @@ def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, s
         steps=steps,
         skipped=skipped,
         compared=len(differences),
+        whole=max(_whole([d for d in differences if d.kind == kind]) for kind in TENSOR_KINDS),
         most=differences[0].most,
         lost=max(row.lost for row, _ in rows),
         differences=tuple(differences),
     )
+
+
+def _whole(rows: Sequence[Difference]) -> float:
+    """Returns the larger difference of the shares over all these modules together."""
+    nonzero, count = max(sum(row.nonzero for row in rows), 1), max(sum(row.count for row in rows), 1)
+    lost = sum((row.lost - row.really_lost) * row.nonzero for row in rows) / nonzero
+    saturated = sum((row.saturated - row.really_saturated) * row.count for row in rows) / count
+    return max(abs(lost), abs(saturated))
 
 
 def _closure(
@@ -159,14 +175,14 @@ def _low_run(job: Workload, low: str, plan: str, scale: float, steps: int) -> tu
 
 def table(rows: Sequence[Comparison]) -> str:
     """Returns the comparisons as a Markdown table."""
-    header = "| workload | run | loss scale | compared | most lost in a module | largest difference | where | verdict |"
+    header = "| workload | run | loss scale | most lost in a module | difference, all modules | one module | where | verdict |"
     lines = [header, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         worst = row.differences[0]
         lines.append(
             f"| {row.workload} | {row.plan} {row.low} | {row.scale:g}{' (recommended)' if row.recommended else ''} "
-            f"| {row.compared} | {row.lost:.2%} | {100 * row.most:.3f} points | {worst.module} {worst.kind} "
-            f"| {'holds' if row.most <= ALLOWED else 'MISSED'} |"
+            f"| {row.lost:.2%} | {100 * row.whole:.3f} points | {100 * row.most:.3f} points "
+            f"| {worst.module} {worst.kind} of {row.compared} | {'holds' if row.whole <= ALLOWED else 'MISSED'} |"
         )
     return "\n".join(lines)
 
@@ -190,7 +206,7 @@ def main() -> int:
     text = table(rows)
     print(text)
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
-    return 0 if all(row.most <= ALLOWED for row in rows) else 1
+    return 0 if all(row.whole <= ALLOWED for row in rows) else 1
 
 
 def _run(name: str, options: argparse.Namespace) -> None:
