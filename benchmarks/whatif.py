@@ -8,9 +8,9 @@ where the device has no units for it) with the same constant loss scale, once 1 
 module and kind of tensor the share of nonzero values that are zero in the low run (its zeros less those of the fp32
 run) is compared with the predicted loss, and the share of non-finite values with the predicted saturation. The
 criterion: over all modules of a workload every kind of tensor has a difference of at most one percentage point; the
-table shows the largest difference of a single module beside it. Each comparison is a JSON file in the folder of results and
-is not run again unless `--again` is given, so an interrupted run goes on where it stopped. The table is printed and
-written beside them. Exits with 1 where a comparison misses the criterion.
+table shows the largest difference of a single module beside it. Each comparison is a JSON file in the folder of
+results and is not run again unless `--again` is given, so an interrupted run goes on where it stopped. The table is
+printed and written beside them. Exits with 1 where a comparison misses the criterion.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _low_run(job: Workload, low: str, plan: str, scale: float, steps: int) -> tu
 
 def table(rows: Sequence[Comparison]) -> str:
     """Returns the comparisons as a Markdown table."""
-    header = "| workload | run | loss scale | most lost in a module | difference, all modules | one module | where | verdict |"
+    header = "| workload | run | loss scale | most lost in a module | difference, all | one module | where | verdict |"
     lines = [header, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         worst = row.differences[0]
