@@ -39,7 +39,7 @@ WIDE = Policy("full", "full", "full")  # the output too: values beyond the low f
 def whatif(
     closure: Callable[[], Any],
     model: nn.Module,
-    formats: Iterable[Format | torch.dtype | str] = FORMATS,
+    formats: Format | torch.dtype | str | Iterable[Format | torch.dtype | str] = FORMATS,
     *,
     steps: int = 3,
     optimizer: Optimizer | None = None,
@@ -62,7 +62,8 @@ def whatif(
     """
     if loss_scale is not None:
         loss_scale = Scaling("static", init=loss_scale).init
-    chosen = [as_format(fmt) for fmt in formats]
+    several = [formats] if isinstance(formats, (str, Format, torch.dtype)) else formats
+    chosen = list(dict.fromkeys(as_format(fmt) for fmt in several))
     _check(model, chosen, steps)
     low_plan, _ = choose_plan(plan, "bf16", torch.device("cpu"))
     low_plan = customize(low_plan, low=BF16)

@@ -103,6 +103,15 @@ def test_an_eps_that_the_format_has_is_no_finding():
         assert checked(Two(Does(lambda x, eps=eps: x / (x.abs() + eps))), plan, low)[0] == []
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_constant_in_a_tensor_counts_as_well(inside):
+    outside = torch.tensor(1e-8)
+    found, _ = checked(Two(Does(lambda x: x / (x.abs() + (torch.tensor(1e-8) if inside else outside)))))
+    assert only(found).code == "constant vanishes"
+    computed, _ = checked(Two(Does(lambda x: x + x.float().square().mean() * 1e-9)))
+    assert computed == [], "a value that the step computes is no constant"
+
+
 def test_the_boundary_is_half_the_smallest_subnormal():
     found, _ = checked(Two(Does(lambda x: x / (x.abs() + 2.0**-25))))
     assert only(found).code == "constant vanishes"

@@ -50,6 +50,11 @@ def test_shares_of_gradients_by_hand_on_both_sides_of_each_boundary():
     assert row.stats.amax == 65536.0
 
 
+def test_one_format_is_enough_and_one_named_twice_counts_once():
+    assert weighed([1.0], formats="fp16").formats == ("fp16",)
+    assert weighed([1.0], formats=(torch.float16, "fp16", halfstep.BF16)).formats == ("fp16", "bf16")
+
+
 def test_a_loss_scale_moves_gradients_but_not_weights_and_activations():
     found = weighed([2.0**-26, 1.0], [2.0**-26, 1.0], loss_scale=4.0)
     assert row_of(found, "weight_grad").lost == 0.0
