@@ -54,7 +54,8 @@ def whatif(
     gradients, buffers, optimizer state and random states are put back.
 
     Raises:
-        SessionError: the closure returns no scalar loss, or one that is not finite in fp32.
+        SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, or
+            the backward pass cannot run twice over one forward.
         SetupError: a model that is in a session or cannot be trained in low precision (no floating parameters), or
             `steps` is no count.
         FormatError: an unknown format, or none, or fp32.

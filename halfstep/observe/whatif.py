@@ -69,7 +69,8 @@ def predict(
     else times the constant scale that would suit the scouted ones.
 
     Raises:
-        SessionError: the closure's loss is none, or not finite in fp32, or no gradient reaches what is stored low.
+        SessionError: the closure's loss is none, or not finite in fp32, no gradient reaches what is stored low, or the
+            backward pass cannot run twice.
     """
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     tally = Tally(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
@@ -104,11 +105,21 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally) -> float:
             for parameter in model.parameters():
                 parameter.grad = None
             with tally.backward_in(fmt, nodes) as scale:
-                loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
+                _backward_again(loss, scale)
                 show_weight_grads(model, tally.see)
         for parameter, grad in held:
             parameter.grad = grad
     return float(loss.detach())
+
+
+def _backward_again(loss: Tensor, scale: float) -> None:
+    try:
+        loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever a user's own autograd function raises
+        raise SessionError(
+            f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it once "
+            "for each format: let the autograd functions of the model keep what they saved"
+        ) from error
 
 
 class Tally:

@@ -17,6 +17,7 @@ from halfstep.workloads.cifar_resnet import CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 from tests.contracts.cases import PLANS, batch, differing, make, snapshot
+from tests.models.zoo import TASKS
 
 
 class Two(nn.Module):
@@ -470,6 +471,16 @@ def above_notes(job, plan, low):
 @pytest.mark.parametrize("job", QUICK, ids=lambda job: type(job).__bases__[0].__name__ + job.name)
 def test_healthy_workloads_are_left_in_peace(job, plan, low):
     assert above_notes(job, plan, low) == []
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize("name", TASKS)
+def test_six_common_models_are_left_in_peace(name, plan):
+    task = TASKS[name]
+    model, (examples,) = task.build(), task.batches(1)
+    with halfstep.initialize(model, task.optimizer(model.parameters()), plan, low="fp16") as session:
+        found = halfstep.check(session, lambda: task.loss(model, examples))
+    assert [str(finding) for finding in found if finding.severity != "note"] == []
 
 
 @pytest.mark.slow

@@ -393,6 +393,25 @@ def test_what_cannot_be_predicted_is_a_clear_error(model, closure, options, erro
     assert MODEL.weight.dtype is torch.float32
 
 
+def test_a_backward_pass_that_cannot_run_twice_is_a_clear_error():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            kept = ctx.kept
+            del ctx.kept
+            return 2 * kept * grad
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(SessionError, match=r"cannot run twice over one forward.*AttributeError"):
+        halfstep.whatif(lambda: Once.apply(model(torch.ones(1, 4))).sum(), model)
+    assert model.weight.grad is None
+
+
 def test_a_model_in_a_session_is_refused_and_stays_in_it():
     model = nn.Linear(4, 4)
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16") as session:
