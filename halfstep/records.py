@@ -317,12 +317,12 @@ class Recorder(Protocol):
 class Rounded:
     """What rounding to a format would do to the tensors of one kind of one module, all steps together.
 
-    `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first and carry
-    what rounding did to the gradients that they come from. `lost` is the share of the nonzero elements that becomes
-    zero, `saturated` the share of all that lies beyond the format's largest value, and `snr_db` the signal to noise
-    ratio in decibels (squares of the values over squares of their rounding errors), infinite where all is exact and
-    minus infinity where nothing but zeros arrives. `low` is false where the plan keeps these tensors full:
-    they lose only what those before them have lost. `stats` counts the fp32 values, without the scale.
+    `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first. `lost` is the share of the nonzero
+    elements that becomes zero, `saturated` the share of all that lies beyond the format's largest value, for gradients
+    with what was lost and saturated on the way to them. `snr_db` is the signal to noise ratio of the rounding in
+    decibels, squares of the fp32 values over squares of their errors, infinite where all are exact. `low` is false
+    where the plan keeps these tensors full: they lose only what those before them have lost. `stats` counts the fp32
+    values, without the scale.
     """
 
     module: str

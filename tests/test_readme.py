@@ -12,7 +12,7 @@ import halfstep
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = dict(
     zip(
-        ("first lines", "plan", "observe", "seeing", "blame", "average", "schedule"),
+        ("first lines", "plan", "observe", "seeing", "before", "blame", "average", "schedule"),
         re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL),
         strict=True,
     )
@@ -102,6 +102,17 @@ def test_a_probe_sees_the_gradients_of_the_steps_it_looks_at(names, capsys):
         for module in ("body", "norm", "head")
         for name in ("weight", "bias")
     ]
+
+
+def test_a_check_and_a_prediction_end_in_a_plan_that_trains(names, capsys):
+    names["batches"] = iter(names["loader"])
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+    exec(BLOCKS["before"], names)
+    assert capsys.readouterr().out == "", "nothing is found in this model"
+    with names["session"] as session:
+        assert session.plan.scale == names["prediction"].scale("fp16").edit
+        backward(names)
+        assert not bool(session.step().skipped)
 
 
 def test_average_follows_the_fp32_weights(names):

@@ -36,6 +36,7 @@ WRITES = (
     *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor", "where"),
 )
 CASTS = ("_to_copy", "copy_")
+MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
 BEYOND = "without overflow"  # torch's words for a constant that the format of the result does not have
 
 
@@ -126,6 +127,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
                 note.scalars = (value,)
                 self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
             return
+        args = [self._constant(note, tensor) if isinstance(tensor, Tensor) else tensor for tensor in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
         for value in _numbers(guards) if name in GUARDS else ():
             if 0 < abs(value) <= fmt.smallest_subnormal / 2:
@@ -133,6 +135,13 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
                 self._constants[name, note.module, note.line, value] = (note, fmt, False)
+
+    def _constant(self, note: Note, tensor: Tensor) -> Tensor | float:
+        """Returns the number in a 0-dim tensor that no operation of the step has computed, else the tensor."""
+        if tensor.dim() or not tensor.is_floating_point() or tensor.requires_grad:
+            return tensor
+        writer = self.last_writer(tensor)
+        return float(tensor) if writer is None or writer is note or writer.aten in MADE else tensor
 
     def failure(self, error: Exception) -> Failure:
         """Returns where an error came from: the operation that raised it, or else the line and module on its stack."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,18 +14,20 @@ from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
 from halfstep.errors import FormatError, PlanError, SetupError
-from halfstep.formats import BF16, FP32, Format, as_format, round_nearest
+from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.observe.replay import untouched
+from halfstep.observe.rounding import rounded
 from halfstep.observe.watch import Place, parameters, step
 from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Scouted, predict
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import check_models
 from halfstep.plan.levels import customize
+from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session import Session, initialize
@@ -38,7 +39,7 @@ WIDE = Policy("full", "full", "full")  # the output too: values beyond the low f
 def whatif(
     closure: Callable[[], Any],
     model: nn.Module,
-    formats: Iterable[Format | torch.dtype | str] = FORMATS,
+    formats: Format | torch.dtype | str | Iterable[Format | torch.dtype | str] = FORMATS,
     *,
     steps: int = 3,
     optimizer: Optimizer | None = None,
@@ -53,7 +54,8 @@ def whatif(
     gradients, buffers, optimizer state and random states are put back.
 
     Raises:
-        SessionError: the closure returns no scalar loss, or one that is not finite in fp32.
+        SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, or
+            the backward pass cannot run twice over one forward.
         SetupError: a model that is in a session or cannot be trained in low precision (no floating parameters), or
             `steps` is no count.
         FormatError: an unknown format, or none, or fp32.
@@ -61,7 +63,8 @@ def whatif(
     """
     if loss_scale is not None:
         loss_scale = Scaling("static", init=loss_scale).init
-    chosen = [as_format(fmt) for fmt in formats]
+    several = [formats] if isinstance(formats, (str, Format, torch.dtype)) else formats
+    chosen = list(dict.fromkeys(as_format(fmt) for fmt in several))
     _check(model, chosen, steps)
     low_plan, _ = choose_plan(plan, "bf16", torch.device("cpu"))
     low_plan = customize(low_plan, low=BF16)
@@ -130,7 +133,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 
     def see(place: Place, tensor: Tensor) -> None:
         values = tensor.detach().float()
-        exact = (round_nearest(values, plan.low) == values) | ~values.isfinite()
+        exact = (rounded(values, plan.low) == values) | ~values.isfinite()
         places[place] = places[place] & exact.all() if place in places else exact.all()
         if place.kind in GRADIENTS and values.numel():
             amax = values.abs().nan_to_num(0.0, 0.0, 0.0).max()
@@ -139,6 +142,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
     with initialize(model, still, plan) as session:
         loss = step(model, closure, see, backward=session.backward)
+        formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}
     for place in [place for place in low if place.kind == "weight"]:
@@ -147,15 +151,19 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             low[place] = low[gradient] = place in stored_low
         else:  # a full weight that is cast for use has a gradient of that format
             low[place] = low.get(gradient, False)
-    ceiling = {"ceiling": FP16_LOSS_CEILING} if loss.dtype is plan.low.dtype else {}
-    return Scouted(low, max((float(a) for place, a in largest.items() if low[place]), default=0.0), **ceiling)
+    return Scouted(
+        low=low,
+        full_modules=frozenset(uncompiled(each.name) for each in formats if each.compute is FP32),
+        largest_gradient=max((float(amax) for place, amax in largest.items() if low[place]), default=0.0),
+        ceiling=FP16_LOSS_CEILING if loss.dtype is plan.low.dtype else LARGEST_SCALE,
+    )
 
 
 def _stay_full(rows: Iterable[Rounded], model: nn.Module, plan: Plan) -> Iterable[Finding]:
     """Yields a finding for each module that a format does not suit."""
     harmed: dict[str, list[Rounded]] = {}
     for row in rows:
-        if row.low and (-math.inf < row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)):
+        if row.low and (row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)):
             harmed.setdefault(row.module, []).append(row)
     for module, bad in harmed.items():
         policy = WIDE if any(row.kind == "activation" for row in bad) else FULL

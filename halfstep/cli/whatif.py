@@ -15,6 +15,8 @@ from halfstep.report.whatif import whatif_table
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 
+HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
+
 Formats = Annotated[str, typer.Option("--formats", help="Formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps in fp32.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose low tensors are predicted.")]
@@ -41,10 +43,15 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
     if json is not None:
         check_writable(json)
     model = job.build(seed).to(device_of(device))
-    batches = job.batches(seed)
+    optimizer = job.optimizer(model, fused=False)
+    base = [group["lr"] for group in optimizer.param_groups]
+    batches = enumerate(job.batches(seed))
 
     def closure() -> object:
-        inputs, targets = to_device_of(model, *next(batches))
+        number, (inputs, targets) = next(batches)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * job.lr_factor(number, HORIZON)
+        inputs, targets = to_device_of(model, inputs, targets)
         return job.loss(model(inputs), targets)
 
     result = predict(
@@ -52,7 +59,7 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
         model,
         names(formats),
         steps=steps,
-        optimizer=job.optimizer(model, fused=False),
+        optimizer=optimizer,
         plan=plan,
         loss_scale=loss_scale,
     )

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.formats import FP32, Format, count_rounding, round_nearest, saturate
-from halfstep.observe.recurrent import RoundedInside, recurrent_ranges
+from halfstep.formats import FP32, Format, count_rounding, saturate
+from halfstep.observe.backward import Nodes, RoundedBackward, noting_nodes
 from halfstep.observe.replay import run_to_the_loss
+from halfstep.observe.rounding import rounded
 from halfstep.observe.stats import measure
 from halfstep.observe.watch import Place, show_weight_grads, watching
 from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
@@ -31,10 +32,11 @@ Group = tuple[str, str]  # a module's name and a tensor kind
 class Scouted:
     """What one step said before the measurement: which places are stored low (others: all), the largest low gradient.
 
-    `ceiling` is the largest scale that the format of the loss takes.
+    `full_modules` names the modules that compute full; `ceiling` is the largest scale that the loss's format takes.
     """
 
     low: Mapping[Place, bool] = field(default_factory=dict)
+    full_modules: frozenset[str] = frozenset()
     largest_gradient: float = 0.0
     ceiling: float = LARGEST_SCALE
 
@@ -67,7 +69,8 @@ def predict(
     else times the constant scale that would suit the scouted ones.
 
     Raises:
-        SessionError: the closure's loss is none, or not finite in fp32, or no gradient reaches what is stored low.
+        SessionError: the closure's loss is none, or not finite in fp32, no gradient reaches what is stored low, or the
+            backward pass cannot run twice.
     """
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     tally = Tally(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
@@ -89,10 +92,11 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally) -> float:
     """Runs a step in fp32, and its backward pass again in each format; leaves the fp32 gradients and returns the loss.
 
     The further passes start with the format's scale, go on from each module's output with the rounded gradient, and
-    round each operation inside recurrent layers, where an error goes through hundreds of operations.
+    round the products on their way.
     """
-    with watching(model, tally.see), recurrent_ranges(model) as recurrent:
+    with watching(model, tally.see), noting_nodes(model, tally.full_modules) as nodes:
         loss = run_to_the_loss(closure, list(model.parameters()))
+        nodes.forward_ended()
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         show_weight_grads(model, tally.see)
         tally.end_step()
@@ -100,12 +104,22 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally) -> float:
         for fmt in tally.formats:
             for parameter in model.parameters():
                 parameter.grad = None
-            with tally.backward_in(fmt, recurrent) as scale:
-                loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
+            with tally.backward_in(fmt, nodes) as scale:
+                _backward_again(loss, scale)
                 show_weight_grads(model, tally.see)
         for parameter, grad in held:
             parameter.grad = grad
     return float(loss.detach())
+
+
+def _backward_again(loss: Tensor, scale: float) -> None:
+    try:
+        loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
+    except Exception as error:  # whatever a user's own autograd function raises
+        raise SessionError(
+            f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it once "
+            "for each format: let the autograd functions of the model keep what they saved"
+        ) from error
 
 
 class Tally:
@@ -113,6 +127,7 @@ class Tally:
 
     def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
         self.formats = tuple(scales)
+        self.full_modules = scouted.full_modules
         self._scales = scales
         self._scouted = scouted
         self._low_groups = {place[:2] for place, low in scouted.low.items() if low}
@@ -121,12 +136,12 @@ class Tally:
         self._low: dict[Group, bool] = {}
         self._largest: list[tuple[float, str]] = []  # of each step, and its module
         self._now: tuple[float, str] = (0.0, "")
-        self._backward_in: RoundedInside | None = None
+        self._backward_in: RoundedBackward | None = None
 
     @contextmanager
-    def backward_in(self, fmt: Format, recurrent: Sequence[range]) -> Iterator[float]:
+    def backward_in(self, fmt: Format, nodes: Nodes) -> Iterator[float]:
         """Takes the gradients seen inside for those of a backward pass in a format; gives the scale to start with."""
-        self._backward_in = RoundedInside(recurrent, fmt)
+        self._backward_in = RoundedBackward(nodes, fmt)
         try:
             with self._backward_in:
                 yield self._scales[fmt]
@@ -144,19 +159,22 @@ class Tally:
             return None
         values = tensor.detach().float()
         if self._backward_in is not None:
-            with self._backward_in.paused() as fmt:
-                total = self._sum(fmt, group, values.device)
-                return total.add(values, fmt if low else None).to(tensor.dtype)
+            fmt = self._backward_in.fmt
+            total = self._sum(fmt, group, values.device)
+            return total.count(values, fmt if low else None, arrived=True).to(tensor.dtype)
         stats = measure(values)
         self._stats[group] = self._stats[group] + stats if group in self._stats else stats
         self._low[group] = low
-        if place.kind in GRADIENTS:
+        gradient = place.kind in GRADIENTS
+        if gradient:
             _check_finite(place, stats)
             if low:
                 self._now = max(self._now, (stats.amax, place.module))
-        else:
-            for fmt in self.formats:
-                self._sum(fmt, group, values.device).add(values, fmt if low else None)
+        for fmt, scale in self._scales.items():
+            total, used = self._sum(fmt, group, values.device), fmt if low else None
+            total.weigh(values * scale if gradient and scale != 1 else values, used)
+            if not gradient:
+                total.count(values, used)
         return None
 
     def _sum(self, fmt: Format, group: Group, device: torch.device) -> _Sum:
@@ -194,7 +212,7 @@ class Tally:
             scale=self._scales[fmt] if kind in GRADIENTS else 1.0,
             lost=max(zeros - stats.zeros, 0) / stats.nonzero if stats.nonzero else 0.0,
             saturated=saturated / stats.count,
-            snr_db=decibels(signal, noise) if signal or not stats.nonzero else -math.inf,
+            snr_db=decibels(signal, noise),
             stats=stats,
         )
 
@@ -229,25 +247,34 @@ class _Sum:
         self._zeros, self._saturated = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
-    def add(self, values: Tensor, fmt: Format | None) -> Tensor:
-        """Counts fp32 values and returns them rounded; None leaves them as they came."""
-        if fmt is None:
-            fmt, rounded = FP32, values
-        else:
-            rounded = round_nearest(values, fmt)
-        self._zeros += values.numel() - rounded.count_nonzero()
-        kept, result = values, rounded
-        if not float(values.abs().max()) <= fmt.max:  # NaN too; the infinities of masks are no loss
-            counts = count_rounding(values, rounded, fmt)
-            self._saturated += counts.overflowed
-            finite = values.isfinite()
-            kept, rounded = torch.where(finite, values, 0.0), torch.where(finite, saturate(rounded, fmt), 0.0)
-        self._signal += torch.linalg.vector_norm(kept, dtype=torch.float64).square()
-        self._noise += torch.linalg.vector_norm(rounded - kept, dtype=torch.float64).square()
+    def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
+        """Counts what rounding does to fp32 values and returns them rounded; None leaves them as they came.
+
+        `arrived`: what is not finite among them was saturated on its way.
+        """
+        result = values if fmt is None else rounded(values, fmt)
+        self._zeros += values.numel() - result.count_nonzero()
+        if not _largest(values) <= (fmt or FP32).max:  # NaN too
+            counts = count_rounding(values, result, fmt or FP32)
+            self._saturated += counts.overflowed + counts.nonfinite if arrived else counts.overflowed
         return result
+
+    def weigh(self, values: Tensor, fmt: Format | None) -> None:
+        """Adds up the energy of the values and of their rounding errors; what is beyond counts as the largest value."""
+        if not math.isfinite(_largest(values)):
+            values = torch.where(values.isfinite(), values, 0.0)  # the infinities of masks are no loss
+        self._signal += torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        if fmt is not None:
+            error = saturate(rounded(values, fmt), fmt) - values
+            self._noise += torch.linalg.vector_norm(error, dtype=torch.float64).square()
 
     def read(self) -> tuple[int, int, float, float]:
         return int(self._zeros), int(self._saturated), float(self._signal), float(self._noise)
+
+
+def _largest(values: Tensor) -> float:
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))
 
 
 def decibels(signal: float, noise: float) -> float:

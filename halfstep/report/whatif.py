@@ -12,6 +12,7 @@ from rich.text import Text
 
 from halfstep.records import TENSOR_KINDS, Rounded, ScaleRange, WhatIf
 
+WORDS = ("loss scale", "set by", "format", "tensors", "lowest SNR at", "module", "stored")  # not numbers
 SHOWN = 8  # modules that should stay full, of each format
 
 
@@ -106,8 +107,8 @@ def _mean(rows: Sequence[Rounded], name: str) -> float:
 
 def _table(*headers: str) -> Table:
     table = Table(box=None, padding=(0, 1))
-    for index, header in enumerate(headers):
-        table.add_column(header, no_wrap=True, justify="left" if index < 2 or header.endswith(" at") else "right")
+    for header in headers:
+        table.add_column(header, no_wrap=True, justify="left" if header in WORDS else "right")
     return table
 
 

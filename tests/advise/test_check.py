@@ -17,6 +17,7 @@ from halfstep.workloads.cifar_resnet import CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 from tests.contracts.cases import PLANS, batch, differing, make, snapshot
+from tests.models.zoo import TASKS
 
 
 class Two(nn.Module):
@@ -101,6 +102,15 @@ def test_an_eps_that_vanishes_is_named_and_its_cure_cures(fault):
 def test_an_eps_that_the_format_has_is_no_finding():
     for plan, low, eps in (("O2", "bf16", 1e-8), ("O2", "fp16", 2.0**-25 * 1.01), ("O0", "fp16", 1e-8)):
         assert checked(Two(Does(lambda x, eps=eps: x / (x.abs() + eps))), plan, low)[0] == []
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_constant_in_a_tensor_counts_as_well(inside):
+    outside = torch.tensor(1e-8)
+    found, _ = checked(Two(Does(lambda x: x / (x.abs() + (torch.tensor(1e-8) if inside else outside)))))
+    assert only(found).code == "constant vanishes"
+    computed, _ = checked(Two(Does(lambda x: x + x.float().square().mean() * 1e-9)))
+    assert computed == [], "a value that the step computes is no constant"
 
 
 def test_the_boundary_is_half_the_smallest_subnormal():
@@ -461,6 +471,16 @@ def above_notes(job, plan, low):
 @pytest.mark.parametrize("job", QUICK, ids=lambda job: type(job).__bases__[0].__name__ + job.name)
 def test_healthy_workloads_are_left_in_peace(job, plan, low):
     assert above_notes(job, plan, low) == []
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize("name", TASKS)
+def test_six_common_models_are_left_in_peace(name, plan):
+    task = TASKS[name]
+    model, (examples,) = task.build(), task.batches(1)
+    with halfstep.initialize(model, task.optimizer(model.parameters()), plan, low="fp16") as session:
+        found = halfstep.check(session, lambda: task.loss(model, examples))
+    assert [str(finding) for finding in found if finding.severity != "note"] == []
 
 
 @pytest.mark.slow

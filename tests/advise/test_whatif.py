@@ -50,6 +50,11 @@ def test_shares_of_gradients_by_hand_on_both_sides_of_each_boundary():
     assert row.stats.amax == 65536.0
 
 
+def test_one_format_is_enough_and_one_named_twice_counts_once():
+    assert weighed([1.0], formats="fp16").formats == ("fp16",)
+    assert weighed([1.0], formats=(torch.float16, "fp16", halfstep.BF16)).formats == ("fp16", "bf16")
+
+
 def test_a_loss_scale_moves_gradients_but_not_weights_and_activations():
     found = weighed([2.0**-26, 1.0], [2.0**-26, 1.0], loss_scale=4.0)
     assert row_of(found, "weight_grad").lost == 0.0
@@ -260,6 +265,22 @@ def test_predictions_hold_in_the_low_run(job, low, plan, scale):
         assert compared.lost > 0, "a comparison in which nothing is lost shows nothing"
 
 
+@pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)
+def test_predictions_hold_where_a_scale_is_too_high(job):
+    compared = compare(job, "fp16", "O2", scale=2.0**27, steps=1)
+    assert compared.skipped == 1
+    assert max(difference.really_saturated for difference in compared.differences) > 0.1
+    assert compared.most <= ALLOWED
+
+
+@pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)
+def test_the_largest_safe_scale_is_where_steps_begin_to_be_skipped(job):
+    largest = compare(job, "fp16", "O2", steps=1).largest
+    below = 2.0 ** math.floor(math.log2(largest))
+    assert compare(job, "fp16", "O2", scale=below, steps=1).skipped == 0
+    assert compare(job, "fp16", "O2", scale=4 * below, steps=1).skipped == 1
+
+
 def test_predictions_hold_through_the_steps_of_a_recurrent_layer():
     """Where values fall below the format step by step, rounding keeps many of them at the smallest one."""
 
@@ -273,7 +294,7 @@ def test_predictions_hold_through_the_steps_of_a_recurrent_layer():
             while True:
                 yield torch.randint(50, (16, 100), generator=generator), torch.rand(16, generator=generator).round()
 
-    compared = compare(Short(), "fp16", "O2", steps=1)
+    compared = compare(Short(), "fp16", "O2", scale=1.0, steps=1)
     lost = next(d for d in compared.differences if (d.module, d.kind) == ("words", "activation_grad"))
     assert lost.really_lost > 0.1
     assert compared.most <= ALLOWED
@@ -285,6 +306,8 @@ class Recurrent(nn.Module):
         self.words = nn.Embedding(50, 16)
         self.rnn = nn.LSTM(16, 16, batch_first=True)
         self.out = nn.Linear(16, 1)
+        with torch.no_grad():
+            self.rnn.bias_ih_l0[16:32] = 2.0  # the forget gate: a gradient falls by an eighth a step
 
     def forward(self, ids):
         return torch.sigmoid(self.out(self.rnn(self.words(ids))[1][0][-1])).squeeze(-1)
@@ -368,6 +391,25 @@ def test_what_cannot_be_predicted_is_a_clear_error(model, closure, options, erro
         halfstep.whatif(closure, model, **options)
     assert MODEL.weight.grad is None
     assert MODEL.weight.dtype is torch.float32
+
+
+def test_a_backward_pass_that_cannot_run_twice_is_a_clear_error():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            kept = ctx.kept
+            del ctx.kept
+            return 2 * kept * grad
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(SessionError, match=r"cannot run twice over one forward.*AttributeError"):
+        halfstep.whatif(lambda: Once.apply(model(torch.ones(1, 4))).sum(), model)
+    assert model.weight.grad is None
 
 
 def test_a_model_in_a_session_is_refused_and_stays_in_it():

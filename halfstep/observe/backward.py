@@ -1,0 +1,124 @@
+"""Rounding on the way of a backward pass: the products of a model, and all that its recurrent layers do."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from halfstep.formats import Format
+from halfstep.observe.rounding import rounded
+from halfstep.plan.matching import uncompiled
+
+# What runs low at every level, by the names of aten; with attention, whose names begin alike.
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_trilinear", "convolution_backward"})
+ATTENTION = "_scaled_dot_product"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The autograd nodes that a forward made, as ranges of their sequence numbers.
+
+    Those of the whole model, of recurrent layers in it, and of modules that compute full. `forward_ended` adds to the
+    model's what checkpoints make from now on.
+    """
+
+    model: list[range] = field(default_factory=list)
+    recurrent: list[range] = field(default_factory=list)
+    full: list[range] = field(default_factory=list)
+
+    def forward_ended(self) -> None:
+        """Counts the nodes that a backward pass makes as the model's."""
+        self.model.append(range(torch._C._autograd._get_sequence_nr(), sys.maxsize))
+
+
+@contextmanager
+def noting_nodes(model: nn.Module, full: Collection[str]) -> Iterator[Nodes]:
+    """Gives the nodes that forwards inside the `with` make; `full` names the modules that compute full.
+
+    Recurrent layers compute step by step meanwhile: oneDNN's kernel is one operation for all steps.
+    """
+    nodes = Nodes()
+    layers: list[nn.Module] = []
+    with ExitStack() as undo:
+        for name, module in model.named_modules():
+            if uncompiled(name) in full:
+                _note(module, nodes.full, undo)
+            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+                layers.append(module)
+                _note(module, nodes.recurrent, undo)
+        _note(model, nodes.model, undo)
+        if layers and all(p.device.type == "cpu" for layer in layers for p in layer.parameters()):
+            undo.enter_context(_without_onednn())
+        yield nodes
+
+
+def _note(module: nn.Module, into: list[range], undo: ExitStack) -> None:
+    starts: list[int] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        starts.append(torch._C._autograd._get_sequence_nr())
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        into.append(range(starts.pop(), torch._C._autograd._get_sequence_nr()))
+
+    undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+    undo.callback(module.register_forward_hook(after).remove)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    with ExitStack() as undo:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.13 warns of its own TF32 switch here
+            undo.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        yield
+
+
+class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Inside, what the backward pass computes in fp32 is rounded to a format.
+
+    That is each product of the model, and each result inside its recurrent layers, where an error goes through hundreds
+    of operations; but nothing of modules that compute full.
+    """
+
+    def __init__(self, nodes: Nodes, fmt: Format) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fmt = fmt
+        self._nodes = nodes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation and rounds what it computed."""
+        result = func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
+        if node is None or not self._rounds(func, node._sequence_nr()):
+            return result
+        return tree_map_only(Tensor, lambda t: self._round(func, t), result)
+
+    def _rounds(self, func: Any, number: int) -> bool:
+        if _is_in(number, self._nodes.full):
+            return False
+        name: str = func._schema.name.rpartition("::")[2]
+        product = name in PRODUCTS or name.startswith(ATTENTION)
+        return _is_in(number, self._nodes.model if product else self._nodes.recurrent)
+
+    def _round(self, func: Any, t: Tensor) -> Tensor:
+        if t.dtype is not torch.float32:
+            return t
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return t.copy_(rounded(t, self.fmt)) if func._schema.is_mutable else t
+        return rounded(t, self.fmt)
+
+
+def _is_in(number: int, ranges: Sequence[range]) -> bool:
+    return any(number in each for each in ranges)
