@@ -117,8 +117,8 @@ def _backward_again(loss: Tensor, scale: float) -> None:
         loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever a user's own autograd function raises
         raise SessionError(
-            f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it once "
-            "for each format: let the autograd functions of the model keep what they saved"
+            f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it "
+            "once for each format: let the autograd functions of the model keep what they saved"
         ) from error
 
 
