@@ -41,7 +41,7 @@ class Counters:
         self._values: tuple[float, float] | None = None
 
     def take(self, skips: Tensor, scale: Tensor) -> None:
-        """Begins to read two 0-dim tensors; not while a CUDA graph is captured, which would read them at each replay."""
+        """Begins to read two 0-dim tensors; not while a CUDA graph is captured, which would read at each replay."""
         if self._on_host:
             self._values = (float(skips.numpy()), float(scale.numpy()))
             return
