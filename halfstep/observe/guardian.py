@@ -41,9 +41,11 @@ class Counters:
         self._values: tuple[float, float] | None = None
 
     def take(self, skips: Tensor, scale: Tensor) -> None:
-        """Begins to read; both are 0-dim tensors."""
+        """Begins to read two 0-dim tensors; not while a CUDA graph is captured, which would read at each replay."""
         if self._on_host:
             self._values = (float(skips.numpy()), float(scale.numpy()))
+            return
+        if torch.cuda.is_current_stream_capturing():
             return
         both = torch.stack((skips.to(torch.float64), scale.to(torch.float64)))
         host = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(both, non_blocking=True)
@@ -53,7 +55,7 @@ class Counters:
 
     def read(self) -> tuple[int, float] | None:
         """Returns skips and scale as they were when reading began; None where there are none yet."""
-        if self._pending is not None:
+        if self._pending is not None and not torch.cuda.is_current_stream_capturing():
             host, event = self._pending
             if not event.query():  # type: ignore[no-untyped-call]
                 return None

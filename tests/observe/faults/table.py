@@ -37,7 +37,8 @@ class Fault:
 
     `model` builds it, `breaks` spoils it, `spoils` spoils its input; `expect` is module, operator, phase, kind. `edit`
     says that an edit of the plan cures it; `mends` is what the words advise where none does (None: nothing does).
-    `compiled` wraps it in torch.compile.
+    `compiled` wraps it in torch.compile, `stale` steps twice without `zero_grad` before, the first time from an
+    infinite loss.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Fault:
     mends: Callable[[Any], None] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
+    stale: bool = False
 
     def inputs(self) -> torch.Tensor:
         made = self.model()
@@ -239,6 +241,16 @@ OTHERS = (
           ("layer.norm1", "layer_norm", FORWARD, "weights"), False, breaks=write("layer.norm1.weight", math.nan)),
     Fault("a weight beyond the stored format", lambda: Cnn(nn.Identity()), "O2", "fp16",
           ("conv2", "conv2d", FORWARD, "overflow"), breaks=write("conv2.weight", BIG)),
+)  # fmt: skip
+
+# gradients that nobody zeroed
+OTHERS += (
+    Fault("no zero_grad, cnn", lambda: Cnn(nn.Identity()), "O1", "bf16",
+          ("conv1", "zero_grad", BACKWARD, "stale gradients"), False, stale=True, mends=nothing),
+    Fault("no zero_grad, lstm", lambda: Lstm(nn.Identity()), "O2", "fp16",
+          ("embed", "zero_grad", BACKWARD, "stale gradients"), False, stale=True, mends=nothing),
+    Fault("no zero_grad, transformer", lambda: Transformer(nn.Identity()), "O3", "bf16",
+          ("embed", "zero_grad", BACKWARD, "stale gradients"), False, stale=True, mends=nothing),
 )  # fmt: skip
 
 # several places, and places without a module
