@@ -117,8 +117,8 @@ def _backward_again(loss: Tensor, scale: float) -> None:
         loss.backward(torch.full_like(loss, scale), retain_graph=True)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever a user's own autograd function raises
         raise SessionError(
-            f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it once "
-            "for each format: let the autograd functions of the model keep what they saved"
+            f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it "
+            "once for each format: let the autograd functions of the model keep what they saved"
         ) from error
 
 
@@ -189,7 +189,7 @@ class Tally:
         """Returns all that was counted, read on the host."""
         if not any(amax for amax, _ in self._largest):
             raise SessionError(
-                "no gradient reaches a tensor that the plan stores low: all are zero, or all parameters frozen; "
+                "no gradient reaches a tensor that the plan stores low: all are zero, frozen, or of float64; "
                 "return the loss of a training step"
             )
         rows = tuple(

@@ -521,6 +521,12 @@ def test_nothing_is_left_behind(plan, low):
     session.close()
 
 
+def test_sparse_gradients_are_checked_as_well():
+    table = nn.Embedding(10, 8, sparse=True)
+    with halfstep.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), "O2", low="fp16") as session:
+        assert halfstep.check(session, lambda: table(torch.arange(3)).square().mean()) == ()
+
+
 def test_findings_go_to_the_sinks_of_the_session():
     class Sink:
         def __init__(self):
