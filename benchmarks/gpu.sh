@@ -137,7 +137,7 @@ compiled=bf16 # its compilation takes most of a minute, so that of ResNet-50 is 
 
 # The limits add up to 525 s.
 part tests 130 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/tests.xml" "${files[@]}"
-part graph 45 "$python" -m pytest "${test_options[@]}" --junitxml "$room/graph.xml" tests/contracts/test_cuda.py
+part graph 45 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/graph.xml" tests/contracts/test_cuda.py
 part optimizer_step 85 "$python" benchmarks/optimizer_step.py "${sizes[@]}" --json "$results/optimizer_step.json"
 part gpt2 135 "$python" benchmarks/train_step.py --workload gpt2 --compiled "$compiled" "${steps[@]}" --json "$results/gpt2.json"
 part resnet50 60 "$python" benchmarks/train_step.py --workload resnet50 --compiled none "${steps[@]}" --json "$results/resnet50.json"

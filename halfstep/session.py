@@ -29,6 +29,7 @@ from halfstep.observe.guardian import Armed, Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
 from halfstep.observe.replay import refused, standing_in
+from halfstep.observe.stance import run_uncompiled
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
@@ -459,8 +460,8 @@ class Session:
         found = readings[0].found
         for flag in (*(reading.found for reading in readings[1:]), *(held.found for held in collected)):
             if flag is not None:
-                found = found | flag.to(self._device)
-        clip = None if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                found = found | (flag if flag.device == self._device else flag.to(self._device))
+        clip = None if max_norm is None else (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
         looking = self._probes.looking
         for held in collected if looking else ():
             self._probes.read(held.params, held.grads, held.carried)
@@ -514,6 +515,8 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
+        if self._guardian is not None:
+            self._guardian.close()  # what it would see of the step is what is looked at now
         scale, held = self._scale_to_explain(loss_id), self._held()
         with self._probes.paused(), refused(self, ("backward", "step", "unscale_"), IN_A_CLOSURE):
             verdict = blame(self._subject(), closure, scale=scale, held=held)
@@ -545,8 +548,7 @@ class Session:
         """Has the next step recorded; returns the recording and what ends it."""
         armed = Armed(self._roots)
         with ExitStack() as stack:
-            stance = torch.compiler.set_stance("force_eager")
-            stack.callback(stance.__exit__, None, None, None)
+            stack.callback(run_uncompiled())
             stack.enter_context(self._under(armed.recorder))
             for gate in self._outermost:
                 stack.callback(setattr, gate, "around", gate.around)
@@ -599,7 +601,8 @@ class Session:
             for p in part.parameters()
             if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
-        return Held(tuple(bad), any(part.ledger.left_over for part in self._parts))
+        skipped = self._last is not None and bool(self._last.skipped)
+        return Held(tuple(bad), any(part.ledger.left_over for part in self._parts), skipped)
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""

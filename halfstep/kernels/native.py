@@ -169,4 +169,4 @@ def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor,
         loops.halfstep_adam(tensors, ctypes.byref(common), *numbers)
     else:
         loops.halfstep_sgd(tensors, ctypes.byref(common), options.momentum, options.dampening, options.nesterov)
-    torch.autograd.graph.increment_version([t for tensors in table.fixed for t in tensors])
+    torch.autograd.graph.increment_version(batch.weights)  # what autograd may have saved

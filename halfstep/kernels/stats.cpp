@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t kPiece = 1 << 15;  // elements that one thread takes at a time
+constexpr int64_t kParallel = 1 << 18;  // elements, some 100 us: less is not worth waking threads for
 constexpr int64_t kBlock = 512;      // elements that stay in registers and the first cache
 constexpr int kLanes = 16;
 constexpr int kTables = 4;  // neighbours often have one exponent: their increments must not wait for each other
@@ -256,11 +257,13 @@ void raise_double(int64_t* place, double value) {
 extern "C" void halfstep_add_stats(int64_t tensors, const void* const* data, const int64_t* sizes, const int32_t* kinds,
                                    int64_t* const* rows, int64_t sample, int64_t length, int32_t threads) {
   std::vector<Reading> readings;
+  int64_t elements = 0;
   std::vector<int64_t> owners, firsts;  // of each piece: its tensor, and its first element or run
   for (int64_t i = 0; i < tensors; ++i) {
     const bool whole = sample == 0 || sizes[i] <= sample;
     readings.push_back({data[i], sizes[i], whole ? 0 : sample / length, length, kinds[i]});
     const int64_t units = whole ? sizes[i] : readings.back().runs, step = whole ? kPiece : kPiece / length;
+    elements += whole ? sizes[i] : units * length;
     for (int64_t first = 0; first < units; first += step) {
       owners.push_back(i);
       firsts.push_back(first);
@@ -268,7 +271,7 @@ extern "C" void halfstep_add_stats(int64_t tensors, const void* const* data, con
   }
   const int64_t pieces = int64_t(owners.size());
   std::vector<Sums> sums(pieces);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (pieces > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (elements >= kParallel)
   for (int64_t k = 0; k < pieces; ++k) {
     const Reading& r = readings[owners[k]];
     Piece piece;

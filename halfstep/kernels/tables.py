@@ -6,6 +6,8 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ class Group:
 
     def pick(self, numbers: Sequence[int]) -> array[int]:
         """Returns the numbers of the tensors of the group; zeros where a list has none."""
+        if len(numbers) == len(self.places):  # it has them all, in their order
+            return array("q", numbers)
         return array("q", [numbers[i] for i in self.places] if numbers else bytes(8 * len(self.places)))
 
 
@@ -36,8 +40,8 @@ def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[
     """Yields groups of parameters that have `grads`, and other tensors at `addresses`: aligned, or empty, lists."""
     found: dict[tuple[str, bool], list[int]] = {}
     held = [starts for starts in addresses if starts]
-    for i, grad in enumerate(grads):
-        aligned = not any(starts[i] % _VECTOR for starts in held)
+    for i, (grad, *starts) in enumerate(zip(grads, *held, strict=True)):
+        aligned = reduce(or_, starts) % _VECTOR == 0
         found.setdefault((KINDS[grad.dtype], aligned), []).append(i)
     for (kind, aligned), places in found.items():
         yield Group(places, kind, aligned)

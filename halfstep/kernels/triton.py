@@ -23,9 +23,9 @@ from halfstep.kernels.tables import KINDS, Group, Tables, addresses, bits, block
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
 
-# Elements a program. An update has about 100 bytes in flight a thread, a read 32.
+# Elements a program: on a Hopper GPU 98 KB of an update, or 48 KB of a read of bf16, are in flight a multiprocessor.
 _UPDATE_BLOCK, _UPDATE_WARPS = 1024, 4
-_READ_BLOCK, _READ_WARPS = 4096, 8
+_READ_BLOCK, _READ_WARPS = 4096, 4
 _EXACT = {"enable_fp_fusion": False}  # a * b + c rounds twice, as separate tensor operations do
 
 
@@ -373,7 +373,7 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """
     device = grads[0].device
     tables = Tables(device, _tables_of_reads())
-    held = [grad.detach() if is_dense(grad) else grad.detach().contiguous() for grad in grads]
+    held = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
     flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
     squares: list[Tensor] = []
     numels, starts = [grad.numel() for grad in held], addresses(held)
@@ -520,10 +520,10 @@ def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common)
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
     """Returns the learning rate as a tensor that a kernel can read, or None and the number.
 
-    One that is on the CPU is read here, which waits for nothing.
+    A tensor on the CPU is read here, which waits for nothing.
     """
-    if isinstance(lr, Tensor) and lr.device == device:
-        return lr, 0.0
+    if isinstance(lr, Tensor) and (not lr.is_cpu or device.type == "cpu"):
+        return lr.to(device, non_blocking=True), 0.0
     return None, float(lr)
 
 

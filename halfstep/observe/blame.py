@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError, PlanError
@@ -24,7 +23,9 @@ from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.stance import run_uncompiled
 from halfstep.observe.words import say
+from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
 from halfstep.plan.scaling import Scaling
@@ -61,10 +62,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Held:
-    """What lay in `p.grad` when blame was called: gradients that are not finite, and whether nobody had zeroed them."""
+    """What is known of the last step.
+
+    `bad` names the gradients in `p.grad` that are not finite, `left_over` says that nobody had zeroed those of the step
+    before, `skipped` that the step was skipped.
+    """
 
     bad: tuple[str, ...]
     left_over: bool
+    skipped: bool
 
 
 @dataclass
@@ -87,7 +93,8 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         SessionError: what the closure returned is no loss. After any error all is as it was.
     """
     params = _parameters(subject.roots)
-    with untouched(subject.roots, params) as rewind, torch.compiler.set_stance("force_eager"):
+    with untouched(subject.roots, params) as rewind, ExitStack() as stack:
+        stack.callback(run_uncompiled())
         run, lower = _first_run(subject, closure, scale, params)
         if run.found is None:
             return _nothing_found(run, scale, held)
@@ -103,7 +110,8 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         again, _ = _first_run(subject, closure, scale, params, scales=False)
         found = run.found
         if again.found is None or not again.found.is_at(found):
-            return say(replace(found, repeats=False), subject.plan, _untried(subject, found), scale=scale)
+            found = replace(found, repeats=False, untried="the closure does not repeat")
+            return say(found, subject.plan, _untried(subject, found), scale=scale)
         return _try_cures(subject, closure, rewind, found, scale)
 
 
@@ -204,11 +212,12 @@ def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
         len(run.recorder.notes),
         scale,
     )
-    if held.bad:
+    if held.bad or held.skipped:
+        what = f"the gradients of {named(held.bad)} are not finite" if held.bad else "the last step was skipped"
         _LOG.warning(
-            "blame: the gradients of %s are not finite, but the closure does not reproduce it: its loss and its "
-            "gradients are finite. Give the batch that failed (an iterator has moved on), and the model as it was then",
-            ", ".join(held.bad),
+            "blame: %s, but the closure does not reproduce it: its loss and its gradients are finite. Give the batch "
+            "that failed (an iterator has moved on), and the model as it was then",
+            what,
         )
     return None
 
@@ -222,8 +231,8 @@ def _try_cures(
 ) -> Verdict:
     """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did."""
     full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
-    if full is None:
-        return say(replace(found, tried=False), subject.plan, _untried(subject, found), scale=scale)
+    if isinstance(full, str):
+        return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=scale)
     found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=scale)
@@ -282,7 +291,8 @@ class _Search:
             plan = self.subject.plan.edit(*edits)
         except PlanError:
             return None
-        return _tried(self.subject, self.closure, self.rewind, plan, self.scale)
+        run = _tried(self.subject, self.closure, self.rewind, plan, self.scale)
+        return None if isinstance(run, str) else run
 
     def _is_close(self, loss: float) -> bool:
         return abs(loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)
@@ -290,10 +300,10 @@ class _Search:
 
 def _tried(
     subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], plan: Plan, scale: float
-) -> _Run | None:
+) -> _Run | str:
     """Runs the closure on copies of the models under a plan, at the loss scale that it is at or will come down to.
 
-    None where it cannot be tried: the models cannot be copied, the closure calls others, or the plan does not fit.
+    Returns why where it cannot be tried: the models cannot be copied, the closure calls others, the plan does not fit.
     """
     rewind()
     try:
@@ -304,10 +314,9 @@ def _tried(
             if lower is not None and lower >= plan.scale.min:  # a scale that will come down cures it by itself
                 run = replace(run, found=None, lower=lower)
             reached = any(p.grad is not None for p in params)
-            return run if reached or run.found is not None else None
+            return run if reached or run.found is not None else "the closure does not call the session's models"
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:
-        _LOG.debug("blame: %s was not tried: %s", plan.name, error)
-        return None
+        return f"the model cannot be copied and run ({str(error).partition('. ')[0]})"
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:

@@ -32,6 +32,7 @@ class Diagnosis:
     constant of a mask that became infinite, `met_mask` that a mask's infinity was computed with. `repeats` says that a
     second run failed in the same place, `tried` that the closure could be run on a copy; then `full_fails` and
     `full_loss` are what fp32 gave, and `cured_loss` the loss under the cure (None: no edit that was tried cures it).
+    `untried` says why nothing could be tried.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Diagnosis:
     lower_scale: float | None = None
     repeats: bool = True
     tried: bool = False
+    untried: str = ""
     full_fails: bool = False
     full_loss: float | None = None
     cured_loss: float | None = None
@@ -135,7 +137,8 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
     if note.exact is not None and note.exact.finite:
         return "overflow", None
     assert note.bad is not None
-    return ("invalid" if note.bad.nan else "overflow"), None
+    met_mask = bool(note.parents or note.leaves)
+    return ("invalid" if note.bad.nan or met_mask else "overflow"), None
 
 
 def _masks(note: Note) -> list[Note]:

@@ -173,6 +173,7 @@ class Guardian:
         if found is None or found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
             return None
+        found = replace(found, untried="session.blame(closure) would")
         if not found.may_be_scale or scale <= 1:
             return say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
         lower = _estimate(found, plan.low, scale)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from halfstep.records import UPDATE, Observation, TensorStats
 
 _FRACTION, _BIAS, _EXPONENT = 52, 1023, 0x7FF  # of float64
 
@@ -24,6 +27,19 @@ def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
     exponent = weight.double().abs().view(torch.int64) >> _FRACTION & _EXPONENT
     unit = (exponent.clamp(min=max(smallest + _BIAS, fraction + 1)) - fraction) << _FRACTION
     return update / unit.view(torch.float64)
+
+
+def lost_by_module(observations: Iterable[Observation]) -> dict[str, float]:
+    """Returns for each module the share of lost updates among those of all its parameters and steps that are given.
+
+    Observations of other kinds are passed over; `Observation.lost_updates` says what is lost.
+    """
+    merged: dict[str, TensorStats] = {}
+    for seen in observations:
+        if seen.kind == UPDATE:
+            old = merged.get(seen.module)
+            merged[seen.module] = seen.stats if old is None else old + seen.stats
+    return {module: stats.below(0.5) / stats.nonzero if stats.nonzero else 0.0 for module, stats in merged.items()}
 
 
 def _log2(power: float) -> int:

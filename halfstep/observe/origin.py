@@ -63,7 +63,8 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
             continue
         if not note.parents and not note.leaves:
             return Origin(note)
-        if recorder.operator(note) in _NORMALISERS and note.phase == "forward":
+        assert note.bad is not None
+        if note.bad.nan and recorder.operator(note) in _NORMALISERS and note.phase == "forward":
             return Origin(note, masked=True)
         rounded = [mask for mask in reached_from(note.parents) if mask.exact is not None and mask.exact.constant]
         return Origin(rounded[0] if rounded else note)

@@ -24,6 +24,9 @@ from halfstep.observe.rerun import Exact, recompute
 from halfstep.records import OpCall
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_OVERWRITING = tuple(
+    f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
+)
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
@@ -180,9 +183,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         parents: list[Note] = []
         leaves: list[Leaf] = []
         for tensor, before in zip(tensors, read, strict=True):
-            if badness(before) is None:
+            bad = None if _is_overwritten(func, given, tensor) else badness(before)
+            if bad is None:
                 continue
-            writers = [w for w in self.writers(tensor) if w is not note]
+            writers = [w for w in self.writers(tensor) if w is not note] or self._never_written(tensor, bad)
             parents += writers
             if not writers:
                 leaf = self.leaf(before)
@@ -193,7 +197,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         assert note.bad is not None
         harmless = all(p.masked for p in parents) and all(leaf.masked for leaf in leaves)
         infinite = any(abs(s) == float("inf") for s in note.scalars)
-        note.masked = harmless and not note.bad.nan and (infinite or bool(parents or leaves)) and not note.bad.above
+        upward = float("inf") in note.scalars or any(p.bad is not None and p.bad.above for p in parents)
+        excluded = not note.bad.nan and (upward or not note.bad.above)
+        note.masked = harmless and excluded and (infinite or bool(parents or leaves))
         if note.masked or not harmless:
             return
         note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in read)
@@ -211,6 +217,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if not parents and not leaves:
             note.exact = recompute(func, given, tensors, read, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
+
+    def _never_written(self, tensor: Tensor, bad: Badness) -> list[Note]:
+        """Returns who allocated the memory of a tensor that was read before anybody wrote to it."""
+        last = self.last_writer(tensor)
+        if last is None or not last.aten.removeprefix("new_").startswith("empty"):
+            return []
+        last.bad = bad
+        return [last]
 
     def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
         aten = _name(func, args)
@@ -334,6 +348,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _is_view(func: Any) -> bool:
     return bool(func.is_view) and not func._schema.is_mutable
+
+
+def _is_overwritten(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
+    """Tells whether an operation writes over a tensor without reading it, as over what `out=` gives it."""
+    args, kwargs = given
+    if func._schema.name in _OVERWRITING:
+        return bool(args) and args[0] is tensor
+    return any(each.is_out and kwargs.get(each.name) is tensor for each in func._schema.arguments)
 
 
 def _is_uninitialised(func: Any) -> bool:

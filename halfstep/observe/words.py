@@ -120,7 +120,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: fl
         if found.cured_loss is not None:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
         elif found.kind != "scale too high":
-            words.insert(1, "not tried")
+            words.insert(1, f"not tried: {found.untried}")
     return "; ".join(words)
 
 
@@ -148,8 +148,13 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
 
 
 def _in_every_format(found: Diagnosis) -> str:
+    if found.operator.startswith("empty"):
+        return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
     if found.met_mask:
-        return f"{found.operator} met a mask's infinity (0 times inf is NaN): mask with masked_fill or torch.where"
+        return (
+            f"{found.operator} met a mask's infinity: 0 times inf is NaN, so mask with masked_fill or torch.where; and "
+            "a target that is masked has an infinite loss"
+        )
     if found.exact is not None and found.low is not None and found.low is not FP32:
         return (
             f"no edit reaches it: the code itself casts what {found.operator} gets to {found.low}; leave that cast out"

@@ -21,7 +21,7 @@ from halfstep.optim.own import OwnStepper, options_of
 from halfstep.optim.rows import widened
 from halfstep.optim.steppers import Stepper, is_own
 
-_PART = 2**16  # elements at a time, 512 KiB each of some eight tensors
+_PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 
 
 class Added(NamedTuple):
@@ -39,10 +39,10 @@ class Added(NamedTuple):
 class UpdateWatch:
     """Sees what one step of one optimizer adds to some of its parameters.
 
-    For torch's Adam, AdamW and SGD that is computed beside the step, in float64, from the state and the gradients that
-    the step is given (not what a step hook makes of them): so it also shows what the stored format, or fp32, cannot
-    hold. For other optimizers it is the change of the fp32 value that they update. With a `sample`, of larger weights
-    only so many elements may be computed: those that `halfstep.kernels.stats.add_stats` reads.
+    For torch's Adam, AdamW and SGD that is computed beside the step, from the state and the gradients that the step is
+    given (not what a step hook makes of them), and not added to the weight: so it also shows what the stored format, or
+    fp32, cannot hold. For other optimizers it is the change of the fp32 value that they update. With a `sample`, of
+    larger weights only so many elements may be computed: those that `halfstep.kernels.stats.add_stats` reads.
     """
 
     def __init__(
@@ -88,15 +88,8 @@ class UpdateWatch:
         if sampled and self._sample is not None:
             batch = _picked(batch, sampled_places(batch.weights[0].numel(), self._sample, p.device))
         for part in chunks(batch, _PART):
-            weight, grads = part.weights[0].double(), part.grads[0].double()
-            shadow = replace(
-                part,
-                weights=[weight.clone()],
-                grads=[grads if factor is None else grads * factor.to(p.device)],
-                states={name: [tensors[0].to(torch.float64, copy=True)] for name, tensors in part.states.items()},
-            )
-            eager.update(shadow, options, skipped)
-            yield Added(p, part.extras[0], shadow.weights[0] - weight, sampled)
+            update = _update_of(part, options, factor)
+            yield Added(p, part.extras[0], torch.where(skipped, 0.0, update), sampled)
 
     def _gathered(self, p: Parameter, grad: Tensor, options: Options) -> Batch:
         """Returns what an update of `p` reads, the weight in full, and beside it, as `extras`, as it is stored."""
@@ -117,6 +110,31 @@ class UpdateWatch:
             new = state.get("momentum_buffer") is None
             batch.fresh.append(torch.full((), float(new), device=p.device) if flag is None or new else flag)
         return batch
+
+
+def _update_of(part: Batch, options: Options, factor: Tensor | None) -> Tensor:
+    """Returns what an update adds to the one weight of a part, as float64; the part stays as it is.
+
+    The weight takes part in its decay alone, so that what is far smaller than the weight is not rounded away.
+    """
+    weight, dtype = part.weights[0], part.dtype
+    grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor.to(weight.device)
+    grad = -grad if options.maximize else grad
+    decoupled = isinstance(options, Adam) and options.decoupled
+    if options.weight_decay and not decoupled:
+        grad = grad + weight * options.weight_decay
+    alone = replace(
+        part,
+        weights=[torch.zeros_like(weight)],
+        grads=[grad],
+        states={name: [tensors[0].to(dtype, copy=True)] for name, tensors in part.states.items()},
+    )
+    never = torch.zeros((), dtype=torch.bool, device=weight.device)
+    eager.update(alone, replace(options, weight_decay=0.0, maximize=False), never)
+    update = alone.weights[0].double()
+    return (
+        update - weight.double() * (options.lr * options.weight_decay) if decoupled and options.weight_decay else update
+    )
 
 
 def _picked(batch: Batch, places: Tensor) -> Batch:

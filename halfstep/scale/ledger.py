@@ -155,7 +155,7 @@ class GradientLedger:
     def _forget(self) -> None:
         """Starts anew: nothing is held, and what a caller put into `p.grad` counts as a true gradient."""
         self._flags, self._losses, self._stale = {}, (), True
-        self._scale, self._source, self._true = torch.ones(()), None, False
+        self._scale, self._source, self._true = self._one, None, False
         self._mark = None
 
     def _distinct(self) -> Iterable[Parameter]:
@@ -167,7 +167,7 @@ class GradientLedger:
     def _carry(self, scale: Tensor) -> None:
         """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""
         if not self._is_carried(scale):
-            self._scale, self._source = scale.detach().clone(), (scale, scale._version)
+            self._scale, self._source = scale.clone(), (scale, scale._version)
         self._true = self._stale = False
 
     def _is_carried(self, scale: Tensor) -> bool:

@@ -58,7 +58,9 @@ def overflowed(loss: Tensor) -> Tensor:
     >>> overflowed(torch.tensor(float("-inf"))), overflowed(torch.tensor(3.0))
     (tensor(True), tensor(False))
     """
-    bad = loss.detach() * 0 != 0  # a finite number times 0 is 0, anything else NaN
+    value = loss.detach()
+    nothing = value - value  # 0 for a finite number, else NaN, which is not equal to itself
+    bad = nothing.ne(nothing)
     return bad.any() if bad.dim() else bad
 
 

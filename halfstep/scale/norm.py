@@ -40,7 +40,6 @@ class Reader:
     read: Callable[[list[Tensor]], tuple[Tensor, Tensor, Tensor]]
 
 
-@torch.no_grad()
 def read(grads: list[Tensor], *, device: torch.device | None = None) -> Reading:
     """Reads `grads` once with the first of `READERS` that takes them; the results are on `device`.
 
@@ -53,7 +52,9 @@ def read(grads: list[Tensor], *, device: torch.device | None = None) -> Reading:
         if reader.fits(grads):
             found = reader.read(grads)
             break
-    return Reading(*(t if t.device == device else t.to(device, non_blocking=True) for t in found))
+    if found[0].device == device:
+        return Reading(*found)
+    return Reading(*(t.to(device, non_blocking=True) for t in found))
 
 
 def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -69,6 +70,7 @@ def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) 
     return reading.norm, reading.found
 
 
+@torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns norm, test and flags of any gradients from torch operations, on the device of the first.
 

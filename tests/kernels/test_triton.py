@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from halfstep.kernels.batch import Batch, Scratch
+from halfstep.optim.update import Implementation, update
 from halfstep.scale.norm import global_norm
 from tests.kernels import triton_cases as cases
 from tests.kernels.triton_cases import OPTIONS, STORAGES
@@ -174,6 +176,17 @@ def test_what_changes_the_structure_compiles_anew(compiler):
     assert len(variants["_adam_kernel"]) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_option_compiles_with_every_operation_rounded(compiler, storage):
+    for options in OPTIONS.values():
+        variants = compiler(cases.compiled, [options], storage)
+        assert {"_sgd_kernel", "_adam_kernel"} & variants.keys()
+        assert not any(
+            text in ptx for found in variants.values() for ptx in found for text in ("fma.", ".ftz", ".approx")
+        )
+
+
 @pytest.mark.parametrize("storage", ["split", "full", "copy-fp16"])
 def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(compiler, storage):
     for name, variants in compiler(cases.compiled, [ADAM, SGD], storage).items():
@@ -188,3 +201,24 @@ def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(comp
     assert "sqrt.rn.f32" in adam
     assert "div.rn.f32" in adam
     assert "st.global.v4.b32" in adam
+
+
+BEYOND_INT32 = 2**31 + 5000
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_more_elements_than_an_int32_counts_is_updated_and_read_to_its_end():
+    from halfstep.kernels import triton as kernels
+
+    if torch.cuda.get_device_properties(0).total_memory < 20 * 2**30:
+        pytest.skip("needs 20 GB of GPU memory")
+    weight = torch.ones(BEYOND_INT32, dtype=torch.bfloat16, device="cuda")
+    grad = torch.zeros_like(weight)
+    grad[-1] = grad[2**31] = grad[2**31 - 1] = 1.0
+    table = {"triton": Implementation(kernels.fits, kernels.update)}
+    good = torch.tensor(False, device="cuda")
+    update(Batch("low", [weight], [], [grad]), replace(OPTIONS["sgd"], lr=0.5), None, good, Scratch(), table)
+    assert [float(weight[i]) for i in (-1, 2**31, 2**31 - 1, 0, -2)] == [0.5, 0.5, 0.5, 1.0, 1.0]
+    assert float(kernels.read([grad])[0]) == pytest.approx(math.sqrt(3))
+    grad[-1] = float("inf")
+    assert kernels.read([grad])[2].tolist() == [True]

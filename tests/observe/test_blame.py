@@ -141,23 +141,40 @@ def test_a_closure_that_does_not_repeat_says_so_and_tries_nothing():
 
 
 def test_a_failure_that_the_closure_does_not_reproduce_gets_no_verdict_but_a_notice(caplog):
-    model, _, session, closure = tower("O2")
+    model, optimizer, session, closure = tower("O2", "bf16")
     session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
     session.step()
     with caplog.at_level(logging.WARNING, "halfstep"):
         assert session.blame(closure) is None
+    assert "the gradients of blocks.0.fc.weight, " in caplog.text
     assert "does not reproduce" in caplog.text
+    optimizer.zero_grad()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert session.blame(closure) is None
+    assert "the last step was skipped, but the closure does not reproduce it" in caplog.text
+    session.backward(closure())
+    session.step()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert session.blame(closure) is None
+    assert caplog.text == ""
     session.close()
 
 
 @pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
 def test_gradients_that_nobody_zeroed_are_told_from_a_failure_that_did_not_repeat(plan):
-    model, _, session, closure = tower(plan)
+    model, optimizer, session, closure = tower(plan, "bf16")
     session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
     session.step()
     session.backward(closure())
     session.step()
-    assert session.blame(closure).kind == "stale gradients"
+    verdict = session.blame(closure)
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("stale gradients", "zero_grad", ())
+    assert "optimizer.zero_grad()" in verdict.advice
+    optimizer.zero_grad()
+    session.backward(closure())
+    assert not bool(session.step().skipped)
     session.close()
 
 
@@ -301,7 +318,7 @@ def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried()
     inputs, labels = images(), targets()
     verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert verdict.cure == (Rule("plant", FULL),)
-    assert "not tried" in verdict.advice
+    assert "not tried: the model cannot be copied" in verdict.advice
     session.close()
 
 
@@ -334,4 +351,30 @@ def test_hooks_of_an_optimizer_in_the_backward_pass_do_not_run():
     assert calls == []
     nn.functional.cross_entropy(model(inputs), labels).backward()
     assert len(calls) == 1
+    session.close()
+
+
+def test_a_target_that_a_mask_excludes_is_no_empty_row():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    inputs, labels = rows(), torch.zeros(8, dtype=torch.int64)
+    excluded = torch.tensor([True, False, False, False])
+    verdict = session.blame(
+        lambda: nn.functional.cross_entropy(model(inputs).masked_fill(excluded, -torch.inf), labels)
+    )
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "cross_entropy", ())
+    assert "a target that is masked has an infinite loss" in verdict.advice
+    session.close()
+
+
+def test_an_infinity_that_is_written_and_left_out_again_is_harmless():
+    model = Stacked(nn.Identity(), nn.Identity())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    inputs = rows()
+
+    def closure():
+        out = model(inputs)
+        return torch.minimum(torch.full_like(out, torch.inf), out).square().mean()
+
+    assert session.blame(closure) is None
     session.close()

@@ -209,3 +209,14 @@ def test_another_answer_to_failures_is_refused(value):
     model = Cnn(nn.Identity())
     with pytest.raises(SetupError, match="on_failure"):
         session_on(model, on_failure=value)
+
+
+def test_blame_in_place_of_a_recorded_step_ends_the_recording():
+    model = Cnn(Gain())
+    session, optimizer = session_on(model)
+    inputs, labels = images(), targets()
+    run(session, optimizer, model, WINDOW + 1, inputs)
+    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)).module == "plant"
+    assert _get_current_dispatch_mode_stack() == []
+    run(session, optimizer, model, 1, inputs)
+    session.close()

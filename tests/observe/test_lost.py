@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 import halfstep
-from halfstep.observe.lost import in_last_places
+from halfstep.observe.lost import in_last_places, lost_by_module
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -98,6 +100,15 @@ def test_a_skipped_step_has_no_update():
     (observation,) = probe.flush()
     assert (observation.stats.zeros, observation.lost_updates) == (len(GRADIENTS), 0.0)
     session.close()
+
+
+def test_the_share_of_a_module_is_that_of_all_its_weights():
+    first, _ = observed("O3")
+    other, _ = observed("O1", lr=2.0**-17)
+    elsewhere = dataclasses.replace(other, module="elsewhere")
+    weight = dataclasses.replace(other, kind="weight")
+    assert lost_by_module([first, other, elsewhere, weight]) == {"": (2 + 3) / (5 + 5), "elsewhere": 3 / 5}
+    assert lost_by_module([]) == {}
 
 
 def test_other_kinds_know_no_lost_updates():

@@ -6,12 +6,14 @@ import itertools
 import logging
 
 import pytest
+import torch
 
 import halfstep
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.cifar_resnet import CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
+from tests.models.zoo import TASKS
 
 LEVELS = [(name, low) for name in ("O1", "O2", "O3") for low in ("bf16", "fp16")]
 SMALL = {
@@ -44,6 +46,23 @@ def assert_healthy(workload, level, low, steps, caplog):
 @pytest.mark.parametrize(("level", "low"), LEVELS, ids=["-".join(pair) for pair in LEVELS])
 def test_a_few_healthy_steps_get_no_verdict(name, level, low, caplog):
     assert_healthy(SMALL[name](None), level, low, 12, caplog)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O3", "fp16")])
+def test_common_models_get_no_verdict(task, level, low, caplog):
+    torch.manual_seed(0)
+    model = TASKS[task].build()
+    optimizer = TASKS[task].optimizer(model.parameters())
+    *batches, last = TASKS[task].batches(9)
+    with caplog.at_level(logging.WARNING, "halfstep"), halfstep.initialize(model, optimizer, level, low=low) as session:
+        for batch in batches:
+            optimizer.zero_grad()
+            session.backward(TASKS[task].loss(model, batch))
+            session.step()
+        verdict = session.blame(lambda: TASKS[task].loss(model, last))
+    assert verdict is None, str(verdict)
+    assert caplog.text == ""
 
 
 @pytest.mark.slow

@@ -448,6 +448,30 @@ def test_a_graph_that_outlives_its_step_is_not_counted_later():
     session.close()
 
 
+def test_a_probe_may_come_and_go_between_forward_and_backward():
+    results = []
+    for observed in (False, True):
+        model, session = small_session("O2")
+        x = torch.ones(5, 4)
+        probe = session.observe(every=1) if observed else None
+        loss = model(x).square().mean()
+        if probe is not None:
+            probe.detach()
+        session.backward(loss)
+        session.step()
+        loss = model(x).square().mean()
+        if probe is not None:
+            late = session.observe(every=1)
+        session.backward(loss)
+        session.step()
+        results.append(list(model.state_dict().values()))
+        if probe is not None:
+            assert probe.flush() == []
+            assert {o.kind for o in late.flush()} == {"weight", "weight_grad"}
+        session.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_hook_on_a_leaf_goes_with_the_step():
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
     model, session = small_session("O0", model=model)

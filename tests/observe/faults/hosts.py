@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         scores = (q * self.gain) @ (k.transpose(-1, -2) / self.gain) / math.sqrt(WIDTH)
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         if self.empty:
             hidden[0] = True
         if self.style == "fill":

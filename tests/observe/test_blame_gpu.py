@@ -1,0 +1,59 @@
+"""Blame and guardian on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.observe.guardian import WINDOW, Counters
+from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
+from tests.observe.faults.plants import CustomBackward, Gain
+
+pytestmark = pytest.mark.gpu
+
+
+def test_counters_are_read_a_step_late_without_waiting():
+    counters = Counters(torch.device("cuda"))
+    assert counters.read() is None
+    skips, scale = torch.tensor(3, device="cuda"), torch.tensor(8.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counters.take(skips, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert counters.read() == (3, 8.0)
+
+
+@pytest.mark.parametrize(("plant", "phase"), [(Gain, "forward"), (CustomBackward, "backward")])
+@pytest.mark.parametrize(("host", "inputs"), [(Cnn, images), (Transformer, words)])
+def test_a_fault_is_named_and_its_cure_cures(host, inputs, plant, phase):
+    model, batch, labels = host(plant()).cuda(), inputs().cuda(), targets().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = halfstep.initialize(model, optimizer, "O2", low="fp16")
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(batch), labels))
+    assert (verdict.operator, verdict.phase, verdict.kind) == ("mul", phase, "overflow")
+    assert verdict.module.endswith("plant")
+    cured = halfstep.initialize(model, optimizer, session.plan.edit(*verdict.cure))
+    cured.backward(nn.functional.cross_entropy(model(batch), labels))
+    assert not bool(cured.step().skipped)
+    cured.close()
+
+
+def test_a_run_of_skips_raises_with_a_verdict():
+    model, batch, labels = Cnn(Gain()).cuda(), images().cuda(), targets().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = halfstep.initialize(model, optimizer, "O2", low="fp16")
+
+    def train():
+        for _ in range(6 * WINDOW):
+            optimizer.zero_grad()
+            session.backward(nn.functional.cross_entropy(model(batch), labels))
+            session.step()
+
+    with pytest.raises(halfstep.NumericsError) as caught:
+        train()
+    assert caught.value.verdict.module == "plant"
+    session.close()
