@@ -147,7 +147,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             raise
         except Exception as error:
             raise SessionError(
-                f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find the place and a cure "
+                f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find place and cure "
                 "with halfstep.check(session, closure), and give what-if the plan with its edits"
             ) from error
         formats = session.assignment.modules
