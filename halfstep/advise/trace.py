@@ -63,7 +63,8 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
     places = Places(subject.roots)
     tracer = StepTracer(places)
-    with untouched(subject.roots, params) as rewind, torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with session._aside(), untouched(subject.roots, params) as rewind, eager:
         with subject.recording(tracer):
             failure, loss = _run(session, closure, params, tracer)
         found = tracer.findings(subject.plan)
