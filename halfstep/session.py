@@ -515,14 +515,20 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        if self._guardian is not None:
-            self._guardian.close()  # what it would see of the step is what is looked at now
         scale, held = self._scale_to_explain(loss_id), self._held()
-        with self._probes.paused(), refused(self, ("backward", "step", "unscale_"), IN_A_CLOSURE):
+        with self._aside():
             verdict = blame(self._subject(), closure, scale=scale, held=held)
         if verdict is not None:
             self.tell(verdict)
         return verdict
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Keeps what a closure does inside out of the books: no probe looks, and the closure takes no step."""
+        if self._guardian is not None:
+            self._guardian.close()  # what it would see of the step is what is looked at now
+        with self._probes.paused(), refused(self, ("backward", "step", "unscale_"), IN_A_CLOSURE):
+            yield
 
     def _subject(self) -> Subject:
         return Subject(

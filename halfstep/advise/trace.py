@@ -16,6 +16,7 @@ from halfstep.formats import FP32, Format, as_format
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.watch import dense
 from halfstep.plan.optable import REFUSED, find
 from halfstep.plan.plan import Edit, OpChange, OpList, Plan
 from halfstep.plan.policy import FULL, Policy
@@ -62,7 +63,8 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
     places = Places(subject.roots)
     tracer = StepTracer(places)
-    with untouched(subject.roots, params) as rewind, torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with session._aside(), untouched(subject.roots, params) as rewind, eager:
         with subject.recording(tracer):
             failure, loss = _run(session, closure, params, tracer)
         found = tracer.findings(subject.plan)
@@ -321,7 +323,7 @@ def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]
             "return the loss in fp32 (loss.float()), or take a lower scale",
             (Scaling("static", init=FP16_LOSS_CEILING),),
         )
-    bad = [p for p in params if p.grad is not None and not bool(p.grad.isfinite().all())]
+    bad = [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
     if bad and scale.kind != "dynamic":
         yield Finding(
             "warning",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
-from halfstep.errors import FormatError, PlanError, SetupError
+from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.observe.replay import untouched
 from halfstep.observe.rounding import rounded
@@ -54,8 +54,8 @@ def whatif(
     gradients, buffers, optimizer state and random states are put back.
 
     Raises:
-        SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, or
-            the backward pass cannot run twice over one forward.
+        SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, it
+            fails under `plan`, or the backward pass cannot run twice over one forward.
         SetupError: a model that is in a session or cannot be trained in low precision (no floating parameters), or
             `steps` is no count.
         FormatError: an unknown format, or none, or fp32.
@@ -141,7 +141,15 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
     with initialize(model, still, plan) as session:
-        loss = step(model, closure, see, backward=session.backward)
+        try:
+            loss = step(model, closure, see, backward=session.backward)
+        except SessionError:
+            raise
+        except Exception as error:
+            raise SessionError(
+                f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find place and cure "
+                "with halfstep.check(session, closure), and give what-if the plan with its edits"
+            ) from error
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}

@@ -189,7 +189,7 @@ class Tally:
         """Returns all that was counted, read on the host."""
         if not any(amax for amax, _ in self._largest):
             raise SessionError(
-                "no gradient reaches a tensor that the plan stores low: all are zero, or all parameters frozen; "
+                "no gradient reaches a tensor that the plan stores low: all are zero, frozen, or of float64; "
                 "return the loss of a training step"
             )
         rows = tuple(

@@ -521,6 +521,35 @@ def test_nothing_is_left_behind(plan, low):
     session.close()
 
 
+def test_a_probe_does_not_see_the_traced_step():
+    def seen(checking):
+        model, optimizer = make()
+        with halfstep.initialize(model, optimizer, "O2", low="bf16") as session:
+            probe = session.observe(every=1)
+            inputs, targets = batch(0)
+            if checking:
+                halfstep.check(session, lambda: F.mse_loss(model(inputs), targets))
+            session.backward(F.mse_loss(model(inputs), targets))
+            session.step()
+            return probe.flush()
+
+    assert seen(True) == seen(False)
+
+
+def test_a_closure_that_steps_is_refused():
+    model = Two(nn.Linear(8, 8))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16") as session:
+        with pytest.raises(SessionError):
+            halfstep.check(session, lambda: session.backward(loss_of(model)))
+        assert session.status().steps == 0
+
+
+def test_sparse_gradients_are_checked_as_well():
+    table = nn.Embedding(10, 8, sparse=True)
+    with halfstep.initialize(table, torch.optim.SGD(table.parameters(), lr=0.1), "O2", low="fp16") as session:
+        assert halfstep.check(session, lambda: table(torch.arange(3)).square().mean()) == ()
+
+
 def test_findings_go_to_the_sinks_of_the_session():
     class Sink:
         def __init__(self):

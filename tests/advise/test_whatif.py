@@ -412,6 +412,23 @@ def test_a_backward_pass_that_cannot_run_twice_is_a_clear_error():
     assert model.weight.grad is None
 
 
+def test_a_step_that_fails_under_the_plan_is_a_clear_error_and_the_cured_plan_predicts():
+    class Judged(nn.Linear):
+        def forward(self, x):
+            return nn.functional.binary_cross_entropy(torch.sigmoid(super().forward(x)), torch.ones(4, 2).to(x.dtype))
+
+    model = Judged(8, 2)
+
+    def closure():
+        return model(torch.ones(4, 8))
+
+    with pytest.raises(SessionError, match=r"a step under O2 in bf16 fails: OpError.*halfstep\.check"):
+        halfstep.whatif(closure, model, ("fp16",))
+    assert model.weight.dtype is torch.float32
+    plan = halfstep.level("O2", "fp16").edit(halfstep.OpChange("deny", "binary_cross_entropy"))
+    assert halfstep.whatif(closure, model, ("fp16",), plan=plan).scale("fp16").largest > 1
+
+
 def test_a_model_in_a_session_is_refused_and_stays_in_it():
     model = nn.Linear(4, 4)
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16") as session:
