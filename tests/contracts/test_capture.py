@@ -48,11 +48,16 @@ class Tape(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def torch_operations(monkeypatch):
-    """Leaves the updates and reads that are operations of torch, which a tape sees."""
-    for table, kept in ((IMPLEMENTATIONS, "eager"), (READERS, "torch")):
-        for name in [name for name in table if name != kept]:
-            monkeypatch.delitem(table, name)
+def torch_operations():
+    """Leaves the updates and reads that are operations of torch, which a tape sees; puts the tables back in order."""
+    before = [(table, dict(table)) for table in (IMPLEMENTATIONS, READERS)]
+    for (table, rows), kept in zip(before, ("eager", "torch"), strict=True):
+        table.clear()
+        table[kept] = rows[kept]
+    yield
+    for table, rows in before:
+        table.clear()
+        table.update(rows)
 
 
 def inputs_of(number):
