@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from halfstep.observe.replay import refused, standing_in
 from halfstep.observe.stance import run_uncompiled
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import check_gradients
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import Stepper, is_own, make_stepper, needs_closure
 from halfstep.optim.updates import UpdateWatch
@@ -387,7 +389,11 @@ class Session:
         self._check_open()
         parts = self._parts_to_step(optimizer, max_norm)
         self._steps += 1
-        record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
+        try:
+            record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
+        except BaseException:
+            self._steps -= 1
+            raise
         self._loss = None
         self._awaiting = [part for part in self._awaiting if part not in parts]
         if not self._awaiting:
@@ -410,7 +416,8 @@ class Session:
             raise SessionError(
                 f"step() takes one of the session's optimizers, not {type(optimizer).__name__}; closures are not taken"
             )
-        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+        number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
+        if max_norm is not None and not (number and max_norm > 0):
             raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
         parts = [part for part in self._parts if optimizer is None or part.optimizer is optimizer]
         if not parts:
@@ -450,6 +457,8 @@ class Session:
         if self._engine is not None:
             self._engine.clear_cache()
         collected = [part.ledger.collect() for part in parts]
+        for held in collected if len(parts) > 1 else ():  # before one of them has stepped
+            check_gradients(held.params, held.grads, self._name_of)
         readings = [read(held.grads, device=self._device) for held in collected]
         factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
         norms = [

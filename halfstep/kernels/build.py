@@ -31,14 +31,10 @@ def library(source: Path) -> ctypes.CDLL | None:
     """
     compiler = find_compiler()
     if compiler is None:
-        _LOG.warning(
-            "no C++ compiler found (looked for %s): halfstep's loops for the CPU run as torch operations, about half "
-            "as fast; install g++ to have the fast ones",
-            ", ".join(_COMPILERS),
-        )
+        _say_that_there_is_none()
         return None
     try:
-        return ctypes.CDLL(str(_compiled(source, compiler)))
+        return _loaded(source, compiler)
     except (OSError, subprocess.CalledProcessError) as error:
         said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
         _LOG.warning(
@@ -50,25 +46,42 @@ def library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+@functools.cache
+def _say_that_there_is_none() -> None:
+    _LOG.warning(
+        "no C++ compiler found (looked for %s): halfstep's loops for the CPU run as torch operations, about half "
+        "as fast; install g++ to have the fast ones",
+        ", ".join(_COMPILERS),
+    )
+
+
 def find_compiler() -> str | None:
     """Returns the path of the first C++ compiler on the PATH, or None."""
     return next((path for path in map(shutil.which, _COMPILERS) if path), None)
 
 
-def _compiled(source: Path, compiler: str) -> Path:
-    code = source.read_bytes()
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    key = "\n".join([*_FLAGS, *_SHARED, compiler, version, _processor()]).encode()
-    name = f"{source.stem}-{hashlib.sha256(code + key).hexdigest()[:16]}.so"
+def _loaded(source: Path, compiler: str) -> ctypes.CDLL:
+    name = f"{source.stem}-{_key(source, compiler)}.so"
     try:
         target = Path.home() / ".cache" / "halfstep" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
             _compile(source, compiler, target)
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:  # a file that is no library: a disk that was full, a copy that was cut
+            _compile(source, compiler, target)
+            return ctypes.CDLL(str(target))
     except (OSError, RuntimeError):  # no home, or one that cannot be written to: for this process alone then
-        target = Path(tempfile.mkdtemp(prefix="halfstep-")) / name
-        _compile(source, compiler, target)
-    return target
+        with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as folder:
+            _compile(source, compiler, Path(folder) / name)
+            return ctypes.CDLL(str(Path(folder) / name))
+
+
+def _key(source: Path, compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    key = "\n".join([*_FLAGS, *_SHARED, compiler, version, _processor()]).encode()
+    return hashlib.sha256(source.read_bytes() + key).hexdigest()[:16]
 
 
 def _compile(source: Path, compiler: str, target: Path) -> None:

@@ -29,6 +29,7 @@ class Placed:
         "param",
         "shape",
         "state",
+        "stride",
         "tensors",
         "weight",
     )
@@ -39,7 +40,8 @@ class Placed:
         self.weight = weight = batch.weights[-1]  # keeps its memory alive, so that an equal address is the same memory
         self.address, self.shape, self.contiguous = weight.data_ptr(), param.shape, weight.is_contiguous()
         self.grad_dtype = batch.grads[-1].dtype
-        self.state, self.tensors = state, list((state or {}).items())
+        self.stride = param.stride()
+        self.state, self.tensors = state, [(name, t, _memory(t)) for name, t in (state or {}).items()]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
@@ -50,16 +52,23 @@ class Placed:
             or grad.is_complex()
             or state is not self.state
             or param.data_ptr() != self.address
+            or param.shape != self.shape
+            or param.stride() != self.stride
             or grad.shape != self.shape
         ):
             return False
-        for name, tensor in self.tensors:
-            if self.state is None or self.state.get(name) is not tensor:
+        for name, value, memory in self.tensors:
+            if self.state is None or self.state.get(name) is not value or _memory(value) != memory:
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)
         self.batch.grads[self.index] = grad
         return True
+
+
+def _memory(value: Any) -> tuple[Any, ...]:
+    """Returns what kernels that take addresses rely on, which an assignment to `.data` changes."""
+    return (value.data_ptr(), value.dtype, value.stride()) if isinstance(value, Tensor) else ()
 
 
 @dataclass
@@ -70,7 +79,7 @@ class Arranged:
     lasting: bool = False  # whether the next step can use it again
     _placed: dict[int, Placed] = field(default_factory=dict)
     _order: list[Placed] = field(default_factory=list)
-    _made_for: list[tuple[Group, int, tuple[str, ...]]] = field(default_factory=list)
+    _made_for: list[tuple[Group, list[int], tuple[str, ...]]] = field(default_factory=list)
 
     def place(self, param: Parameter, batch: Batch, state: dict[str, Any] | None) -> None:
         """Notes that the last gradient of `batch` is that of `param`, whose optimizer state is `state`."""
@@ -79,7 +88,7 @@ class Arranged:
     def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
         """Notes for which parameters, groups and kinds of state this was made; it lasts where it has all of them."""
         groups = zip(optimizer.param_groups, all_options, strict=True)
-        self._made_for = [(group, len(group["params"]), state_names(options)) for group, options in groups]
+        self._made_for = [(group, _ids(group), state_names(options)) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
         self.lasting = len(self._order) == len(params)
 
@@ -90,8 +99,8 @@ class Arranged:
         groups = optimizer.param_groups
         if len(params) != len(self._order) or len(groups) != len(self._made_for):
             return False
-        for (group, size, names), now, options in zip(self._made_for, groups, all_options, strict=True):
-            if group is not now or size != len(now["params"]) or names != state_names(options):
+        for (group, ids, names), now, options in zip(self._made_for, groups, all_options, strict=True):
+            if group is not now or ids != _ids(now) or names != state_names(options):
                 return False
         states = optimizer.state
         for placed, param, grad in zip(self._order, params, grads, strict=True):
@@ -104,6 +113,10 @@ class Arranged:
         for batches, _ in self.groups:
             for batch in batches:
                 batch.grads[:] = batch.weights
+
+
+def _ids(group: Group) -> list[int]:
+    return [id(p) for p in group["params"]]
 
 
 def state_names(options: Options) -> tuple[str, ...]:

@@ -83,8 +83,8 @@ class MasterStore:
         entry = self._entries[id(p)]
         if entry.extra is None:
             raise KeyError(f"masters of kind {self.kind!r} keep nothing beside the weight")
-        if entry.extra.device != p.device:  # the model was moved after initialize
-            entry.extra = entry.extra.to(p.device)
+        if entry.extra.device != p.device or entry.extra.stride() != p.stride():  # moved, or in another memory format
+            entry.extra = torch.empty_like(p, dtype=entry.extra.dtype, requires_grad=False).copy_(entry.extra)
         return entry.extra
 
     @torch.no_grad()

@@ -66,6 +66,7 @@ class OwnStepper:
     def close(self) -> None:
         """Takes the hook off, drops state that no update has reached and puts step counts where torch has them."""
         self._hook.remove()
+        self._arranged = None
         for p in self._unreached():
             del self._optimizer.state[p]
         self._fresh.clear()
@@ -123,13 +124,7 @@ class OwnStepper:
         name = type(self._optimizer).__name__
         if not isinstance(self._optimizer, SGD) and any(grad.is_sparse for grad in grads):
             raise SessionError(f"{name} takes no sparse gradients; use SparseAdam or sparse=False")
-        for p, grad in zip(params, grads, strict=True):
-            if grad.shape != p.shape or grad.device != p.device:
-                which = "a parameter" if self._name_of is None else f"the parameter {self._name_of(p)!r}"
-                raise SessionError(
-                    f"the gradient of {which} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
-                    f"{tuple(p.shape)} on {p.device}; drop it (zero_grad) after a parameter was reshaped or moved"
-                )
+        check_gradients(params, grads, self._name_of)
         given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
         groups = self._optimizer.param_groups
         members = [[(p, given.pop(id(p))) for p in group["params"] if id(p) in given] for group in groups]
@@ -230,6 +225,23 @@ class OwnStepper:
         indices = {i for i, p in enumerate(self._members()) if p in unreached}
         state = {key: value for key, value in state_dict["state"].items() if key not in indices}
         return {**state_dict, "state": state}
+
+
+def check_gradients(
+    params: list[Parameter], grads: list[Tensor], name_of: Callable[[Parameter], str] | None = None
+) -> None:
+    """Refuses gradients that do not fit their parameters.
+
+    Raises:
+        SessionError: a gradient has another shape or device; the parameter is named.
+    """
+    for p, grad in zip(params, grads, strict=True):
+        if grad.shape != p.shape or grad.device != p.device:
+            which = "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
+            raise SessionError(
+                f"the gradient of {which} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+                f"{tuple(p.shape)} on {p.device}; drop it (zero_grad) after a parameter was reshaped or moved"
+            )
 
 
 def options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Options:

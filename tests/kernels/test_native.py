@@ -122,7 +122,7 @@ class TestRead:
         assert torch.equal(flags, ~torch.isfinite(torch.cat(grads)))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-25, 1e25])
+    @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-20, 1e-22, 1e-25, 1e25])
     def test_the_norm_is_float64s(self, dtype, scale):
         grads = [
             (torch.randn(n) * scale).clamp(-6e4, 6e4).to(dtype)
@@ -216,6 +216,15 @@ class TestBuild:
         source.write_text('extern "C" int one() { return 2; }')
         build.library.cache_clear()
         assert build.library(source).one() == 2
+
+    def test_a_file_that_is_no_library_is_made_again(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "four.cpp"
+        source.write_text('extern "C" int four() { return 4; }')
+        compiler = build.find_compiler()
+        (tmp_path / ".cache" / "halfstep").mkdir(parents=True)
+        (tmp_path / ".cache" / "halfstep" / f"four-{build._key(source, compiler)}.so").touch()
+        assert build.library(source).four() == 4
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
     def test_a_home_that_cannot_be_written_to(self, tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ import torch
 from torch.optim import SGD, AdamW
 
 from halfstep.errors import SessionError
-from tests.optim.cases import assert_same_bits, gradients, own_run
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import OwnStepper
+from tests.optim.cases import FALSE, assert_same_bits, gradients, own_run
 
 LR = {"lr": 1e-2}
 
@@ -54,6 +56,21 @@ def state_with_other_memory(run):
     state["exp_avg_sq"].data = torch.full_like(state["exp_avg_sq"], 0.5)
 
 
+def state_in_another_dtype(run):
+    state = run.optimizer.state[run.params[0]]
+    state["exp_avg"].data = state["exp_avg"].data.bfloat16()
+
+
+def state_in_another_order(run):
+    state = run.optimizer.state[run.params[0]]
+    state["exp_avg"].data = state["exp_avg"].data.t().contiguous().t()
+
+
+def weight_in_another_order(run):
+    p = run.params[0]
+    p.data = p.data.t().contiguous().t()
+
+
 def state_dropped(run):
     del run.optimizer.state[run.params[2]]
 
@@ -82,6 +99,9 @@ CHANGES = [
     reloaded,
     one_state_replaced,
     state_with_other_memory,
+    state_in_another_dtype,
+    state_in_another_order,
+    weight_in_another_order,
     state_dropped,
     other_options,
     group_added,
@@ -146,3 +166,30 @@ def test_a_gradient_of_another_shape_is_named():
     with pytest.raises(SessionError, match=r"'encoder.weight' has shape \(34,\).*\(33,\)"):
         run.step(grads)
     assert_same_bits(run.everything(), before)
+
+
+def test_a_parameter_that_changes_its_group_is_noticed():
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    optimizer = SGD([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 1.0}])
+    stepper = OwnStepper(optimizer, MasterStore("none", torch.bfloat16))
+    grads = [torch.ones(2), torch.ones(2)]
+    stepper.step(params[1:3], grads, None, FALSE)
+    optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [params[0], params[3]], params[1:3]
+    stepper.step(params[1:3], grads, None, FALSE)
+    assert params[1].tolist() == [-1.0, -1.0]
+
+
+def test_a_parameter_that_was_cut_is_named():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.step(gradients(run.params, 0))
+    grads = gradients(run.params, 1)
+    run.params[0].data = run.params[0].data[:4]
+    with pytest.raises(SessionError, match=r"shape \(7, 19\).*\(4, 19\)"):
+        run.step(grads)
+
+
+def test_a_closed_stepper_lets_go_of_its_weights():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.step(gradients(run.params, 0))
+    run.stepper.close()
+    assert run.stepper._arranged is None
