@@ -68,7 +68,7 @@ class Placed:
 
 def _memory(value: Any) -> tuple[Any, ...]:
     """Returns what kernels that take addresses rely on, which an assignment to `.data` changes."""
-    return (value.data_ptr(), value.dtype, value.stride()) if isinstance(value, Tensor) else ()
+    return (value.data_ptr(), value.dtype, value.is_contiguous()) if isinstance(value, Tensor) else ()
 
 
 @dataclass
