@@ -48,8 +48,9 @@ Options = Adam | Sgd
 class Batch:
     """Parameters of one device, layout and dtype, as aligned lists of tensors.
 
-    A batch is used from step to step for as long as its tensors are the same; `grads` alone change, in a dtype, shape
-    and memory layout that stay. `memory` is where an implementation keeps what it has made of the tensors.
+    A batch is used from step to step for as long as its tensors and their memory are the same; `grads` alone change, in
+    a dtype, shape and memory layout that stay. `memory` is where an implementation keeps what it has made of the
+    tensors.
 
     `weights` are the stored weights; `extras` the fp32 masters (layout `copy`) or int16 remainders (`split`), else
     empty. `grads` are dense, low or full, and still carry the loss scale. `states` holds torch's state tensors by

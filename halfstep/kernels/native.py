@@ -40,37 +40,32 @@ class _Table:
     """A batch as the loops take it; the arrays that the structure points to live as long as it does."""
 
     def __init__(self, batch: Batch) -> None:
-        states = [batch.states.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
-        states[0] = states[0] or batch.states.get("momentum_buffer", [])
-        self.fixed = [batch.weights, batch.extras, *states, batch.steps, batch.fresh]
-        self.numels = array("q", [weight.numel() for weight in batch.weights])
-        self.formats = array("i", [_FORMATS[grad.dtype] for grad in batch.grads])
-        self.addresses: list[array[int]] = []
+        first = batch.states.get("exp_avg") or batch.states.get("momentum_buffer", [])
+        second, peak = (batch.states.get(name, []) for name in ("exp_avg_sq", "max_exp_avg_sq"))
+        self.arrays = {
+            "weights": pointers(batch.weights),
+            "extras": pointers(batch.extras),
+            "firsts": pointers(first),
+            "seconds": pointers(second),
+            "peaks": pointers(peak),
+            "steps": pointers(batch.steps),
+            "fresh": pointers(batch.fresh),
+            "numels": array("q", [weight.numel() for weight in batch.weights]),
+            "grad_formats": array("i", [_FORMATS[grad.dtype] for grad in batch.grads]),
+        }
         self.tensors = _Tensors(
             tensors=len(batch.weights),
-            numels=address(self.numels),
-            grad_formats=address(self.formats),
             layout=_LAYOUTS[batch.layout],
             format=_FORMATS[batch.weights[0].dtype],
+            **{name: address(numbers) for name, numbers in self.arrays.items()},
         )
         self.common = _Common()
 
     def point(self, batch: Batch) -> None:
-        """Takes up where the tensors are now."""
-        table = self.tensors
-        arrays = [pointers(tensors) for tensors in (*self.fixed, batch.grads)]
-        self.addresses = arrays
-        (
-            table.weights,
-            table.extras,
-            table.firsts,
-            table.seconds,
-            table.peaks,
-            table.steps,
-            table.fresh,
-            table.grads,
-        ) = [address(numbers) for numbers in arrays]
-        table.threads = torch.get_num_threads()
+        """Takes up where this step's gradients are."""
+        self.arrays["grads"] = grads = pointers(batch.grads)
+        self.tensors.grads = address(grads)
+        self.tensors.threads = torch.get_num_threads()
 
 
 def pointers(tensors: list[Tensor]) -> array[int]:

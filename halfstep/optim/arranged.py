@@ -29,7 +29,6 @@ class Placed:
         "param",
         "shape",
         "state",
-        "stride",
         "tensors",
         "weight",
     )
@@ -40,8 +39,8 @@ class Placed:
         self.weight = weight = batch.weights[-1]  # keeps its memory alive, so that an equal address is the same memory
         self.address, self.shape, self.contiguous = weight.data_ptr(), param.shape, weight.is_contiguous()
         self.grad_dtype = batch.grads[-1].dtype
-        self.stride = param.stride()
-        self.state, self.tensors = state, [(name, t, _memory(t)) for name, t in (state or {}).items()]
+        self.state = state
+        self.tensors = [(name, t, t.data_ptr()) for name, t in (state or {}).items() if isinstance(t, Tensor)]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
@@ -53,22 +52,17 @@ class Placed:
             or state is not self.state
             or param.data_ptr() != self.address
             or param.shape != self.shape
-            or param.stride() != self.stride
+            or param.is_contiguous() is not self.contiguous
             or grad.shape != self.shape
         ):
             return False
-        for name, value, memory in self.tensors:
-            if self.state is None or self.state.get(name) is not value or _memory(value) != memory:
+        for name, tensor, address in self.tensors:
+            if self.state is None or self.state.get(name) is not tensor or tensor.data_ptr() != address:
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)
         self.batch.grads[self.index] = grad
         return True
-
-
-def _memory(value: Any) -> tuple[Any, ...]:
-    """Returns what kernels that take addresses rely on, which an assignment to `.data` changes."""
-    return (value.data_ptr(), value.dtype, value.is_contiguous()) if isinstance(value, Tensor) else ()
 
 
 @dataclass
