@@ -94,7 +94,8 @@ class Armed:
 class Guardian:
     """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
 
-    Where `WINDOW` steps in a row were skipped, or one was while the scale lies at `floor`, the next step is recorded.
+    Where `WINDOW` steps in a row were skipped, or one was while the scale lies at `floor`, the next steps are recorded,
+    one at a time, until one is skipped; `WINDOW` of them at most.
     It is then told apart what a falling scale cures, which is normal, from what it does not.
     """
 
@@ -114,6 +115,7 @@ class Guardian:
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
         self._seen = (0, 0)  # steps and skips at the last reading
         self._armed: tuple[Armed, Callable[[], None]] | None = None
+        self._left = 0  # steps that are still recorded where those before were fine
         self._wait, self._pause = 0, 1  # windows until the next look, and how many after a look that found nothing
         self._said: set[tuple[str, str, str]] = set()
 
@@ -132,7 +134,12 @@ class Guardian:
         elif phase == 1 and record.step > WINDOW:
             found = self._counters.read()
             if found is not None and self._is_alarming(record.step - 1, *found):
-                self._armed = self._arm()
+                self._left = WINDOW
+                self._arm_next()
+
+    def _arm_next(self) -> None:
+        self._left -= 1
+        self._armed = self._arm()
 
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
@@ -160,6 +167,9 @@ class Guardian:
         if bool(record.skipped) and (armed.lost or not was_on):
             _LOG.warning(NOT_SEEN)
         if armed.lost or not was_on or not bool(record.skipped):
+            if was_on and not armed.lost and self._left > 0:
+                self._arm_next()
+                return
             self._wait, self._pause = self._pause, min(2 * self._pause, 64)
             return
         sinks = [p.grad for p in params if p.grad is not None]

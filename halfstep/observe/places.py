@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
@@ -68,17 +69,24 @@ class Places:
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._modules: dict[int, tuple[str, nn.Module]] = {}
         self._tensors: dict[int, tuple[str, str, Tensor]] = {}
+        self._identities: list[StorageWeakRef] = []  # memory that is freed meanwhile gives its identity to no other
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
             for name, module in root.named_modules():
                 self._modules.setdefault(id(module), (model + uncompiled(name), module))
             for name, parameter in root.named_parameters():
                 known = model + uncompiled(name)
-                self._tensors.setdefault(storage_of(parameter), ("parameter", known, parameter))
+                self._know(parameter, "parameter", known, parameter)
                 if parameter.grad is not None:
-                    self._tensors.setdefault(storage_of(parameter.grad), ("gradient", known, parameter))
+                    self._know(parameter.grad, "gradient", known, parameter)
             for name, buffer in root.named_buffers():
-                self._tensors.setdefault(storage_of(buffer), ("buffer", model + uncompiled(name), buffer))
+                self._know(buffer, "buffer", model + uncompiled(name), buffer)
+
+    def _know(self, memory: Tensor, kind: str, name: str, tensor: Tensor) -> None:
+        key = storage_of(memory)
+        self._tensors.setdefault(key, (kind, name, tensor))
+        if key:
+            self._identities.append(StorageWeakRef(memory.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def module(self, name: str) -> nn.Module | None:
         """Returns the module of this name."""

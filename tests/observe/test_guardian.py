@@ -220,3 +220,51 @@ def test_blame_in_place_of_a_recorded_step_ends_the_recording():
     assert _get_current_dispatch_mode_stack() == []
     run(session, optimizer, model, 1, inputs)
     session.close()
+
+
+@pytest.mark.parametrize(("plan", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "fp16")])
+@pytest.mark.parametrize("width", [16, 33, 64])
+def test_a_batch_in_the_memory_of_freed_gradients_is_input_data(plan, low, width):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 4))
+    session, optimizer = session_on(model, plan, low)
+    with pytest.raises(NumericsError) as caught:
+        for step in range(4 * WINDOW):
+            optimizer.zero_grad()
+            inputs, wanted = torch.randn(8, width), torch.randn(8, 4)
+            if step >= WINDOW // 2:
+                inputs[0, 0] = torch.nan
+            session.backward(nn.functional.mse_loss(model(inputs), wanted))
+            session.step()
+    assert caught.value.verdict.kind == "input data"
+    session.close()
+
+
+@pytest.mark.parametrize("period", [2, 3, WINDOW])
+def test_a_fault_in_some_steps_is_met_once_the_scale_is_at_its_floor(period):
+    model = nn.Sequential(nn.Linear(16, 4))
+    session, optimizer = session_on(model, loss_scale=Scaling("dynamic", init=1.0, min=1.0))
+    inputs, labels = torch.randn(8, 16), torch.randint(4, (8,))
+    with pytest.raises(NumericsError) as caught:
+        for step in range(8 * WINDOW):
+            optimizer.zero_grad()
+            batch = inputs * torch.nan if step % period == 0 else inputs
+            session.backward(nn.functional.cross_entropy(model(batch), labels))
+            session.step()
+    assert caught.value.verdict.kind == "input data"
+    session.close()
+
+
+def test_no_more_than_a_window_of_fine_steps_is_recorded():
+    model = nn.Sequential(nn.Linear(16, 4))
+    session, optimizer = session_on(model, loss_scale=Scaling("dynamic", init=1.0, min=1.0))
+    inputs, labels = torch.randn(8, 16), torch.randint(4, (8,))
+    recorded = []
+    for step in range(4 * WINDOW):
+        recorded.append(_get_current_dispatch_mode_stack() != [])
+        optimizer.zero_grad()
+        batch = inputs * torch.nan if step == 2 else inputs
+        session.backward(nn.functional.cross_entropy(model(batch), labels))
+        session.step()
+    assert [step for step, on in enumerate(recorded) if on] == list(range(WINDOW + 1, 2 * WINDOW + 1))
+    session.close()
