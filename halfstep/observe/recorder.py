@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +30,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 )
+_AUTOCAST = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA, DispatchKey.AutocastXPU, DispatchKey.AutocastMPS)
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
@@ -110,7 +114,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Runs the operation and notes it."""
         named = {} if kwargs is None else kwargs
         if not self.on or getattr(self._local, "inside", False):
-            return func(*args, **named)
+            return as_called(func, args, named)
         self._local.inside = True
         try:
             return self._run(func, args, named)
@@ -140,16 +144,19 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note.sources = tuple(self.last_writer(t) for t in tensors)
         note.scalars = tuple(_scalars(args, kwargs))
         if _is_view(func):
-            return func(*args, **kwargs)
+            return self._compute(func, args, kwargs)
         writes = func._schema.is_mutable
         read = tensors
         if writes:
             read = [t.clone() if 0 < t.numel() <= _KEPT and _is_dense(t) else t for t in tensors]
-        result = func(*args, **kwargs)
+        result = self._compute(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
         self._look(note, func, (args, kwargs), tensors, read, outputs)
         return result
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return as_called(func, args, kwargs)
 
     def _look(
         self, note: Note, func: Any, given: Any, tensors: list[Tensor], read: list[Tensor], outputs: list[Tensor]
@@ -307,6 +314,24 @@ class Recorded:
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)
         self._mode.__exit__(*error)
+
+
+def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operation that came to a dispatch mode; a custom one with autocast as it was where it was called.
+
+    Inside a mode autocast is off; without one what a custom operation computes with is cast.
+    """
+    if not isinstance(func, OpOverload) or func.namespace in ("aten", "prims"):
+        return func(*args, **kwargs)
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    with enable_reentrant_dispatch():
+        outside = torch._C._dispatch_tls_local_exclude_set()
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    for key in _AUTOCAST:  # a kernel of its own for autocast turns it off inside
+        if not outside.has(key) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return func(*args, **kwargs)
 
 
 def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:

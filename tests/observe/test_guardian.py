@@ -19,6 +19,30 @@ from tests.observe.faults.plants import Gain, LogOfZero
 from tests.scale.sync import NoSync
 
 
+@torch.library.custom_op("halfstep_tests::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)  # of two formats, unless autocast is on
+
+
+def _keep(ctx, inputs, output):
+    ctx.right = inputs[1]
+
+
+product.register_autograd(
+    lambda ctx, grad: (torch.mm(grad.to(ctx.right.dtype), ctx.right.t()).to(grad.dtype), None), setup_context=_keep
+)
+
+
+class CountsOnAutocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("right", torch.randn(16, 16))
+
+    def forward(self, x):
+        return product(self.linear(x), self.right)
+
+
 def session_on(model, plan="O2", low="fp16", **options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return halfstep.initialize(model, optimizer, plan, low=low, **options), optimizer
@@ -228,7 +252,8 @@ def test_a_batch_in_the_memory_of_freed_gradients_is_input_data(plan, low, width
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 4))
     session, optimizer = session_on(model, plan, low)
-    with pytest.raises(NumericsError) as caught:
+
+    def training():
         for step in range(4 * WINDOW):
             optimizer.zero_grad()
             inputs, wanted = torch.randn(8, width), torch.randn(8, 4)
@@ -236,6 +261,9 @@ def test_a_batch_in_the_memory_of_freed_gradients_is_input_data(plan, low, width
                 inputs[0, 0] = torch.nan
             session.backward(nn.functional.mse_loss(model(inputs), wanted))
             session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
     assert caught.value.verdict.kind == "input data"
     session.close()
 
@@ -245,12 +273,16 @@ def test_a_fault_in_some_steps_is_met_once_the_scale_is_at_its_floor(period):
     model = nn.Sequential(nn.Linear(16, 4))
     session, optimizer = session_on(model, loss_scale=Scaling("dynamic", init=1.0, min=1.0))
     inputs, labels = torch.randn(8, 16), torch.randint(4, (8,))
-    with pytest.raises(NumericsError) as caught:
+
+    def training():
         for step in range(8 * WINDOW):
             optimizer.zero_grad()
             batch = inputs * torch.nan if step % period == 0 else inputs
             session.backward(nn.functional.cross_entropy(model(batch), labels))
             session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
     assert caught.value.verdict.kind == "input data"
     session.close()
 
@@ -267,4 +299,31 @@ def test_no_more_than_a_window_of_fine_steps_is_recorded():
         session.backward(nn.functional.cross_entropy(model(batch), labels))
         session.step()
     assert [step for step, on in enumerate(recorded) if on] == list(range(WINDOW + 1, 2 * WINDOW + 1))
+    session.close()
+
+
+def test_a_custom_operation_that_counts_on_autocast_runs_in_a_recorded_step():
+    model = nn.Sequential(CountsOnAutocast(), nn.Linear(16, 4))
+    session, optimizer = session_on(model, "O1", "bf16")
+    inputs, labels = torch.randn(8, 16), torch.randint(4, (8,))
+
+    def training():
+        for _ in range(2 * WINDOW):
+            optimizer.zero_grad()
+            session.backward(nn.functional.cross_entropy(model(inputs * torch.nan), labels))
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert caught.value.verdict.kind == "input data"
+    session.close()
+
+
+def test_a_custom_operation_that_counts_on_autocast_can_be_blamed_and_checked():
+    model = nn.Sequential(CountsOnAutocast(), nn.Linear(16, 4))
+    session, _ = session_on(model, "O1", "bf16")
+    inputs, labels = torch.randn(8, 16), torch.randint(4, (8,))
+    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
+    found = halfstep.check(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert [finding for finding in found if finding.severity == "error"] == []
     session.close()
