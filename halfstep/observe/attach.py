@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -53,8 +54,16 @@ def make_probe(
     return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver)
 
 
+def _listed(name: str, given: Any, what: str) -> list[Any]:
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ObserveError(f"{name} is {given!r}; give a text, {what}, or several of them in a list")
+    return list(given)
+
+
 def _kinds(tensors: str | Iterable[str]) -> frozenset[str]:
-    given = [tensors] if isinstance(tensors, str) else list(tensors)
+    given = _listed("tensors", tensors, "such as 'activation'")
     for kind in given:
         if kind not in KINDS:
             allowed = ", ".join(map(repr, KINDS))
@@ -65,7 +74,7 @@ def _kinds(tensors: str | Iterable[str]) -> frozenset[str]:
 
 
 def _patterns(modules: str | Iterable[str]) -> list[Rule]:
-    given = [modules] if isinstance(modules, str) else list(modules)
+    given = _listed("modules", modules, "which is a pattern of module names, '*' for all")
     if not given:
         raise ObserveError("modules is empty; give a pattern of module names, '*' for all")
     try:

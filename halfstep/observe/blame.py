@@ -22,7 +22,7 @@ from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
-from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.replay import Inputs, noting_inputs, run_to_the_loss, untouched
 from halfstep.observe.stance import run_uncompiled
 from halfstep.observe.words import say
 from halfstep.plan.fit import named
@@ -93,7 +93,12 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         SessionError: what the closure returned is no loss. After any error all is as it was.
     """
     params = _parameters(subject.roots)
-    with untouched(subject.roots, params) as rewind, ExitStack() as stack:
+    with untouched(subject.roots, params) as restart, noting_inputs(subject.roots) as inputs, ExitStack() as stack:
+
+        def rewind() -> None:
+            restart()
+            inputs.begin_run()
+
         stack.callback(run_uncompiled())
         run, lower = _first_run(subject, closure, scale, params)
         if run.found is None:
@@ -101,18 +106,39 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         if run.found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
             return None
-        if lower is None and run.found.may_be_scale and not math.isfinite(run.loss):
-            lower = _passing_from_the_start(subject, closure, rewind, scale, params)
-        if lower is not None:
-            found = replace(run.found, kind="scale too high", lower_scale=lower)
-            return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
-        rewind()
-        again, _ = _first_run(subject, closure, scale, params, scales=False)
         found = run.found
-        if again.found is None or not again.found.is_at(found):
-            found = replace(found, repeats=False, untried="the closure does not repeat")
-            return say(found, subject.plan, _untried(subject, found), scale=scale)
-        return _try_cures(subject, closure, rewind, found, scale)
+        if lower is None and found.may_be_scale and not math.isfinite(run.loss):
+            lower = _passing_from_the_start(subject, closure, rewind, scale, params)
+        if lower is not None and inputs.same:
+            found = replace(found, kind="scale too high", lower_scale=lower)
+            return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
+
+        def fails_again() -> bool:
+            rewind()
+            return _is_repeated(subject, closure, scale, params, found, inputs)
+
+        if fails_again():
+            verdict = _try_cures(subject, closure, rewind, found, scale)
+            if fails_again():  # else what was tried may have run on another batch
+                return verdict
+        found = replace(found, repeats=False, untried="the closure does not repeat")
+        return say(found, subject.plan, _untried(subject, found), scale=scale)
+
+
+def _is_repeated(
+    subject: Subject,
+    closure: Callable[[], Any],
+    scale: float,
+    params: list[nn.Parameter],
+    found: Diagnosis,
+    inputs: Inputs,
+) -> bool:
+    """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
+    try:
+        again, _ = _first_run(subject, closure, scale, params, scales=False)
+    except StopIteration:  # of an iterator over batches
+        return False
+    return again.found is not None and again.found.is_at(found) and inputs.same
 
 
 def _parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -223,6 +249,9 @@ def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
 
 
 def _untried(subject: Subject, found: Diagnosis) -> tuple[Edit, ...]:
+    """Returns the edit that changes least; none where it is not known that fp32 would have a result."""
+    if not found.repeats and found.exact is None and not found.stored_overflow:
+        return ()
     return next(iter(candidates(subject.plan, found)), ())
 
 
@@ -315,7 +344,7 @@ def _tried(
                 run = replace(run, found=None, lower=lower)
             reached = any(p.grad is not None for p in params)
             return run if reached or run.found is not None else "the closure does not call the session's models"
-    except (HalfstepError, RuntimeError, TypeError, NotImplementedError) as error:
+    except (HalfstepError, RuntimeError, TypeError, NotImplementedError, StopIteration) as error:
         return f"the model cannot be copied and run ({str(error).partition('. ')[0]})"
 
 

@@ -1,4 +1,7 @@
-"""Running a closure again and leaving no trace: random state, buffers, weights and gradients are put back."""
+"""Running a closure again and leaving no trace: random state, buffers, weights and gradients are put back.
+
+Whether it does the same each time is seen from what its modules get.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import SessionError
+
+_NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
 
 @contextmanager
@@ -74,9 +80,67 @@ def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
     return lambda: hooks.update(kept)
 
 
+class Inputs:
+    """Whether the first module that each run of a closure calls gets the same tensors: others are another batch."""
+
+    def __init__(self) -> None:
+        self.same = True
+        self._first: list[Tensor] | None = None
+        self._noted = False
+
+    def begin_run(self) -> None:
+        """Says that what is called next belongs to another run."""
+        self._noted = False
+
+    def note(self, given: Any) -> None:
+        """Compares what the first module of a run was given with what that of the first run was."""
+        if self._noted:
+            return
+        self._noted = True
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            tensors = [leaf for leaf in tree_leaves(given) if _is_readable(leaf)]
+            if self._first is None:
+                self._first = [t.clone() for t in tensors]
+            elif len(tensors) != len(self._first) or not all(map(_is_same, tensors, self._first)):
+                self.same = False
+
+
+@contextmanager
+def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
+    """Gives what is known of the inputs of a closure's runs."""
+    inputs = Inputs()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:  # a function, which copies of the modules share
+        inputs.note((args, kwargs))
+
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    with ExitStack() as stack:
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                stack.callback(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True).remove)
+        yield inputs
+
+
+def _is_readable(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and value.layout is torch.strided
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.device != other.device:
+        return False
+    if not (one.is_floating_point() and other.is_floating_point()):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    one, other = one.float(), other.float()
+    finite = other[torch.isfinite(other)]
+    room = _NEAR * float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=room, equal_nan=True)
+
+
 @contextmanager
 def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
     """Makes copies stand in for models: who calls a module of a model calls that of its copy.
+
+    Hooks on the gradients of the models' parameters act on those of the copies.
 
     Raises:
         RuntimeError: a module has a `forward` of its own (not its class's), which no copy can stand in for.
@@ -92,15 +156,35 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
     for own, other in pairs.values():
         own.__dict__["forward"] = MethodType(type(other).forward, other)
     try:
-        yield
+        with ExitStack() as stack:
+            for own, other in pairs.values():
+                for name, param in own._parameters.items():
+                    stack.callback(_share_hooks(param, other._parameters.get(name)))
+            yield
     finally:
         for own, _ in pairs.values():
             del own.__dict__["forward"]
 
 
+def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
+    hooks: dict[Any, Any] | None = getattr(param, "_backward_hooks", None)
+    if not hooks or twin is None or twin._backward_hooks:  # the last: shared by two modules, and done
+        return lambda: None
+    with ExitStack() as stack:
+        for hook in list(hooks.values()):
+            stack.callback(twin.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+        return stack.pop_all().close
+
+
 @contextmanager
 def refused(owner: object, methods: Sequence[str], why: str) -> Iterator[None]:
-    """Makes calls of these methods of one object raise a SessionError."""
+    """Makes calls of these methods of one object raise a SessionError.
+
+    Raises:
+        SessionError: they are refused already: a closure called what runs it.
+    """
+    if any(name in owner.__dict__ for name in methods):
+        raise SessionError(f"this was called inside a closure that blame runs; {why}, and call blame outside of it")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise SessionError(why)

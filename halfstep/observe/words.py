@@ -60,8 +60,8 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append(f"at {found.lower_scale:g} all gradients are finite")
     if not found.repeats:
         parts.append(
-            "the closure does not repeat: a second run of it did not fail in the same place (an iterator that moved "
-            "on, or a model with a state of its own), so that nothing else could be tried"
+            "the closure does not repeat: another run of it got other inputs, or did not fail in the same place (an "
+            "iterator that moved on, or a model with a state of its own), so that nothing could be tried"
         )
     elif found.tried:
         parts.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 
@@ -376,5 +377,78 @@ def test_an_infinity_that_is_written_and_left_out_again_is_harmless():
         out = model(inputs)
         return torch.minimum(torch.full_like(out, torch.inf), out).square().mean()
 
+    assert session.blame(closure) is None
+    session.close()
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(x / x.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+@pytest.mark.parametrize("after", [0, 50])
+def test_a_cure_that_ran_on_other_batches_is_not_claimed(bad, after):
+    model, good, target = Centred(), torch.randn(8, 8), torch.randn(8, 4)
+    failing = good.clone()
+    failing[0] = 0
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    batches = iter([failing] * bad + [good] * after)
+    verdict = session.blame(lambda: nn.functional.mse_loss(model(next(batches)), target))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
+    assert "does not repeat" in verdict.evidence
+    assert "tried:" not in verdict.advice
+    session.close()
+
+
+def test_a_closure_whose_batches_come_in_turn_does_not_repeat():
+    model, good, target = Centred(), torch.randn(8, 8), torch.randn(8, 4)
+    failing = good.clone()
+    failing[0] = 0
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
+    batches = itertools.cycle([failing, failing, good, good])  # the run after the trials meets a failing one again
+    verdict = session.blame(lambda: nn.functional.mse_loss(model(next(batches)), target))
+    assert verdict.cure == ()
+    assert "does not repeat" in verdict.evidence
+    session.close()
+
+
+def test_a_model_that_fails_a_few_times_only_gets_no_tried_cure():
+    model, inputs, calls = Cnn(nn.Identity()), images(), []
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+
+    def closure():
+        calls.append(1)
+        return model(inputs).square().mean() / (0.0 if len(calls) <= 2 else 1.0)
+
+    verdict = session.blame(closure)
+    assert verdict.cure == ()
+    assert "does not repeat" in verdict.evidence
+    session.close()
+
+
+@pytest.mark.parametrize(("plan", "low"), [("O2", "bf16"), ("O1", "fp16")])
+def test_a_hook_on_the_gradient_of_a_parameter_acts_in_trials_too(plan, low):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)  # no unit is ever on: the gradient is zero
+    model[0].weight.register_hook(lambda grad: grad / grad.norm())
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low=low)
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
+    assert "in fp32 the same closure fails too" in verdict.evidence
+    assert len(model[0].weight._backward_hooks) == 1
+    session.close()
+
+
+def test_blame_inside_its_own_closure_is_refused():
+    _, _, session, closure = tower()
+    with pytest.raises(SessionError, match="inside a closure that blame runs"):
+        session.blame(lambda: session.blame(closure))
     assert session.blame(closure) is None
     session.close()

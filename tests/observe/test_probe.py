@@ -620,6 +620,8 @@ def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
         ({"modules": "frist"}, "did you mean 'first'"),
         ({"modules": ["first", "nothing.*"]}, r"'nothing\.\*', which matches no module"),
         ({"modules": []}, "modules is empty"),
+        ({"modules": 3}, "modules is 3; give a text, which is a pattern"),
+        ({"tensors": None}, "tensors is None; give a text, such as 'activation'"),
         ({"modules": "type:"}, "names no class"),
         ({"tensors": "weigth"}, "did you mean 'weight'"),
         ({"tensors": ()}, "tensors is empty"),
