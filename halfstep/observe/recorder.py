@@ -30,7 +30,11 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 )
-_AUTOCAST = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA, DispatchKey.AutocastXPU, DispatchKey.AutocastMPS)
+_AUTOCAST = tuple(
+    getattr(DispatchKey, name)
+    for name in ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS")
+    if hasattr(DispatchKey, name)
+)
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
