@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
+from halfstep.observe.autocast import as_called
 from halfstep.observe.blame import NOT_SEEN, Subject
 from halfstep.observe.cures import candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
@@ -29,6 +36,9 @@ from halfstep.records import StepRecord, Verdict
 
 OnFailure = Literal["raise", "warn"]
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
+_OPERATIONS = 2**17  # notes, more than a step has: the caller has left it and computes something else
+_FORWARDS = 64  # of a model before a backward pass, more than a step has
+_EVALUATION = 16  # training forwards, that one without gradients counts as: few stand between a forward and its step
 _LOG = logging.getLogger("halfstep")
 
 
@@ -63,32 +73,77 @@ class Counters:
         return None if self._values is None else (int(self._values[0]), self._values[1])
 
 
+class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Records as any recorder; what goes wrong in it ends the recording, and never the step that it watches.
+
+    `forwards` counts the model's calls since the last backward pass. It has `ended` where it failed, or where it noted
+    more operations than a step has.
+    """
+
+    def __init__(self, places: Places, *, on: bool) -> None:
+        super().__init__(places, on=on)
+        self.forwards = 0
+        self.ended = False
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            self.forwards = 0
+        if len(self.notes) >= _OPERATIONS:
+            self._end()
+            return as_called(func, args, kwargs)
+        self._local.started, self._local.results = False, []
+        try:
+            return super()._run(func, args, kwargs)
+        except Exception:
+            if self._local.started and not self._local.results:
+                raise  # the operation's own
+            self._end()
+            return self._local.results[0] if self._local.started else as_called(func, args, kwargs)
+        finally:
+            self._local.results = []
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._local.started = True
+        result = super()._compute(func, args, kwargs)
+        self._local.results = [result]
+        return result
+
+    def _end(self) -> None:
+        self.ended = True
+        self.forget()
+
+
 class Armed:
     """A recorder that lies in wait for the next training forward and is taken off at the end of that step.
 
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
-    is `lost` where the caller's own modes, or threads, took it off before.
+    is `lost` where the caller's own modes, or threads, took it off before. Where forwards go on without a backward
+    pass, no step is coming: the caller was interrupted, and `give_up` is called.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self.recorder = OpRecorder(Places(roots), on=False)
+        self.recorder = Watching(Places(roots), on=False)
         self.lost = False
+        self.give_up: Callable[[], None] = self.leave
         self._thread = threading.get_ident()
         self.recorder.__enter__()
+        self._finally = weakref.finalize(self, _take_off, self.recorder, self._thread)  # of a session never closed
+        self._finally.atexit = False
 
     def around(self, inner: Callable[[], AbstractContextManager[Any]] | None) -> AbstractContextManager[Any]:
         """Begins to record where a forward is for training; returns the context that was around it before."""
-        self.recorder.on = self.recorder.on or torch.is_grad_enabled()
+        self.recorder.on = not self.recorder.ended and (self.recorder.on or torch.is_grad_enabled())
+        if self.recorder.on:
+            self.recorder.forwards += 1 if torch.is_grad_enabled() else _EVALUATION
+            if self.recorder.forwards > _FORWARDS:
+                self.give_up()
         return nullcontext() if inner is None else inner()
 
     def leave(self) -> None:
         """Takes the recorder off."""
-        self.recorder.on = False
-        if threading.get_ident() != self._thread:  # it lies on the stack of another
-            self.lost = True
-            return
-        self.lost = _get_current_dispatch_mode() is not self.recorder
-        self.recorder.__exit__(None, None, None)
+        self.lost = threading.get_ident() != self._thread or _get_current_dispatch_mode() is not self.recorder
+        if self._finally.detach() is not None:
+            _take_off(self.recorder, self._thread)
 
 
 class Guardian:
@@ -140,6 +195,11 @@ class Guardian:
     def _arm_next(self) -> None:
         self._left -= 1
         self._armed = self._arm()
+        self._armed[0].give_up = self._give_up
+
+    def _give_up(self) -> None:
+        self._wait, self._pause = self._pause, min(2 * self._pause, 64)
+        self.close()
 
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
@@ -173,7 +233,12 @@ class Guardian:
             self._wait, self._pause = self._pause, min(2 * self._pause, 64)
             return
         sinks = [p.grad for p in params if p.grad is not None]
-        verdict = self._judge(recorder, [record.loss] if record.loss is not None else [], sinks, float(record.scale))
+        losses = [record.loss] if record.loss is not None else []
+        try:
+            verdict = self._judge(recorder, losses, sinks, float(record.scale))
+        except Exception:  # what only explains a failure is never to be one
+            _LOG.warning(NOT_SEEN, exc_info=True)
+            return
         if verdict is not None:
             self._report(verdict, record.step)
 
@@ -208,6 +273,21 @@ class Guardian:
         if self._on_failure == "raise":
             raise NumericsError(text, verdict)
         _LOG.warning(text)
+
+
+def _take_off(recorder: Watching, thread: int) -> None:
+    """Takes a recorder off the stack of modes, from below those that came later."""
+    recorder.on = False
+    if threading.get_ident() != thread:  # it lies on the stack of another
+        return
+    stack = _get_current_dispatch_mode_stack()
+    if not stack:
+        return
+    below = next((index for index, mode in enumerate(stack) if mode is recorder), None)
+    later = [] if below is None else [_pop_mode() for _ in stack[below + 1 :]]
+    recorder.__exit__(None, None, None)
+    for mode in reversed(later):
+        _push_mode(mode)
 
 
 def _estimate(found: Diagnosis, low: Format, scale: float) -> float | None:

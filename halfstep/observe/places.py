@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
@@ -67,13 +68,13 @@ class Places:
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._modules: dict[int, tuple[str, nn.Module]] = {}
+        self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # a session is not kept alive by these
         self._tensors: dict[int, tuple[str, str, Tensor]] = {}
         self._identities: list[StorageWeakRef] = []  # memory that is freed meanwhile gives its identity to no other
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
             for name, module in root.named_modules():
-                self._modules.setdefault(id(module), (model + uncompiled(name), module))
+                self._modules.setdefault(id(module), (model + uncompiled(name), weakref.ref(module)))
             for name, parameter in root.named_parameters():
                 known = model + uncompiled(name)
                 self._know(parameter, "parameter", known, parameter)
@@ -90,7 +91,7 @@ class Places:
 
     def module(self, name: str) -> nn.Module | None:
         """Returns the module of this name."""
-        return next((module for known, module in self._modules.values() if known == name), None)
+        return next((module() for known, module in self._modules.values() if known == name), None)
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
         """Returns "parameter", "gradient" or "buffer", its name and the tensor itself; None for memory of others."""

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halfstep.observe.autocast import as_called
 from halfstep.observe.badness import Badness, badness, measure
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, storage_of
@@ -29,11 +27,6 @@ from halfstep.records import OpCall
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
-)
-_AUTOCAST = tuple(
-    getattr(DispatchKey, name)
-    for name in ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS")
-    if hasattr(DispatchKey, name)
 )
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
@@ -295,6 +288,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return note.forward.line
         return note.line
 
+    def forget(self) -> None:
+        """Ends the recording for good, and drops what was recorded."""
+        self.on = False
+        self.notes, self._writes, self._nodes = [], {}, {}
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -318,24 +316,6 @@ class Recorded:
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)
         self._mode.__exit__(*error)
-
-
-def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation that came to a dispatch mode; a custom one with autocast as it was where it was called.
-
-    Inside a mode autocast is off; without one what a custom operation computes with is cast.
-    """
-    if not isinstance(func, OpOverload) or func.namespace in ("aten", "prims"):
-        return func(*args, **kwargs)
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    with enable_reentrant_dispatch():
-        outside = torch._C._dispatch_tls_local_exclude_set()
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    for key in _AUTOCAST:  # a kernel of its own for autocast turns it off inside
-        if not outside.has(key) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-            excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        return func(*args, **kwargs)
 
 
 def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import halfstep
 from halfstep import FP16, NumericsError, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
+from halfstep.observe import guardian
 from halfstep.observe.guardian import WINDOW
+from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
 from tests.observe.faults.plants import Gain, LogOfZero
@@ -326,4 +329,102 @@ def test_a_custom_operation_that_counts_on_autocast_can_be_blamed_and_checked():
     assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
     found = halfstep.check(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert [finding for finding in found if finding.severity == "error"] == []
+    session.close()
+
+
+def interrupted(session, optimizer, model, inputs):
+    """Brings a session to a recorded step, and leaves that after its forward."""
+    run(session, optimizer, model, WINDOW + 1, inputs)
+    model(inputs)
+    return _get_current_dispatch_mode_stack()[0]
+
+
+def test_evaluation_after_an_interrupted_step_ends_the_recording():
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16", emulate=False)
+    recorder = interrupted(session, optimizer, model, images())
+    a_forward = len(recorder.notes)
+    with torch.no_grad():
+        for _ in range(20):
+            model(images())
+    assert _get_current_dispatch_mode_stack() == []
+    assert len(recorder.notes) < 6 * a_forward
+    with pytest.raises(NumericsError):  # it is met later
+        run(session, optimizer, model, 8 * WINDOW, images())
+    session.close()
+
+
+def test_forwards_that_no_backward_pass_follows_end_the_recording():
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    interrupted(session, optimizer, model, images())
+    for _ in range(64):
+        model(images())
+    assert _get_current_dispatch_mode_stack() == []
+    session.close()
+
+
+def test_many_backward_passes_of_one_step_are_recorded():
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    run(session, optimizer, model, WINDOW + 1, images())
+    for _ in range(70):
+        session.backward(nn.functional.cross_entropy(model(images()), targets()))
+    with pytest.raises(NumericsError):
+        session.step()
+    session.close()
+
+
+def test_other_work_after_an_interrupted_step_is_not_recorded_for_ever(monkeypatch):
+    monkeypatch.setattr(guardian, "_OPERATIONS", 1000)
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    recorder = interrupted(session, optimizer, model, images())
+    number = torch.zeros(())
+    for _ in range(2000):
+        number = number + 1
+    assert float(number) == 2000
+    assert len(recorder.notes) == 0
+    session.close()
+
+
+def test_a_session_that_nobody_closes_takes_its_recorder_along():
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    interrupted(session, optimizer, model, images())
+    del session, optimizer, model
+    gc.collect()
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_mode_of_the_callers_over_the_recorder_stays_where_it_is():
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    run(session, optimizer, model, WINDOW + 1, images())
+    with Emulation(FP16) as mode:
+        session.close()
+        assert _get_current_dispatch_mode_stack() == [mode]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("broken", ["_begin", "_look"])
+def test_a_recorder_that_fails_does_not_fail_the_step(broken, monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("in the recorder")
+
+    monkeypatch.setattr(OpRecorder, broken, fail)
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    records = run(session, optimizer, model, WINDOW + 2, images())
+    assert all(bool(record.skipped) for record in records)
+    assert "could not be recorded" in caplog.text
+    session.close()
+
+
+def test_an_explanation_that_fails_does_not_fail_the_step(monkeypatch, caplog):
+    monkeypatch.setattr(guardian, "find_origin", lambda *args: 1 / 0)
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    run(session, optimizer, model, WINDOW + 2, images())
+    assert "could not be recorded" in caplog.text
     session.close()
