@@ -38,6 +38,7 @@ NOT_SEEN = (
 )
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
+_OF_TENSORS = ("input data", "stale gradients", "weights")  # what no format changes
 _CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
 
@@ -263,6 +264,8 @@ def _try_cures(
     if isinstance(full, str):
         return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=scale)
     found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
+    if found.kind not in _OF_TENSORS and full.found is not None and full.found.is_beside(found):
+        found = replace(found, in_full=full.found)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=scale)
     cure = _Search(subject, closure, rewind, scale, full.loss).cure(found)
