@@ -553,3 +553,28 @@ def test_a_division_by_a_zero_of_any_kind_is_invalid(zero, step, phase):
     assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "div", phase)
     assert "scale its inputs down" not in verdict.advice
     session.close()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "cure"),
+    [
+        (Scaling("dynamic", init=64.0), Scaling("dynamic", init=2.0**-3, min=2.0**-3)),
+        (Scaling("static", init=64.0), Scaling("static", init=2.0**-5)),
+        (Scaling("static", init=1.0), Scaling("static", init=2.0**-5)),
+        (Scaling("none"), Scaling("static", init=2.0**-5)),
+    ],
+)
+def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
+    model = nn.Linear(8, 4, bias=False)
+    plan = halfstep.level("O2", "fp16").edit(scaling)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan)
+    inputs = torch.full((1, 8), 1e-3)
+    verdict = session.blame(lambda: model(inputs).float().sum() * 3e5)  # its gradient: 65504 / 3e5 is above 1 / 8 only
+    assert (verdict.kind, verdict.cure) == ("scale too high", (cure,))
+    assert "at 0.125 all gradients are finite" in verdict.evidence
+    session.close()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, plan.edit(cure))
+    session.backward(model(inputs).float().sum() * 3e5)
+    assert not session.step().skipped
+    session.close()
