@@ -38,6 +38,8 @@ NOT_SEEN = (
 )
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
+_OF_TENSORS = ("input data", "stale gradients", "weights")  # what no format changes
+_LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
 _CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
 
@@ -135,7 +137,7 @@ def _is_repeated(
 ) -> bool:
     """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
     try:
-        again, _ = _first_run(subject, closure, scale, params, scales=False)
+        again, _ = _first_run(subject, closure, scale, params, least=scale)
     except StopIteration:  # of an iterator over batches
         return False
     return again.found is not None and again.found.is_at(found) and inputs.same
@@ -146,7 +148,7 @@ def _parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 def _first_run(
-    subject: Subject, closure: Callable[[], Any], scale: float, params: list[nn.Parameter], *, scales: bool = True
+    subject: Subject, closure: Callable[[], Any], scale: float, params: list[nn.Parameter], *, least: float = 1.0
 ) -> tuple[_Run, float | None]:
     """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed."""
     recorder = OpRecorder(Places(subject.roots))
@@ -163,8 +165,8 @@ def _first_run(
         return _Run(value, recorder, None), None
     found = diagnose(recorder, origin, subject.plan, subject.full, scale)
     lower = None
-    if scales and found.may_be_scale and found.phase == "backward" and scale > 1:
-        lower = _passing_scale(subject, loss, params, scale)
+    if found.may_be_scale and finite:
+        lower = _passing_scale(subject, loss, params, scale, least)
     return _Run(value, recorder, found), lower
 
 
@@ -197,10 +199,12 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
-def _passing_scale(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> float | None:
-    """Returns the largest of the halved scales from 1 up at which the gradients are finite, on the graph as it is."""
-    while scale > 1:
-        scale = max(scale / 2, 1.0)
+def _passing_scale(
+    subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float, least: float
+) -> float | None:
+    """Returns the largest halved scale from `least` up at which the gradients are finite, on the graph as it is."""
+    while scale > least:
+        scale = max(scale / 2, least)
         if _is_finite_at(subject, loss, params, scale):
             return scale
     return None
@@ -263,13 +267,31 @@ def _try_cures(
     if isinstance(full, str):
         return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=scale)
     found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
+    if found.kind not in _OF_TENSORS and full.found is not None and full.found.is_beside(found):
+        found = replace(found, in_full=full.found)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=scale)
-    cure = _Search(subject, closure, rewind, scale, full.loss).cure(found)
+    search = _Search(subject, closure, rewind, scale, full.loss)
+    cure = search.narrow(found)
+    lower = None if cure is not None else _below_one(subject, closure, rewind, found, scale)
+    if lower is not None:
+        found = replace(found, kind="scale too high", lower_scale=lower)
+        return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
+    cure = cure or search.whole(found)
     if cure is None:
         return say(found, subject.plan, (), scale=scale)
     edits, loss = cure
     return say(replace(found, cured_loss=loss), subject.plan, edits, scale=scale)
+
+
+def _below_one(
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float
+) -> float | None:
+    """Returns the largest halved loss scale below 1 that passes: it costs small gradients, so that edits come first."""
+    if not found.may_be_scale or subject.plan.ops == "none":
+        return None
+    rewind()
+    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=_LEAST)[1]
 
 
 @dataclass
@@ -283,10 +305,13 @@ class _Search:
     full_loss: float
     left: int = _TRIES
 
-    def cure(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
+    def narrow(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
-        *narrow, all_full = candidates(self.subject.plan, found) or [()]
-        return self._within(found, narrow, (), _FAULTS) or self._if_cured(all_full)
+        return self._within(found, candidates(self.subject.plan, found)[:-1], (), _FAULTS)
+
+    def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
+        """Returns the edit that makes all of the model full, where it cures."""
+        return self._if_cured((candidates(self.subject.plan, found) or [()])[-1])
 
     def _within(
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
@@ -338,9 +363,10 @@ def _tried(
     try:
         with subject.trial(plan) as trial:
             params = _parameters(trial.roots)
-            at, falls = _scale_under(plan.scale, scale), plan.scale.kind == "dynamic"
-            run, lower = _first_run(trial, closure, at, params, scales=falls)
-            if lower is not None and lower >= plan.scale.min:  # a scale that will come down cures it by itself
+            at = _scale_under(plan.scale, scale)
+            least = plan.scale.min if plan.scale.kind == "dynamic" else at
+            run, lower = _first_run(trial, closure, at, params, least=least)
+            if lower is not None:  # a scale that will come down cures it by itself
                 run = replace(run, found=None, lower=lower)
             reached = any(p.grad is not None for p in params)
             return run if reached or run.found is not None else "the closure does not call the session's models"

@@ -31,8 +31,8 @@ def candidates(plan: Plan, found: Diagnosis) -> list[tuple[Edit, ...]]:
 
 def scaling_cure(scaling: Scaling, scale: float, lower: float) -> tuple[Edit, ...]:
     """Returns the loss scale in place of `scale`, which was too high, where `lower` is one that passes."""
-    if scaling.kind == "static":
-        return (replace(scaling, init=lower / _ROOM),)
+    if scaling.kind != "dynamic":
+        return (Scaling("static", init=lower / _ROOM),)
     return (replace(scaling, init=lower, min=min(scaling.min, lower, 1.0), max=max(scaling.max, lower)),)
 
 

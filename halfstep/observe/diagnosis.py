@@ -31,8 +31,8 @@ class Diagnosis:
     `exact` is the largest true result in fp32 (None: not known), `eps` a constant that rounded to zero, `mask` the
     constant of a mask that became infinite, `met_mask` that a mask's infinity was computed with. `repeats` says that a
     second run failed in the same place, `tried` that the closure could be run on a copy; then `full_fails` and
-    `full_loss` are what fp32 gave, and `cured_loss` the loss under the cure (None: no edit that was tried cures it).
-    `untried` says why nothing could be tried.
+    `full_loss` are what fp32 gave, `in_full` a fault in another place that it met there, and `cured_loss` the loss
+    under the cure (None: no edit that was tried cures it). `untried` says why nothing could be tried.
     """
 
     kind: str
@@ -55,6 +55,7 @@ class Diagnosis:
     tried: bool = False
     untried: str = ""
     full_fails: bool = False
+    in_full: Diagnosis | None = None
     full_loss: float | None = None
     cured_loss: float | None = None
 
@@ -71,6 +72,11 @@ class Diagnosis:
             other.operator,
             other.phase,
         )
+
+    def is_beside(self, other: Diagnosis) -> bool:
+        """Tells whether a run in another format failed in another place."""
+        own = (self.module, self.operator, self.phase, self.line)
+        return own != (other.module, other.operator, other.phase, other.line)
 
     @staticmethod
     def stale(names: Sequence[str]) -> Diagnosis:
@@ -130,9 +136,8 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
         return "masked row", next((m.exact.value for m in _masks(note) if m.exact is not None), None)
     if note.exact is not None and note.exact.constant:
         return "overflow", note.exact.value
-    if (any(note.zeros) or 0.0 in note.scalars) and not {recorder.operator(note), note.aten.rstrip("_")}.isdisjoint(
-        _POLES
-    ):
+    by_zero = any(note.zeros) or 0.0 in note.scalars or (note.exact is not None and note.exact.by_zero)
+    if by_zero and not {recorder.operator(note), note.aten.rstrip("_")}.isdisjoint(_POLES):
         return "invalid", None
     if note.exact is not None and note.exact.finite:
         return "overflow", None

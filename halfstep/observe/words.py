@@ -65,9 +65,21 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         )
     elif found.tried:
         parts.append(
-            "in fp32 the same closure fails too" if found.full_fails else f"in fp32 its loss is {found.full_loss:g}"
+            f"in fp32 the same closure fails too{_elsewhere(found)}"
+            if found.full_fails
+            else f"in fp32 its loss is {found.full_loss:g}"
         )
     return "; ".join(parts)
+
+
+def _elsewhere(found: Diagnosis) -> str:
+    return "" if found.in_full is None else f", in another place: {_place(found.in_full)}"
+
+
+def _place(found: Diagnosis) -> str:
+    where = f" in {found.module}" if found.module else ""
+    line = f", {found.line}" if found.line else ""
+    return f"{found.kind} of {found.operator}{where}{line} ({found.phase})"
 
 
 def _seen(found: Diagnosis) -> str:
@@ -113,7 +125,7 @@ def _inputs(call: OpCall | None) -> str:
 
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: float) -> str:
-    words = _words(found, plan, scale)
+    words = _words(found, plan, scale) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
         edits = ", ".join(map(spell, cure))
         words.insert(0, f"plan.edit({edits})")
@@ -173,6 +185,12 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
             f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; to start there saves them"
         ]
     return [f"the floor of the loss scale, {plan.scale.min:g}, is too high: let it come down to {lower:g} or less"]
+
+
+def _about_both(other: Diagnosis) -> str:
+    return (
+        f"there are two faults, and no edit cures the other, {_place(other)}, as it is in fp32 too: mend that one first"
+    )
 
 
 def _about_masks(found: Diagnosis) -> list[str]:

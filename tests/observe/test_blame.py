@@ -452,3 +452,129 @@ def test_blame_inside_its_own_closure_is_refused():
         session.blame(lambda: session.blame(closure))
     assert session.blame(closure) is None
     session.close()
+
+
+def first_row(like):
+    return (torch.arange(len(like)) == 0)[:, None].expand(like.shape)
+
+
+class Shifted(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.shift = shift
+        self.bias = nn.Parameter(torch.full((8,), -300.0))
+
+    def forward(self, x):
+        return self.head(torch.softmax(self.shift(self.bias, self.fc(x)), -1))
+
+
+@pytest.mark.parametrize(
+    ("shift", "kind", "operator", "has_mask"),
+    [
+        (lambda bias, z: bias * 300 + z, "overflow", "mul", False),
+        (lambda bias, z: (bias * 0 + 1) * -9e4 + z, "masked row", "softmax", True),
+        (lambda bias, z: z + torch.full_like(z, -300.0) * 300, "masked row", "softmax", True),
+        (lambda bias, z: torch.where(first_row(z), -9e4, z.float()).to(z.dtype), "masked row", "softmax", True),
+    ],
+)
+def test_a_mask_is_written_not_computed_from_what_is_learned(shift, kind, operator, has_mask):
+    model = Shifted(shift)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O3", low="fp16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.operator) == (kind, operator)
+    assert ("mask" in verdict.evidence + verdict.advice) == has_mask
+    session.close()
+
+
+def test_uniform_gradients_below_zero_are_no_mask():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    plan = halfstep.level("O2", "fp16").edit(Scaling("static", init=2.0**30))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan)
+    inputs = torch.randn(8, 8)
+    verdict = session.blame(lambda: -model(inputs).mean())
+    assert (verdict.kind, verdict.phase) == ("scale too high", "backward")
+    assert "mask" not in verdict.evidence
+    session.close()
+
+
+class Loud(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x) * 3e5 / 3e5
+
+
+class Emptied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        z = self.fc(x)
+        return torch.softmax(z.masked_fill(first_row(z), -torch.inf), -1)
+
+
+def test_of_two_faults_the_one_that_is_in_fp32_too_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), Loud(), Emptied(), nn.Linear(8, 4))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.module, verdict.operator, verdict.cure) == ("overflow", "1", "mul", ())
+    assert "cast" not in verdict.advice
+    assert "two faults" in verdict.advice
+    assert "masked row of softmax in 2" in verdict.advice
+    session.close()
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, zero):
+        ctx.zero = zero
+        return z / 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.zero, None
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+@pytest.mark.parametrize(
+    ("step", "phase"), [(lambda z, zero: z / zero, "forward"), (Halved.apply, "backward")], ids=["forward", "backward"]
+)
+def test_a_division_by_a_zero_of_any_kind_is_invalid(zero, step, phase):
+    model = nn.Linear(8, 4)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(step(model(inputs), zero), labels))
+    assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "div", phase)
+    assert "scale its inputs down" not in verdict.advice
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "cure"),
+    [
+        (Scaling("dynamic", init=64.0), Scaling("dynamic", init=2.0**-3, min=2.0**-3)),
+        (Scaling("static", init=64.0), Scaling("static", init=2.0**-5)),
+        (Scaling("static", init=1.0), Scaling("static", init=2.0**-5)),
+        (Scaling("none"), Scaling("static", init=2.0**-5)),
+    ],
+)
+def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
+    model = nn.Linear(8, 4, bias=False)
+    plan = halfstep.level("O2", "fp16").edit(scaling)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan)
+    inputs = torch.full((1, 8), 1e-3)
+    verdict = session.blame(lambda: model(inputs).float().sum() * 3e5)  # its gradient: 65504 / 3e5 is above 1 / 8 only
+    assert (verdict.kind, verdict.cure) == ("scale too high", (cure,))
+    assert "at 0.125 all gradients are finite" in verdict.evidence
+    session.close()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, plan.edit(cure))
+    session.backward(model(inputs).float().sum() * 3e5)
+    assert not session.step().skipped
+    session.close()
