@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -563,7 +564,9 @@ class Session:
         """Has the next step recorded; returns the recording and what ends it."""
         armed = Armed(self._roots)
         with ExitStack() as stack:
-            stack.callback(run_uncompiled())
+            release = run_uncompiled()
+            stack.callback(release)
+            weakref.finalize(armed, release).atexit = False  # of a session that is never closed
             stack.enter_context(self._under(armed.recorder))
             for gate in self._outermost:
                 stack.callback(setattr, gate, "around", gate.around)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy
@@ -57,6 +58,10 @@ def nothing_left_behind():
         if torch.is_autocast_enabled(device):
             left.append(f"autocast on for {device}")
             torch.set_autocast_enabled(device, False)
+    stance = torch._dynamo.eval_frame._stance.stance if "torch._dynamo" in sys.modules else "default"
+    if stance != "default":
+        left.append(f"the stance {stance} of torch.compile")
+        torch.compiler.set_stance("default")
     assert not left, f"the test left behind: {', '.join(left)}"
 
 
