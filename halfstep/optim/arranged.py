@@ -40,7 +40,8 @@ class Placed:
         self.address, self.shape, self.contiguous = weight.data_ptr(), param.shape, weight.is_contiguous()
         self.grad_dtype = batch.grads[-1].dtype
         self.state = state
-        self.tensors = [(name, t, t.data_ptr()) for name, t in (state or {}).items() if isinstance(t, Tensor)]
+        # With an alias, that keeps the memory alive: what `.data` is set to later cannot come to lie at its address.
+        self.tensors = [(name, t, t.detach()) for name, t in (state or {}).items() if isinstance(t, Tensor)]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
@@ -56,8 +57,10 @@ class Placed:
             or grad.shape != self.shape
         ):
             return False
-        for name, tensor, address in self.tensors:
-            if self.state is None or self.state.get(name) is not tensor or tensor.data_ptr() != address:
+        for name, tensor, alias in self.tensors:
+            if self.state is None or self.state.get(name) is not tensor:
+                return False
+            if tensor.data_ptr() != alias.data_ptr() or tensor.dtype is not alias.dtype:
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)

@@ -78,3 +78,41 @@ def test_max_norm_takes_any_real_number():
         session.step(max_norm=True)
     assert session.step(max_norm=numpy.float32(1.0)).step == 1
     session.close()
+
+
+def test_one_backward_serves_two_steps_of_two_optimizers():
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
+    session = halfstep.initialize(models, optimizers, "O1", low="bf16")
+    before = [m.bias.detach().clone() for m in models]
+    session.backward(sum(m(torch.ones(1, 4)).sum() for m in models))
+    for optimizer in optimizers:
+        session.step(optimizer)
+    for m, was in zip(models, before, strict=True):
+        assert torch.equal(m.bias, was - 1)
+    with pytest.raises(SessionError, match="without gradients"):
+        session.step(optimizers[0])
+    session.close()
+
+
+def test_clipping_divides_by_the_norm_and_a_millionth_as_torch_does():
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O1", low="bf16")
+    session.backward(model(torch.full((1, 1), 2.0**-20)).sum())
+    session.step(max_norm=2.0**-20)
+    assert model.weight.item() == pytest.approx(-(2.0**-20) * 2.0**-20 / (2.0**-20 + 1e-6), rel=1e-5)  # about half
+    session.close()
+
+
+def test_a_step_counts_as_one_for_schedulers(recwarn):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    session.backward(model(torch.ones(1, 2)).sum())
+    session.step()
+    scheduler.step()
+    assert [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)] == []
+    session.close()

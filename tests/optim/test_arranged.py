@@ -193,3 +193,15 @@ def test_a_closed_stepper_lets_go_of_its_weights():
     run.step(gradients(run.params, 0))
     run.stepper.close()
     assert run.stepper._arranged is None
+
+
+def test_memory_that_state_has_left_is_not_given_to_others_before_that_is_noticed():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.randn(50, 50))]
+    run.store.track(run.params[0])
+    run.step([torch.ones(50, 50)])
+    mean = run.optimizer.state[run.params[0]]["exp_avg"]
+    address = mean.data_ptr()
+    mean.data = mean.data.bfloat16()
+    others = [torch.empty(50, 50) for _ in range(20)]
+    assert address not in [t.data_ptr() for t in others]
