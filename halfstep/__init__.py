@@ -26,7 +26,8 @@ from halfstep.records import Finding, Observation, Status, StepRecord, TensorSta
 from halfstep.report.log import RunLog
 from halfstep.report.run import Run, read_log
 from halfstep.scale.grad_scaler import GradScaler
-from halfstep.session import Session, initialize
+from halfstep.session.initialize import initialize
+from halfstep.session.session import Session
 from halfstep.version import __version__
 
 __all__ = [

@@ -26,7 +26,7 @@ from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.records import SEVERITIES, Finding
 from halfstep.scale.grad_scaler import GradScaler
-from halfstep.session import Session
+from halfstep.session.session import Session
 
 LOW = (torch.float16, torch.bfloat16)
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names

@@ -24,7 +24,7 @@ from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
-from halfstep.session import Session
+from halfstep.session.session import Session
 
 WIDE = Policy("full", "full", "full")
 LOW = (torch.float16, torch.bfloat16)
@@ -59,12 +59,12 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     Raises:
         SessionError: the closure returns no scalar loss.
     """
-    subject = session._subject()
+    subject = session._aside.subject()
     params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
     places = Places(subject.roots)
     tracer = StepTracer(places)
     eager = torch.compiler.set_stance("force_eager")
-    with session._aside(), untouched(subject.roots, params) as rewind, eager:
+    with session._aside.out_of_the_books(), untouched(subject.roots, params) as rewind, eager:
         with subject.recording(tracer):
             failure, loss = _run(session, closure, params, tracer)
         found = tracer.findings(subject.plan)
@@ -82,7 +82,7 @@ def _run(
     try:
         loss = run_to_the_loss(closure, params)
         if bool(torch.isfinite(loss)):
-            session._backward_pass(loss, _scale(session, loss))
+            session._aside.backward(loss, _scale(session, loss))
     except SessionError:
         raise
     except Exception as error:  # whatever the model raises is what the check is for
@@ -293,7 +293,7 @@ def _tried(
     for edits in _candidates(failure):
         rewind()
         try:
-            with session._trial(session.plan.edit(*edits)) as trial:
+            with session._aside.trial(session.plan.edit(*edits)) as trial:
                 loss = run_to_the_loss(closure, params)
                 trial.backward(loss, 1.0)
         except Exception:  # an edit that does not fit, or under which the step fails as well

@@ -30,7 +30,8 @@ from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
-from halfstep.session import Session, initialize
+from halfstep.session.initialize import initialize
+from halfstep.session.session import Session
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 WIDE = Policy("full", "full", "full")  # the output too: values beyond the low format would overflow there again

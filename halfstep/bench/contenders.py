@@ -14,7 +14,7 @@ from halfstep.formats import FP16, FP32, Format
 from halfstep.plan.hardware import default_emulate
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
-from halfstep.session import initialize
+from halfstep.session.initialize import initialize
 from halfstep.workloads.workload import Workload
 
 PEER = "torch.amp"

@@ -10,7 +10,7 @@ from halfstep.advise.check import check as run_check
 from halfstep.cli.options import Data, Device, Name, Seed, Settings, device_of
 from halfstep.cli.screen import stdout
 from halfstep.report.check import check_text
-from halfstep.session import initialize
+from halfstep.session.initialize import initialize
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 

@@ -64,15 +64,21 @@ def overflowed(loss: Tensor) -> Tensor:
     return bad.any() if bad.dim() else bad
 
 
+def wide(loss: Tensor) -> Tensor:
+    """Returns a loss in a format that takes any loss scale: fp32, or float64 where it is that."""
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+
+
 def scaled(loss: Tensor, scale: Scale) -> Tensor:
     """Returns the loss times its scale, in fp32 (float64 stays); the loss itself where scaling is off."""
     if not scale.active:
         return loss
-    wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-    return wide * scale.value.to(wide.device, wide.dtype)
+    loss = wide(loss)
+    return loss * scale.value.to(loss.device, loss.dtype)
 
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """Returns a gradient divided by `scale`, in fp32 (float64 and complex stay), differentiably; None is no scale."""
-    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-    return wide if scale is None else wide / scale.to(wide.device)
+    if gradient.dtype in (torch.float16, torch.bfloat16):
+        gradient = gradient.float()
+    return gradient if scale is None else gradient / scale.to(gradient.device)

@@ -39,7 +39,7 @@ def backward(qkv, grad, session=None, **kwargs):
     out = F.scaled_dot_product_attention(*qkv, **kwargs)
     if session is None:
         return torch.autograd.grad(out, qkv, grad)
-    with session._backward_context():
+    with session._casting.backward():
         return torch.autograd.grad(out, qkv, grad)
 
 

@@ -39,7 +39,7 @@ def test_what_is_carried_from_step_to_step_on_the_device_stays_where_it_is(name,
 
     def places():
         state = [value for entry in opt.state.values() for value in entry.values()]
-        held = [session._skips, session._scales[0].value, *model.parameters(), *model.buffers(), *state]
+        held = [session._skips, session._scales.of(0).value, *model.parameters(), *model.buffers(), *state]
         return [tensor.data_ptr() for tensor in held]
 
     train(session, model, opt, [0])

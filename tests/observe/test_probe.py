@@ -428,7 +428,7 @@ def test_losses_with_scales_of_their_own_are_told_apart():
     model, session = small_session("O1", "fp16", loss_scale=halfstep.Scaling("dynamic", init=64.0))
     probe = session.observe(every=1, tensors="activation_grad")
     session.backward(model(torch.ones(5, 4)).mean())
-    session._scale(1).value.fill_(16.0)
+    session._scales.of(1).value.fill_(16.0)
     session.backward(model(torch.ones(5, 4)).mean(), loss_id=1)
     session.step()
     found = [o for o in probe.flush() if o.module == "first"]

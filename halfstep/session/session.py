@@ -2,64 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from numbers import Real
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.cast.emulate import Emulation
-from halfstep.cast.enter import CheckpointHook, Entrances, Gate, mark, owners, plain_copies
-from halfstep.cast.functions import check_functions, patch_functions
-from halfstep.cast.modules import CastOut, cast_buffers, inputs_to, keep_checkpoints_full, outputs_to
-from halfstep.cast.ops import OpEngine
-from halfstep.cast.tree import map_tensors
-from halfstep.errors import SessionError, SetupError
-from halfstep.formats import FP16, FP32, Format
+from halfstep.cast.casting import Casting
+from halfstep.cast.enter import CheckpointHook, mark
+from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
+from halfstep.errors import SessionError
+from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe
-from halfstep.observe.blame import Held, Subject, blame
-from halfstep.observe.guardian import Armed, Guardian, OnFailure
+from halfstep.observe.blame import Held, blame
+from halfstep.observe.guardian import Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
-from halfstep.observe.recorder import OpRecorder, Recorded
-from halfstep.observe.replay import refused, standing_in
-from halfstep.observe.stance import run_uncompiled
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.own import check_gradients
 from halfstep.optim.state import exact_state_loading
-from halfstep.optim.steppers import Stepper, is_own, make_stepper, needs_closure
+from halfstep.optim.steppers import needs_closure
 from halfstep.optim.updates import UpdateWatch
-from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import (
     STATE_SCHEMA,
-    as_list,
-    check_closures,
-    check_models,
-    check_optimizers,
     check_state,
     device_of,
-    first_device,
     unwrap,
 )
-from halfstep.plan.forwards import check_forwards
-from halfstep.plan.hardware import default_emulate
 from halfstep.plan.io import to_dict
-from halfstep.plan.levels import customize
-from halfstep.plan.optable import effective
-from halfstep.plan.plan import Master, OpChanges, Plan
-from halfstep.plan.policy import Width
+from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -71,31 +49,19 @@ from halfstep.records import (
     Verdict,
 )
 from halfstep.scale.buffers import BufferGuard
-from halfstep.scale.ledger import Collected, GradientLedger
+from halfstep.scale.ledger import Collected
 from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_outputs, scaled, true_gradient
 from halfstep.scale.norm import read
-from halfstep.scale.scaling import Scale, make_scale
+from halfstep.scale.scales import LossScales
+from halfstep.session.aside import Aside
+from halfstep.session.parts import Part, make_part, parts_to_step
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
     "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
 )
-IN_A_CLOSURE = (
-    "the closure that blame runs is to compute the loss and return it: blame runs the backward pass itself, and no step"
-)
 _LOG = logging.getLogger("halfstep")
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """One optimizer of a session, with the scale its gradients carry and the way it is stepped."""
-
-    optimizer: Optimizer
-    parameters: Callable[[], list[nn.Parameter]]
-    ledger: GradientLedger
-    stepper: Stepper
-    needs_closure: bool
 
 
 class Session:
@@ -128,24 +94,23 @@ class Session:
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
-        self._emulation: AbstractContextManager[Any] | None = Emulation(plan.low) if emulate else None
-        self._scales: dict[int, Scale] = {}
-        self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
-        self._awaiting: list[_Part] = []  # parts with a backward since their last step
-        self._scale_ceiling: float | None = None
+        self._casting = Casting(plan, self._device, emulate=emulate)
+        self._scales = LossScales(plan.scale, self._device)
+        self._awaiting: list[Part] = []  # parts with a backward since their last step
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._engine: OpEngine | None = None
-        self._outermost: list[Gate] = []
         self._guardian: Guardian | None = None
         self._last: StepRecord | None = None
+        self._aside = Aside(
+            self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
+        )
         try:
             self._open(optimizers)
             if self._parts and not self._plain:
                 self._guardian = Guardian(
-                    self._subject(), self._arm, self.tell, device=self._device, on_failure=on_failure
+                    self._aside.subject(), self._aside.arm, self.tell, device=self._device, on_failure=on_failure
                 )
                 self._undo.callback(self._guardian.close)
             self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
@@ -154,11 +119,7 @@ class Session:
             raise
 
     def _open(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.plan.ops == "table":
-            self._engine = OpEngine(effective(self.plan), self.plan.low.dtype, self._device.type)
-            self._engine.open()
-            self._undo.callback(self._engine.close)
-            self._undo.callback(patch_functions(self.plan.op_changes, self._engine))
+        self._undo.callback(self._casting.open())
         self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
         pairs = list(self._modules())
@@ -170,18 +131,14 @@ class Session:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
-        if self._engine is None:
-            return
-        entrances = Entrances()
-        entered: set[int] = set()  # modules inside one whose forward is entered already
-        for module, formats in pairs:
-            if formats.boundary:
-                outermost = id(module) not in entered
-                gate = self._make_gate(formats, outermost=outermost)
-                if outermost:
-                    self._outermost.append(gate)
-                self._undo.callback(entrances.install(module, gate))
-                entered.update(id(inner) for inner in module.modules())
+        caps = self.plan.low is FP16 and self.plan.scale.kind != "none"
+        gates = self._casting.install(
+            pairs,
+            full=self._store.full,
+            before=self._buffers.refresh,
+            look=self._look_for_fp16_losses if caps else None,
+        )
+        self._undo.callback(gates)
 
     def _modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module once with what the assignment gives it; models may share modules."""
@@ -208,87 +165,36 @@ class Session:
         for parameter in list(self._store):
             self._store.restore(parameter)
 
-    def _make_part(self, optimizer: Optimizer) -> _Part:
-        stepper = make_stepper(optimizer, self._store, plain=self._plain, name_of=self._name_of)
-        self._undo.callback(stepper.close)
-
-        def parameters() -> list[nn.Parameter]:
-            return [p for group in optimizer.param_groups for p in group["params"]]
-
-        ledger = GradientLedger(parameters, full_accumulate=self.plan.param == "low")
-        closure = needs_closure(optimizer)
-        if not self._plain:
-            self._undo.callback(ledger.close)
-            self._undo.callback(exact_state_loading(optimizer))
-            if not closure:
-                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
-        return _Part(optimizer, parameters, ledger, stepper, closure)
-
-    def _make_gate(self, formats: ModuleFormats, *, outermost: bool) -> Gate:
-        engine = self._engine
-        assert engine is not None
-        full = formats.compute is FP32
-        return Gate(
-            region=lambda: engine.region(enabled=not full),
-            enter=lambda: engine.enter(enabled=not full),
-            leave=engine.leave,
-            cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
-            cast_out=self._cast_out(formats),
-            full=self._store.full,
-            around=self._emulating if self._emulation is not None and outermost else None,
-            before=self._buffers.refresh if outermost else None,
+    def _make_part(self, optimizer: Optimizer) -> Part:
+        part = make_part(
+            optimizer,
+            self._store,
+            plain=self._plain,
+            full_accumulate=self.plan.param == "low",
+            name_of=self._name_of,
         )
+        self._undo.callback(part.stepper.close)
+        if not self._plain:
+            self._undo.callback(part.ledger.close)
+            self._undo.callback(exact_state_loading(optimizer))
+            if not part.needs_closure:
+                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
+        return part
 
-    def _cast_out(self, formats: ModuleFormats) -> CastOut | None:
-        """Returns what a module's output goes through: its cast, and a look for fp16 losses, which cap the scale."""
-        cast = None if formats.output is None else outputs_to(formats.output)
-        if self.plan.low is not FP16 or self.plan.scale.kind == "none" or formats.output is not FP32 or cast is None:
-            return cast
+    def _look_for_fp16_losses(self, value: Tensor) -> Tensor:
+        if value.dtype is torch.float16 and value.dim() == 0 and value.requires_grad:
+            self._scales.limit(FP16_LOSS_CEILING)
+        return value
 
-        def look(value: Tensor) -> Tensor:
-            if value.dtype is torch.float16 and value.dim() == 0 and value.requires_grad:
-                self._scale_ceiling = FP16_LOSS_CEILING
-                for scale in self._scales.values():
-                    scale.limit(FP16_LOSS_CEILING)
-            return value
-
-        return lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs)
-
-    def _emulating(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._emulation is None else self._emulation
+    def _open_trial(self, models: Sequence[nn.Module], plan: Plan) -> Session:
+        return Session(models, [], plan, emulate=self._casting.emulates and plan.ops != "none")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns a context that extends the plan to code outside the model's forward (a loss with weights, say)."""
         self._check_open()
-        if self._engine is None:
-            return nullcontext()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._buffers.refresh()
-        if self._emulation is None:
-            return self._engine.region()
-        return self._with_emulation(self._engine.region)
-
-    @contextmanager
-    def _with_emulation(self, region: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        with self._emulating(), region():
-            yield
-
-    def _backward_context(self) -> AbstractContextManager[Any]:
-        if self._engine is None:
-            return nullcontext()
-        return self._with_emulation(self._engine.backward_region)
-
-    def _scale(self, loss_id: int) -> Scale:
-        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
-            raise SessionError(f"loss_id is {loss_id!r}; give each loss an integer from 0 up")
-        if loss_id not in self._scales:
-            shared = self.plan.scale.kind != "dynamic" and self._scales  # one constant for all losses adds up in place
-            self._scales[loss_id] = (
-                next(iter(self._scales.values())) if shared else make_scale(self.plan.scale, self._device)
-            )
-            if self._scale_ceiling is not None:
-                self._scales[loss_id].limit(self._scale_ceiling)
-        return self._scales[loss_id]
+        return self._casting.region()
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
         """Runs the backward pass of a loss times the loss scale; any number of times before a step.
@@ -305,7 +211,7 @@ class Session:
                 "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
             )
         check_loss(loss, kwargs)
-        scale = self._scale(loss_id)
+        scale = self._scales.of(loss_id)
         if loss.dtype == torch.float16:
             scale.limit(FP16_LOSS_CEILING)
         self._probes.carry(scale.value)
@@ -316,24 +222,17 @@ class Session:
             return
         for part in self._parts:
             part.ledger.before_backward(loss_id, scale.value)
-        token = self._engine.enter_backward() if self._engine is not None else []
         try:
-            if self._emulation is None:
+            with self._casting.backward():
                 scaled(loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
-            else:
-                with self._emulation:
-                    scaled(loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             for part in self._parts:
                 part.ledger.undo_backward()
             raise
-        finally:
-            if self._engine is not None:
-                self._engine.leave_backward(token)
         not_finite = overflowed(loss)
         for part in self._parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
-        self._counted.discard(loss_id)
+        self._scales.went_backward(loss_id)
         self._add_loss(loss)
         self._awaiting = list(self._parts)
 
@@ -357,7 +256,7 @@ class Session:
         """
         self._check_open()
         outputs, directions = pair_outputs(outputs, grad_outputs)
-        scale = self._scale(loss_id)
+        scale = self._scales.of(loss_id)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
         self._probes.carry(scale.value)
@@ -367,7 +266,7 @@ class Session:
                 (torch.ones_like(out) if d is None else d) * value.to(out.device, out.dtype)
                 for out, d in zip(outputs, directions, strict=True)
             )
-        with self._backward_context():
+        with self._casting.backward():
             found = torch.autograd.grad(outputs, inputs, directions, **kwargs)
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
@@ -388,7 +287,10 @@ class Session:
             NumericsError: steps go on being skipped for what no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_open()
-        parts = self._parts_to_step(optimizer, max_norm)
+        number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
+        if max_norm is not None and not (number and max_norm > 0):
+            raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
+        parts = parts_to_step(self._parts, self._awaiting, optimizer)
         self._steps += 1
         try:
             record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
@@ -412,36 +314,7 @@ class Session:
         for sink in self._recorders:
             sink.record(record)
 
-    def _parts_to_step(self, optimizer: Optimizer | None, max_norm: float | None) -> list[_Part]:
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise SessionError(
-                f"step() takes one of the session's optimizers, not {type(optimizer).__name__}; closures are not taken"
-            )
-        number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
-        if max_norm is not None and not (number and max_norm > 0):
-            raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
-        parts = [part for part in self._parts if optimizer is None or part.optimizer is optimizer]
-        if not parts:
-            what = (
-                "this session has no optimizer (inference)"
-                if not self._parts
-                else "the optimizer is not one of this session's"
-            )
-            raise SessionError(f"{what}; give it to halfstep.initialize")
-        for part in parts:
-            if part.needs_closure:
-                name = type(part.optimizer).__name__
-                raise SessionError(
-                    f"{name} needs a closure: call optimizer.step(closure), with session.backward inside the closure"
-                )
-        awaiting = [part for part in parts if part in self._awaiting]
-        if not awaiting:
-            raise SessionError(
-                "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
-            )
-        return awaiting
-
-    def _plain_step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
+    def _plain_step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
         norm = None
         seen = [part.ledger.collect() for part in parts] if self._probes.looking else []
         for held in seen:
@@ -454,9 +327,8 @@ class Session:
                 part.stepper.step([], [], None, false)
         return StepRecord(self._steps, false, torch.ones((), device=self._device), norm, loss=self._loss)
 
-    def _step(self, parts: list[_Part], max_norm: float | None) -> StepRecord:
-        if self._engine is not None:
-            self._engine.clear_cache()
+    def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
+        self._casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
         for held in collected if len(parts) > 1 else ():  # before one of them has stepped
             check_gradients(held.params, held.grads, self._name_of)
@@ -484,26 +356,17 @@ class Session:
         self._overflows = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
         self._buffers.restore(found)
         if not self._constant_one:
-            self._update_scales(collected, [reading.found for reading in readings])
+            self._scales.update(collected, [reading.found for reading in readings])
         self._skips += found  # in place: a CUDA graph counts its replays
         synced = any(part.stepper.syncs for part in parts)
         return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss)
 
     def _updating(
-        self, part: _Part, held: Collected, factor: Tensor | None, found: Tensor
+        self, part: Part, held: Collected, factor: Tensor | None, found: Tensor
     ) -> AbstractContextManager[None]:
         """Returns a context around the update of a part, for the probes that look at updates."""
         watch = partial(UpdateWatch, part.optimizer, part.stepper, self._store, found)
         return self._probes.updating(watch, held.params, held.grads, factor)
-
-    def _update_scales(self, collected: list[Collected], found: list[Tensor]) -> None:
-        overflowed: dict[int, Tensor] = {}
-        for held, now in zip(collected, found, strict=True):
-            for loss_id, flag in held.overflowed(now).items():
-                overflowed[loss_id] = overflowed[loss_id] | flag if loss_id in overflowed else flag
-        for loss_id, flag in overflowed.items():
-            self._scales[loss_id].update(flag, count=loss_id not in self._counted)
-            self._counted.add(loss_id)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, root in enumerate(self._roots):
@@ -526,90 +389,20 @@ class Session:
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
         scale, held = self._scale_to_explain(loss_id), self._held()
-        with self._aside():
-            verdict = blame(self._subject(), closure, scale=scale, held=held)
+        with self._aside.out_of_the_books():
+            verdict = blame(self._aside.subject(), closure, scale=scale, held=held)
         if verdict is not None:
             self.tell(verdict)
         return verdict
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Keeps what a closure does inside out of the books: no probe looks, and the closure takes no step."""
+    def _end_recording(self) -> None:
         if self._guardian is not None:
-            self._guardian.close()  # what it would see of the step is what is looked at now
-        with self._probes.paused(), refused(self, ("backward", "step", "unscale_"), IN_A_CLOSURE):
-            yield
-
-    def _subject(self) -> Subject:
-        return Subject(
-            self.plan, self._roots, self._recording, self._backward_pass, self._at_scale, self._trial, self._store.full
-        )
-
-    @contextmanager
-    def _recording(self, recorder: OpRecorder) -> Iterator[None]:
-        with self._under(recorder), recorder:
-            yield
-
-    @contextmanager
-    def _under(self, recorder: OpRecorder) -> Iterator[None]:
-        """Puts the recorder over emulation, which changes operations."""
-        emulation = self._emulation
-        self._emulation = None if emulation is None else Recorded(emulation, recorder)
-        try:
-            yield
-        finally:
-            self._emulation = emulation
-
-    def _arm(self) -> tuple[Armed, Callable[[], None]]:
-        """Has the next step recorded; returns the recording and what ends it."""
-        armed = Armed(self._roots)
-        with ExitStack() as stack:
-            release = run_uncompiled()
-            stack.callback(release)
-            weakref.finalize(armed, release).atexit = False  # of a session that is never closed
-            stack.enter_context(self._under(armed.recorder))
-            for gate in self._outermost:
-                stack.callback(setattr, gate, "around", gate.around)
-                gate.around = functools.partial(armed.around, gate.around)
-            disarm = stack.pop_all().close
-        return armed, disarm
-
-    def _backward_pass(self, loss: Tensor, scale: float) -> None:
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-        with self._backward_context():
-            (wide * scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def _trial(self, plan: Plan) -> Iterator[Subject]:
-        twins = plain_copies(self._roots)
-        trial = Session(twins, [], plan, emulate=self._emulation is not None and plan.ops != "none")
-        try:
-            self.__dict__["autocast"] = trial.autocast
-            with standing_in(self._roots, twins):
-                yield trial._subject()
-        finally:
-            del self.__dict__["autocast"]
-            trial.close()
-
-    @contextmanager
-    def _at_scale(self, scale: float) -> Iterator[None]:
-        kept = [(own.value, own.value.clone()) for own in self._scales.values()]
-        for value, _ in kept:
-            value.data.fill_(scale)  # through .data: the ledger takes a counted write for a change
-        try:
-            yield
-        finally:
-            for value, before in kept:
-                value.data.copy_(before)
+            self._guardian.close()
 
     def _scale_to_explain(self, loss_id: int) -> float:
         """Returns the scale of the last step where it was skipped, else the one that the next would have."""
-        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
-            raise SessionError(f"loss_id is {loss_id!r}; give that of the loss, an integer from 0 up")
-        if loss_id in self._scales:
-            now = float(self._scales[loss_id].value)
-            return max(now, float(self._last.scale)) if self._last is not None and bool(self._last.skipped) else now
-        return self.plan.scale.init if self.plan.scale.kind != "none" else 1.0
+        now = self._scales.read(loss_id)
+        return max(now, float(self._last.scale)) if self._last is not None and bool(self._last.skipped) else now
 
     def _held(self) -> Held:
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
@@ -652,7 +445,7 @@ class Session:
             low=self.plan.low.name,
             steps=self._steps,
             skipped=int(self._skips),
-            scales={loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())},
+            scales=self._scales.read_all(),
             nonfinite_parameters=tuple(bad),
             nonfinite_gradients=self._nonfinite_gradients(),
             memory=memory,
@@ -712,8 +505,7 @@ class Session:
         self._check_open()
         for parameter in self._store:
             self._store.adopt(parameter)
-        if self._engine is not None:
-            self._engine.clear_cache()
+        self._casting.weights_changed()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scale, counters and plan as plain Python values; the weights are in `model.state_dict()`, in fp32."""
@@ -722,7 +514,7 @@ class Session:
             "plan": to_dict(self.plan),
             "steps": self._steps,
             "skipped": int(self._skips),
-            "scales": {str(loss_id): scale.state_dict() for loss_id, scale in self._scales.items()},
+            "scales": self._scales.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -733,11 +525,7 @@ class Session:
         """
         self._check_open()
         check_state(state, to_dict(self.plan))
-        scales = {int(key): make_scale(self.plan.scale, self._device) for key in state["scales"]}
-        for key, entry in state["scales"].items():
-            scales[int(key)].load_state_dict(entry)
-        self._scales = scales
-        self._counted = set(scales)
+        self._scales.load_state_dict(state["scales"])
         self._steps = state["steps"]
         self._skips.fill_(state["skipped"])
 
@@ -761,78 +549,3 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
-
-
-def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    plan: Plan | str = "O1",
-    *,
-    low: Format | torch.dtype | str | None = None,
-    loss_scale: str | float | Scaling | None = None,
-    norms: Width | None = None,
-    master: Master | None = None,
-    rules: Sequence[Rule] = (),
-    ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
-    emulate: bool | None = None,
-    sinks: Sequence[Sink] = (),
-    on_failure: OnFailure = "raise",
-) -> Session:
-    """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
-
-    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
-    format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
-    format's products in a wider one, rounded exactly (None: where the device has no units for it). Each sink is called
-    with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is still in a
-    session leaves it first, with a notice. Where steps go on being skipped for what no lower loss scale cures, `step`
-    raises a NumericsError that says what broke; `on_failure="warn"` says it through the logger once and goes on.
-
-    Raises:
-        PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
-        SetupError: the model or optimizer cannot be trained under the plan. After any error all is as it was.
-    """
-    models = as_list(model, nn.Module, "model")
-    optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
-    chosen, notice = choose_plan(plan, low, first_device(models))
-    chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
-    if not isinstance(sinks, (list, tuple)) or not all(callable(sink) for sink in sinks):
-        raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
-    if on_failure not in get_args(OnFailure):
-        raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that go on being skipped")
-    if emulate not in (None, True, False):
-        raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
-    device = device_of(models, chosen)
-    roots = [unwrap(m) for m in models]
-    if emulate is not None and chosen.ops == "none":
-        raise SetupError(
-            f"emulate={emulate} at {chosen.name}, which runs everything as written; leave it out or use O1 to O3"
-        )
-    earlier = [owner for owner in owners(m for root in roots for m in root.modules()) if isinstance(owner, Session)]
-    check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
-    check_optimizers(optimizers, models)
-    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
-    check_forwards(roots, resolve(chosen, roots))
-    check_functions(chosen.op_changes)
-    chosen, no_split = _masters_for(optimizers, chosen)
-    for session in earlier:
-        _LOG.warning(
-            "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
-        )
-        session.close()
-    for text in (notice, no_split):
-        if text:
-            _LOG.warning(text)
-    if emulate is None:
-        emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
-    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)
-
-
-def _masters_for(optimizers: Sequence[Optimizer], plan: Plan) -> tuple[Plan, str | None]:
-    """Returns the plan with masters that all optimizers can step on, and what to say where that changed it."""
-    foreign = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers if not is_own(optimizer))
-    if plan.master != "split" or not foreign:
-        return plan, None
-    return replace(plan, master="copy"), (
-        f"halfstep has no update of its own for {', '.join(foreign)}: it steps on fp32 copies of the weights (master "
-        "'copy'), which take 2 bytes a parameter more than split ones; torch.optim.Adam, AdamW and SGD have one"
-    )

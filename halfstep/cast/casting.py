@@ -1,0 +1,179 @@
+"""What a session does to the dtypes of values: its ops, its modules' inputs and outputs, and their emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.cast.emulate import Emulation
+from halfstep.cast.enter import Entrances, Gate
+from halfstep.cast.functions import patch_functions
+from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to
+from halfstep.cast.ops import OpEngine, Switched
+from halfstep.cast.tree import map_tensors
+from halfstep.formats import FP32
+from halfstep.plan.optable import effective
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import ModuleFormats
+
+Mode = AbstractContextManager[Any]
+Around = Callable[[], Mode]
+
+
+class Casting:
+    """The casts of one session: nothing at all under a plan that runs ops as written."""
+
+    def __init__(self, plan: Plan, device: torch.device, *, emulate: bool) -> None:
+        table = plan.ops == "table"
+        self._plan = plan
+        self._engine = OpEngine(effective(plan), plan.low.dtype, device.type) if table else None
+        self._emulation: Mode | None = Emulation(plan.low) if emulate else None
+        self._outermost: list[Gate] = []
+
+    @property
+    def emulates(self) -> bool:
+        """Whether products of the low format are computed in a wider one."""
+        return self._emulation is not None
+
+    def open(self) -> Undo:
+        """Puts the op table in place and returns the undo.
+
+        Raises:
+            PlanError: too many sessions with different op tables are open.
+        """
+        with ExitStack() as stack:
+            if self._engine is not None:
+                self._engine.open()
+                stack.callback(self._engine.close)
+                stack.callback(patch_functions(self._plan.op_changes, self._engine))
+            return stack.pop_all().close
+
+    def install(
+        self,
+        modules: Iterable[tuple[nn.Module, ModuleFormats]],
+        *,
+        full: Callable[[nn.Parameter], Tensor],
+        before: Callable[[], None],
+        look: Callable[[Tensor], Tensor] | None,
+    ) -> Undo:
+        """Sends the forward of each module that is a boundary through a gate, parents first, and returns the undo.
+
+        `full` gives the fp32 value of a stored parameter. `before` is called before each training forward of a module
+        that is in no other, and `look` with what modules return before it becomes fp32.
+        """
+        with ExitStack() as stack:
+            if self._engine is None:
+                return stack.pop_all().close
+            entrances = Entrances()
+            entered: set[int] = set()  # modules inside one whose forward is entered already
+            for module, formats in modules:
+                if not formats.boundary:
+                    continue
+                outermost = id(module) not in entered
+                gate = self._gate(self._engine, formats, full, look)
+                if outermost:
+                    gate.before = before
+                    gate.around = self.emulating if self.emulates else None
+                    self._outermost.append(gate)
+                stack.callback(entrances.install(module, gate))
+                entered.update(id(inner) for inner in module.modules())
+            return stack.pop_all().close
+
+    def _gate(
+        self,
+        engine: OpEngine,
+        formats: ModuleFormats,
+        full: Callable[[nn.Parameter], Tensor],
+        look: Callable[[Tensor], Tensor] | None,
+    ) -> Gate:
+        enabled = formats.compute is not FP32
+        return Gate(
+            region=lambda: engine.region(enabled=enabled),
+            enter=lambda: engine.enter(enabled=enabled),
+            leave=engine.leave,
+            cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
+            cast_out=_cast_out(formats, look),
+            full=full,
+        )
+
+    def emulating(self) -> Mode:
+        """Returns a context in which low products are emulated, where they are."""
+        return nullcontext() if self._emulation is None else self._emulation
+
+    def region(self) -> Mode:
+        """Returns a context in which ops run as the plan's table says."""
+        if self._engine is None:
+            return nullcontext()
+        return self._engine.region() if self._emulation is None else self._emulated_region(self._engine)
+
+    @contextmanager
+    def _emulated_region(self, engine: OpEngine) -> Iterator[None]:
+        with self.emulating(), engine.region():
+            yield
+
+    def backward(self) -> Backward:
+        """Returns a context for a backward pass."""
+        return Backward(self._engine, self._emulation)
+
+    def weights_changed(self) -> None:
+        """Drops the low copies of weights that were kept for use again."""
+        if self._engine is not None:
+            self._engine.clear_cache()
+
+    @contextmanager
+    def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
+        """Uses `wrapped(emulation)` in place of the emulation for a while, where there is one."""
+        own = self._emulation
+        self._emulation = None if own is None else wrapped(own)
+        try:
+            yield
+        finally:
+            self._emulation = own
+
+    @contextmanager
+    def around_forwards(self, wrapped: Callable[[Around | None], Around]) -> Iterator[None]:
+        """Puts `wrapped(what is there)` around the forwards of modules that are in no other, for a while."""
+        kept = [(gate, gate.around) for gate in self._outermost]
+        for gate, around in kept:
+            gate.around = wrapped(around)
+        try:
+            yield
+        finally:
+            for gate, around in kept:
+                gate.around = around
+
+
+class Backward:
+    """The context of one backward pass: the op table acts, as checkpoints compute forward parts again."""
+
+    def __init__(self, engine: OpEngine | None, emulation: Mode | None) -> None:
+        self._engine, self._emulation = engine, emulation
+        self._token: Switched = []
+
+    def __enter__(self) -> None:
+        if self._engine is not None:
+            self._token = self._engine.enter_backward()
+        if self._emulation is not None:
+            self._emulation.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._emulation is not None:
+            self._emulation.__exit__(kind, error, trace)
+        if self._engine is not None:
+            self._engine.leave_backward(self._token)
+
+
+def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> CastOut | None:
+    if formats.output is None:
+        return None
+    cast = outputs_to(formats.output)
+    if look is None or formats.output is not FP32:
+        return cast
+    return lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs)

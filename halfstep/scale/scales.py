@@ -1,0 +1,115 @@
+"""The loss scales of a session: one for each of its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SessionError
+from halfstep.plan.scaling import Scaling
+from halfstep.scale.ledger import Collected
+from halfstep.scale.scaling import Scale, make_scale
+
+
+class LossScales:
+    """The scale of each loss, made by `scaling` when its `loss_id` is first used.
+
+    A constant scale is one for all losses, so that their gradients add up in place.
+    """
+
+    def __init__(self, scaling: Scaling, device: torch.device) -> None:
+        self._scaling, self._device = scaling, device
+        self._scales: dict[int, Scale] = {}
+        self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
+        self._ceiling: float | None = None
+
+    def of(self, loss_id: int) -> Scale:
+        """Returns the scale of a loss.
+
+        Raises:
+            SessionError: `loss_id` is no integer from 0 up.
+        """
+        _check(loss_id)
+        if loss_id not in self._scales:
+            shared = self._scaling.kind != "dynamic" and self._scales
+            scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
+            if self._ceiling is not None:
+                scale.limit(self._ceiling)
+            self._scales[loss_id] = scale
+        return self._scales[loss_id]
+
+    def limit(self, maximum: float) -> None:
+        """Keeps all scales at or below `maximum` from now on.
+
+        Raises:
+            SessionError: the plan fixes the scale, or its floor, above `maximum`.
+        """
+        self._ceiling = maximum
+        for scale in self._scales.values():
+            scale.limit(maximum)
+
+    def went_backward(self, loss_id: int) -> None:
+        """Says that a step to come has gradients of this loss, and counts for its scale."""
+        self._counted.discard(loss_id)
+
+    def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
+        """Adapts the scales to one step: the gradients of each optimizer, and whether those overflowed."""
+        overflowed: dict[int, Tensor] = {}
+        for held, now in zip(collected, found, strict=True):
+            for loss_id, flag in held.overflowed(now).items():
+                overflowed[loss_id] = overflowed[loss_id] | flag if loss_id in overflowed else flag
+        for loss_id, flag in overflowed.items():
+            self._scales[loss_id].update(flag, count=loss_id not in self._counted)
+            self._counted.add(loss_id)
+
+    @contextmanager
+    def held_at(self, scale: float) -> Iterator[None]:
+        """Makes every scale `scale` for a while, unseen by those who keep books of its changes."""
+        kept = [(own.value, own.value.clone()) for own in self._scales.values()]
+        for value, _ in kept:
+            value.data.fill_(scale)  # through .data: the ledger takes a counted write for a change
+        try:
+            yield
+        finally:
+            for value, before in kept:
+                value.data.copy_(before)
+
+    def read(self, loss_id: int) -> float:
+        """Returns what the scale of a loss is, or would start with; waits for the device.
+
+        Raises:
+            SessionError: `loss_id` is no integer from 0 up.
+        """
+        _check(loss_id)
+        if loss_id in self._scales:
+            return float(self._scales[loss_id].value)
+        return self._scaling.init if self._scaling.kind != "none" else 1.0
+
+    def read_all(self) -> dict[int, float]:
+        """Returns the scales of all losses that came, by `loss_id`; waits for the device."""
+        return {loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of each scale as plain numbers, under its `loss_id` as text; waits for the device."""
+        return {str(loss_id): scale.state_dict() for loss_id, scale in self._scales.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Loads what `state_dict` returned.
+
+        Raises:
+            StateError: a scale's state is of another kind or misses a key or has an unknown one; nothing was changed.
+        """
+        scales = {int(key): make_scale(self._scaling, self._device) for key in state}
+        for key, entry in state.items():
+            scales[int(key)].load_state_dict(entry)
+        self._scales = scales
+        self._counted = set(scales)
+
+
+def _check(loss_id: int) -> None:
+    if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
+        raise SessionError(f"loss_id is {loss_id!r}; give each loss an integer from 0 up")

@@ -1,0 +1,107 @@
+"""The line that a user adds: checks what it is given, decides on the plan, and opens the session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.cast.enter import owners
+from halfstep.cast.functions import check_functions
+from halfstep.errors import SetupError
+from halfstep.formats import Format
+from halfstep.observe.guardian import OnFailure
+from halfstep.optim.steppers import is_own, needs_closure
+from halfstep.plan.choose import choose_plan
+from halfstep.plan.fit import as_list, check_closures, check_models, check_optimizers, device_of, first_device, unwrap
+from halfstep.plan.forwards import check_forwards
+from halfstep.plan.hardware import default_emulate
+from halfstep.plan.levels import customize
+from halfstep.plan.plan import Master, OpChanges, Plan
+from halfstep.plan.policy import Width
+from halfstep.plan.resolve import resolve
+from halfstep.plan.rules import Rule
+from halfstep.plan.scaling import Scaling
+from halfstep.session.session import Session, Sink
+
+_LOG = logging.getLogger("halfstep")
+
+
+def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    plan: Plan | str = "O1",
+    *,
+    low: Format | torch.dtype | str | None = None,
+    loss_scale: str | float | Scaling | None = None,
+    norms: Width | None = None,
+    master: Master | None = None,
+    rules: Sequence[Rule] = (),
+    ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
+    emulate: bool | None = None,
+    sinks: Sequence[Sink] = (),
+    on_failure: OnFailure = "raise",
+) -> Session:
+    """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
+
+    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
+    format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
+    format's products in a wider one, rounded exactly (None: where the device has no units for it). Each sink is called
+    with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is still in a
+    session leaves it first, with a notice. Where steps go on being skipped for what no lower loss scale cures, `step`
+    raises a NumericsError that says what broke; `on_failure="warn"` says it through the logger once and goes on.
+
+    Raises:
+        PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
+        SetupError: the model or optimizer cannot be trained under the plan. After any error all is as it was.
+    """
+    models = as_list(model, nn.Module, "model")
+    optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
+    chosen, notice = choose_plan(plan, low, first_device(models))
+    chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
+    if not isinstance(sinks, (list, tuple)) or not all(callable(sink) for sink in sinks):
+        raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
+    if on_failure not in get_args(OnFailure):
+        raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that go on being skipped")
+    if emulate not in (None, True, False):
+        raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
+    device = device_of(models, chosen)
+    roots = [unwrap(m) for m in models]
+    if emulate is not None and chosen.ops == "none":
+        raise SetupError(
+            f"emulate={emulate} at {chosen.name}, which runs everything as written; leave it out or use O1 to O3"
+        )
+    earlier = [owner for owner in owners(m for root in roots for m in root.modules()) if isinstance(owner, Session)]
+    check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
+    check_optimizers(optimizers, models)
+    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
+    check_forwards(roots, resolve(chosen, roots))
+    check_functions(chosen.op_changes)
+    chosen, no_split = _masters_for(optimizers, chosen)
+    for session in earlier:
+        _LOG.warning(
+            "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
+        )
+        session.close()
+    for text in (notice, no_split):
+        if text:
+            _LOG.warning(text)
+    if emulate is None:
+        emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
+    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)
+
+
+def _masters_for(optimizers: Sequence[Optimizer], plan: Plan) -> tuple[Plan, str | None]:
+    """Returns the plan with masters that all optimizers can step on, and what to say where that changed it."""
+    foreign = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers if not is_own(optimizer))
+    if plan.master != "split" or not foreign:
+        return plan, None
+    return replace(plan, master="copy"), (
+        f"halfstep has no update of its own for {', '.join(foreign)}: it steps on fp32 copies of the weights (master "
+        "'copy'), which take 2 bytes a parameter more than split ones; torch.optim.Adam, AdamW and SGD have one"
+    )

@@ -1,0 +1,80 @@
+"""The optimizers of a session, each with the books of its gradients and the way it is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.errors import SessionError
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
+from halfstep.scale.ledger import GradientLedger
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One optimizer of a session."""
+
+    optimizer: Optimizer
+    ledger: GradientLedger
+    stepper: Stepper
+    needs_closure: bool
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns what the optimizer updates, in its order."""
+        return _parameters(self.optimizer)
+
+
+def make_part(
+    optimizer: Optimizer,
+    store: MasterStore,
+    *,
+    plain: bool,
+    full_accumulate: bool,
+    name_of: Callable[[nn.Parameter], str],
+) -> Part:
+    """Returns the part of one optimizer; `plain` leaves the step to the optimizer.
+
+    `full_accumulate`: gradients that add up are held in fp32. `name_of` says in messages which parameter is meant.
+    """
+    return Part(
+        optimizer,
+        GradientLedger(lambda: _parameters(optimizer), full_accumulate=full_accumulate),
+        make_stepper(optimizer, store, plain=plain, name_of=name_of),
+        needs_closure(optimizer),
+    )
+
+
+def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
+    """Returns those `awaiting` a step after a backward pass: all, or that of one `optimizer`.
+
+    Raises:
+        SessionError: there are none, or the optimizer is not one of these, or makes its steps itself.
+    """
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise SessionError(
+            f"step() takes one of the session's optimizers, not {type(optimizer).__name__}; closures are not taken"
+        )
+    asked = [part for part in parts if optimizer is None or part.optimizer is optimizer]
+    if not asked:
+        what = "the optimizer is not one of this session's" if parts else "this session has no optimizer (inference)"
+        raise SessionError(f"{what}; give it to halfstep.initialize")
+    for part in asked:
+        if part.needs_closure:
+            name = type(part.optimizer).__name__
+            raise SessionError(
+                f"{name} needs a closure: call optimizer.step(closure), with session.backward inside the closure"
+            )
+    found = [part for part in asked if part in awaiting]
+    if not found:
+        raise SessionError(
+            "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
+        )
+    return found
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
