@@ -25,13 +25,13 @@ from halfstep.cast.ops import OpEngine
 from halfstep.cast.tree import map_tensors
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import FP16, FP32, Format
+from halfstep.modes import run_uncompiled
 from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, Subject, blame
 from halfstep.observe.guardian import Armed, Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
 from halfstep.observe.replay import refused, standing_in
-from halfstep.observe.stance import run_uncompiled
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.own import check_gradients

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.observe.autocast import as_called
+from halfstep.modes import as_called
 from halfstep.observe.badness import Badness, badness, measure
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, storage_of
