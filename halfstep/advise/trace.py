@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
+from halfstep.modes import uncompiled
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.replay import run_to_the_loss, untouched
@@ -63,8 +64,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
     places = Places(subject.roots)
     tracer = StepTracer(places)
-    eager = torch.compiler.set_stance("force_eager")
-    with session._aside.out_of_the_books(), untouched(subject.roots, params) as rewind, eager:
+    with session._aside.out_of_the_books(), untouched(subject.roots, params) as rewind, uncompiled():
         with subject.recording(tracer):
             failure, loss = _run(session, closure, params, tracer)
         found = tracer.findings(subject.plan)

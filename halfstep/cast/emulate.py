@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, FP16, Format
+from halfstep.modes import as_called, autocast_as_called, is_custom, run_uncompiled
 
 aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -93,10 +93,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         super().__init__()  # type: ignore[no-untyped-call]
         self.low = low
         self._dtype = low.dtype
-        self._eager = _EagerStance()
+        self._eager: list[Callable[[], None]] = []  # what ends eager code, one an entry, whichever thread's
 
     def __enter__(self) -> Emulation:
-        self._eager.enter()
+        self._eager.append(run_uncompiled())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -104,7 +104,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._eager.leave()
+        self._eager.pop()()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -119,16 +119,22 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return self._product(func, args, named)
         if _is_composite(func):
             return self._decompose(func, args, named)
-        return func(*args, **named)
+        return as_called(func, args, named)
 
     def _decompose(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs a composite operation, which reaches a mode whole under torch.inference_mode, part by part.
 
-        Inside a mode autocast is off. Low inputs beside fp32 weights, as of an LSTM, say that the parts count on it.
+        Inside a mode autocast is off. Low inputs beside fp32 weights, as of an LSTM, say that the parts of one of
+        torch's own count on it; those of a custom one always may.
         """
-        dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        counts_on_autocast = self._dtype in dtypes and torch.float32 in dtypes
-        with enable_reentrant_dispatch() if counts_on_autocast else nullcontext(), self:
+        around: AbstractContextManager[Any] = nullcontext()
+        if is_custom(func):
+            around = autocast_as_called(func)
+        else:
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            if self._dtype in dtypes and torch.float32 in dtypes:
+                around = enable_reentrant_dispatch()
+        with around, self:
             return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -157,27 +163,6 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if target.shape != result.shape:
             target.resize_(result.shape)
         return target.copy_(result)
-
-
-class _EagerStance:
-    """Makes compiled code run eager while any thread is inside; torch keeps one stance for the whole process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._stance: Any = None
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._stance.__exit__(None, None, None)
 
 
 @functools.cache

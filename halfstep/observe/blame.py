@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError, PlanError
+from halfstep.modes import uncompiled
 from halfstep.observe.badness import badness
 from halfstep.observe.cures import candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
@@ -23,7 +24,6 @@ from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 from halfstep.observe.replay import Inputs, noting_inputs, run_to_the_loss, untouched
-from halfstep.observe.stance import run_uncompiled
 from halfstep.observe.words import say
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
@@ -95,13 +95,12 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
         SessionError: what the closure returned is no loss. After any error all is as it was.
     """
     params = _parameters(subject.roots)
-    with untouched(subject.roots, params) as restart, noting_inputs(subject.roots) as inputs, ExitStack() as stack:
+    with untouched(subject.roots, params) as restart, noting_inputs(subject.roots) as inputs, uncompiled():
 
         def rewind() -> None:
             restart()
             inputs.begin_run()
 
-        stack.callback(run_uncompiled())
         run, lower = _first_run(subject, closure, scale, params)
         if run.found is None:
             return _nothing_found(run, scale, held)

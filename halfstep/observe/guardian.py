@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
-from halfstep.observe.autocast import as_called
+from halfstep.modes import as_called
 from halfstep.observe.blame import NOT_SEEN, Subject
 from halfstep.observe.cures import candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose

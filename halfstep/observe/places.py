@@ -38,6 +38,7 @@ _BELOW = tuple(
 )
 _FUNCTIONAL = tuple(os.path.join(_TORCH, *path.split("/")) for path in ("nn/functional.py", "functional.py"))
 _CASTS = tuple(os.path.join(_OURS, "cast", name) for name in ("tree.py", "modules.py"))  # at a module's boundary
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
 END = "run_to_the_loss"
@@ -61,6 +62,17 @@ class Place:
     again: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A tensor of a model, and where in its memory it lies, in bytes."""
+
+    kind: str
+    name: str
+    tensor: Tensor
+    start: int
+    end: int
+
+
 class Places:
     """The modules, parameters, gradients and buffers of models by identity, and the place of the running operation.
 
@@ -69,7 +81,7 @@ class Places:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # a session is not kept alive by these
-        self._tensors: dict[int, tuple[str, str, Tensor]] = {}
+        self._tensors: dict[int, list[_Known]] = {}  # by the memory that they lie in: several may share a flat piece
         self._identities: list[StorageWeakRef] = []  # memory that is freed meanwhile gives its identity to no other
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
@@ -84,10 +96,11 @@ class Places:
                 self._know(buffer, "buffer", model + uncompiled(name), buffer)
 
     def _know(self, memory: Tensor, kind: str, name: str, tensor: Tensor) -> None:
-        key = storage_of(memory)
-        self._tensors.setdefault(key, (kind, name, tensor))
-        if key:
-            self._identities.append(StorageWeakRef(memory.untyped_storage()))  # type: ignore[no-untyped-call]
+        held = memory_of(memory)
+        if held is None:
+            return
+        self._tensors.setdefault(_identity(held), []).append(_Known(kind, name, tensor, *_span(held)))
+        self._identities.append(StorageWeakRef(held.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def module(self, name: str) -> nn.Module | None:
         """Returns the module of this name."""
@@ -95,11 +108,18 @@ class Places:
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
         """Returns "parameter", "gradient" or "buffer", its name and the tensor itself; None for memory of others."""
-        return self._tensors.get(storage_of(tensor))
+        held = memory_of(tensor)
+        known = [] if held is None else self._tensors.get(_identity(held), [])
+        if held is None or not known:
+            return None
+        start, _ = _span(held)
+        found = next((each for each in known if each.start <= start < each.end), known[0])
+        return found.kind, found.name, found.tensor
 
     def named_tensor(self, name: str) -> Tensor | None:
         """Returns the parameter or buffer of this name."""
-        return next((t for kind, known, t in self._tensors.values() if known == name and kind != "gradient"), None)
+        everything = (each for known in self._tensors.values() for each in known)
+        return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
         """Returns the place of the operation that runs now, up the stack to the start of a pass."""
@@ -144,12 +164,40 @@ class Places:
         return Place(module, line, (0, 0))
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Returns the identity of the memory that a tensor reads; 0 where it has none of its own (sparse ones)."""
+def memory_of(tensor: Tensor) -> Tensor | None:
+    """Returns a tensor that has the memory of a tensor's elements: itself, or the values of a sparse one.
+
+    None where they do not lie in memory that can be told apart.
+    """
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C._DisableTorchDispatch():
+            held = tensor if tensor.layout is torch.strided else _values(tensor.detach())
+        return held if held is not None and _identity(held) else None
     except (NotImplementedError, RuntimeError):
-        return 0
+        return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns the identity of the memory of a tensor's elements; 0 where none can be told."""
+    held = memory_of(tensor)
+    return 0 if held is None else _identity(held)
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    if tensor.is_sparse:
+        return tensor._values()
+    return tensor.values() if tensor.layout in _COMPRESSED else None
+
+
+def _identity(held: Tensor) -> int:
+    return int(held.untyped_storage()._cdata)
+
+
+def _span(held: Tensor) -> tuple[int, int]:
+    """Returns the first byte in its memory of a tensor and one beyond the last; an empty one has its first."""
+    reach = 1 + sum(stride * (size - 1) for size, stride in zip(held.shape, held.stride(), strict=True) if size)
+    start = int(held.storage_offset())
+    return start * held.itemsize, (start + reach) * held.itemsize
 
 
 def _is_run_again(frame: FrameType | None) -> bool:

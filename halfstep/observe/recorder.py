@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.observe.autocast import as_called
+from halfstep.modes import as_called
 from halfstep.observe.badness import Badness, badness, measure
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
-from halfstep.observe.places import Places, storage_of
+from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.rerun import Exact, recompute
 from halfstep.records import OpCall
 
@@ -88,6 +88,27 @@ class _Writes:
     bad: list[Note] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A tensor that an operation was given, its values as they were then, and what has its memory as it was then."""
+
+    tensor: Tensor
+    values: Tensor
+    memory: Tensor
+
+    @staticmethod
+    def before(tensor: Tensor, writes: bool) -> _Read:
+        """Returns what is to be known of an argument before the operation runs, which `writes` to one, or does not.
+
+        An addition to a sparse tensor puts new values in the place of its own.
+        """
+        if not writes:
+            return _Read(tensor, tensor, tensor)
+        keep = 0 < tensor.numel() <= _KEPT and (_is_dense(tensor) or tensor.is_sparse)
+        memory = None if _is_dense(tensor) else memory_of(tensor)
+        return _Read(tensor, tensor.clone() if keep else tensor, tensor if memory is None else memory)
+
+
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Notes the operations of one forward and backward pass; may be entered again inside itself.
 
@@ -143,27 +164,23 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if _is_view(func):
             return self._compute(func, args, kwargs)
         writes = func._schema.is_mutable
-        read = tensors
-        if writes:
-            read = [t.clone() if 0 < t.numel() <= _KEPT and _is_dense(t) else t for t in tensors]
+        read = [_Read.before(t, writes) for t in tensors]
         result = self._compute(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
-        self._look(note, func, (args, kwargs), tensors, read, outputs)
+        self._look(note, func, (args, kwargs), read, outputs)
         return result
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return as_called(func, args, kwargs)
 
-    def _look(
-        self, note: Note, func: Any, given: Any, tensors: list[Tensor], read: list[Tensor], outputs: list[Tensor]
-    ) -> None:
+    def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         """Notes what the operation wrote, and where it is not finite, why."""
         found = [(out, badness(out)) for out in outputs]
         bad = [each for _, each in found if each is not None]
         if bad and not _is_uninitialised(func):
             note.bad = sum(bad[1:], bad[0])
-            self._trace(note, func, given, tensors, read, outputs)
+            self._trace(note, func, given, read, outputs)
         fresh_memory = not func._schema.is_mutable
         for out, each in found:
             self._wrote(note if not _is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
@@ -172,7 +189,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for key in _memory(out):
             entry = self._writes.get(key)
             if entry is None or (fresh and entry.last is not note):
-                memory = out if out.layout is torch.strided else out._values()
+                memory = memory_of(out)
+                assert memory is not None  # it has a key
                 reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
                 entry = self._writes[key] = _Writes(reference, note)
             entry.last = note
@@ -181,21 +199,19 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             elif not bad and not fresh and entry.bad and badness(_whole(out)) is None:
                 entry.bad.clear()
 
-    def _trace(
-        self, note: Note, func: Any, given: Any, tensors: list[Tensor], read: list[Tensor], outputs: list[Tensor]
-    ) -> None:
+    def _trace(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         parents: list[Note] = []
         leaves: list[Leaf] = []
-        for tensor, before in zip(tensors, read, strict=True):
-            bad = None if _is_overwritten(func, given, tensor) else badness(before)
+        for each in read:
+            bad = None if _is_overwritten(func, given, each.tensor) else badness(each.values)
             if bad is None:
                 continue
-            writers = [w for w in self.writers(tensor) if w is not note] or self._never_written(tensor, bad)
+            writers = [w for w in self.writers(each.memory) if w is not note] or self._never_written(each.memory, bad)
             parents += writers
             if not writers:
-                leaf = self.leaf(before)
+                leaf = self.leaf(each.values)
                 if leaf is not None:
-                    named = self.places.tensor(tensor)
+                    named = self.places.tensor(each.memory)
                     leaves.append(leaf if named is None else Leaf(named[0], named[1], *_rest(leaf)))
         note.parents, note.leaves = tuple(parents), tuple(leaves)
         assert note.bad is not None
@@ -206,20 +222,21 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note.masked = harmless and excluded and (infinite or bool(parents or leaves))
         if note.masked or not harmless:
             return
-        note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in read)
-        note.formats = tuple(str(t.dtype).removeprefix("torch.") for t in read)
+        tensors, values = [each.tensor for each in read], [each.values for each in read]
+        note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in values)
+        note.formats = tuple(str(t.dtype).removeprefix("torch.") for t in values)
         note.call = OpCall(
             module=note.module or "",
             operator=note.aten,
             phase=note.phase,
             input_formats=note.formats,
             output_formats=tuple(str(t.dtype).removeprefix("torch.") for t in outputs),
-            input_ranges=tuple(measure(t) for t in read),
+            input_ranges=tuple(measure(t) for t in values),
             output_ranges=tuple(measure(t) for t in outputs),
             line=note.line,
         )
         if not parents and not leaves:
-            note.exact = recompute(func, given, tensors, read, outputs)
+            note.exact = recompute(func, given, tensors, values, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
     def _never_written(self, tensor: Tensor, bad: Badness) -> list[Note]:
@@ -336,10 +353,7 @@ def _scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _memory(tensor: Tensor) -> list[int]:
-    if tensor.layout is torch.strided:
-        key = storage_of(tensor)
-    else:
-        key = storage_of(tensor._values()) if tensor.is_sparse else 0
+    key = storage_of(tensor)
     return [key] if key else []
 
 

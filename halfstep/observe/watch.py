@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from halfstep.modes import run_uncompiled
 from halfstep.observe.replay import run_to_the_loss
 from halfstep.plan.matching import uncompiled
 
@@ -54,7 +55,7 @@ def watching(model: nn.Module, see: See) -> Iterator[None]:
         for name, module in model.named_modules():
             hook = _hook(uncompiled(name), see, seen, undo)
             undo.callback(module.register_forward_hook(hook).remove)
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.callback(run_uncompiled())
         yield
 
 

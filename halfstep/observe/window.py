@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.lost import in_last_places
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending, StepRows, Subject
-from halfstep.observe.stance import run_uncompiled
 from halfstep.records import UPDATE
 
 Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first module that has it, and its name there

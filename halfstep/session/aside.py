@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import plain_copies
+from halfstep.modes import run_uncompiled
 from halfstep.observe.blame import Subject
 from halfstep.observe.guardian import Armed
 from halfstep.observe.probe import Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
 from halfstep.observe.replay import refused, standing_in
-from halfstep.observe.stance import run_uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.scale.loss import wide
 from halfstep.scale.scales import LossScales

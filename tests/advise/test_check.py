@@ -55,9 +55,9 @@ def loss_of(model):
     return model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
 
 
-def steps(model, plan):
+def steps(model, plan, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with halfstep.initialize(model, optimizer, plan) as session:
+    with halfstep.initialize(model, optimizer, plan, **options) as session:
         loss = loss_of(model)
         session.backward(loss)
         session.step()
@@ -194,6 +194,59 @@ def test_a_custom_operator_that_takes_one_format_is_named_and_its_module_kept_fu
     assert "float16, float32" in error.evidence
     assert error.cure == (Rule("planted", FULL),)
     assert steps(model, plan.edit(*error.cure))
+
+
+@torch.library.custom_op("halfstep_test::scale_in_place", mutates_args=("x",))
+def scale_in_place(x: torch.Tensor, by: torch.Tensor) -> None:
+    if x.dtype != by.dtype:
+        raise RuntimeError("scale_in_place: x and by must have one dtype")
+    x.mul_(by)
+
+
+@torch.library.custom_op("halfstep_test::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)  # of two formats, unless autocast is on
+
+
+product.register_autograd(
+    lambda ctx, grad: (torch.mm(grad.to(ctx.right.dtype), ctx.right.t()).to(grad.dtype), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "right", inputs[1]),
+)
+
+
+def scaled_in_place(x):
+    x = x.clone()
+    scale_in_place(x, torch.ones(8))
+    return x
+
+
+def added_product(x):
+    return (torch.zeros(4, 8) + 0).addmm_(x, x[:1].expand(8, 8))
+
+
+FAILING = {
+    "fused_scale": lambda x: fused_scale(x, torch.ones(8)),
+    "scale_in_place": scaled_in_place,
+    "addmm": added_product,
+}
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_operators_fail_in_the_check_as_they_do_in_a_step(plan, low, emulate):
+    for operator, function in FAILING.items():
+        found, edited = checked(Two(Does(function)), plan, low, emulate=emulate)
+        error = only(found)
+        assert (error.severity, error.code) == ("error", "mixed formats")
+        assert error.evidence.startswith(f"{operator} (forward) of ")
+        assert error.place.startswith("planted, test_check.py:")
+        assert steps(Two(Does(function)), edited.edit(*error.cure), emulate=emulate)
+    right = torch.randn(8, 8)
+    model = Two(Does(lambda x: product(x, right)))  # autocast makes one format of two
+    found, edited = checked(model, plan, low, emulate=emulate)
+    assert found == []
+    assert steps(model, edited, emulate=emulate)
 
 
 def test_an_in_place_operation_that_fails_is_named():

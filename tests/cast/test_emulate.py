@@ -448,3 +448,26 @@ def test_every_product_has_a_case() -> None:
         F.scaled_dot_product_attention(q, q, q).sum().backward()
     uncovered = PRODUCTS - {func for func, _ in covered.seen}
     assert uncovered == {aten._addmm_activation.default, aten.conv_tbc.default}
+
+
+@torch.library.custom_op("halfstep_emulation::product", mutates_args=())
+def custom_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b)  # of two formats, unless autocast is on
+
+
+LIBRARY = torch.library.Library("halfstep_emulation", "FRAGMENT")
+LIBRARY.define("parts(Tensor a, Tensor b) -> Tensor")
+LIBRARY.impl("parts", lambda a, b: torch.mm(a, b), "CompositeImplicitAutograd")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ["product", "parts"])
+def test_a_custom_operation_has_autocast_inside_as_without_emulation(name: str, inference: bool) -> None:
+    operation = getattr(torch.ops.halfstep_emulation, name)
+    a, b = torch.randn(3, 3), torch.randn(3, 3)
+    for left in (a.half(), a):
+        with Emulation(FP16), torch.autocast("cpu", torch.float16), torch.inference_mode(inference):
+            found = operation(left, b)
+        assert found.dtype is torch.float16
+    with Emulation(FP16), pytest.raises(RuntimeError, match="dtype"):
+        operation(a.half(), b)

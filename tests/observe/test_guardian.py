@@ -155,6 +155,25 @@ def test_gradients_that_nobody_zeroes_are_named():
     session.close()
 
 
+def test_of_two_sparse_gradients_the_one_that_nobody_zeroes_is_named():
+    model = nn.ModuleDict({"table": nn.Embedding(6, 4, sparse=True), "other": nn.Embedding(6, 4, sparse=True)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    rows = torch.tensor([1, 2])
+
+    def training():
+        for step in range(4 * WINDOW):
+            factor = torch.inf if step == 0 else 1.0
+            session.backward(model["table"](rows).sum() + factor * model["other"](rows).sum())
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert (caught.value.verdict.kind, caught.value.verdict.module) == ("stale gradients", "other")
+    assert "other.weight" in caught.value.verdict.evidence
+    session.close()
+
+
 @mixed_plans
 def test_watching_reads_nothing_on_the_host(name, low):
     model, optimizer, session = start(name, low)

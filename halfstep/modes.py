@@ -1,0 +1,112 @@
+"""What torch switches off inside a dispatch mode, or ignores where hooks came late: autocast, and compiled code.
+
+torch.compile has one stance for the whole process, so this is the one place that counts who asks for eager code.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.overrides import enable_reentrant_dispatch
+
+_AUTOCAST = tuple(
+    torch._C._dispatch_key_parse(f"Autocast{device}") for device in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1")
+)
+
+
+def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operation that came to a dispatch mode; a custom one with autocast as it was where it was called.
+
+    Inside a mode autocast is off; without one what a custom operation computes with is cast.
+    """
+    if not is_custom(func):
+        return func(*args, **kwargs)
+    with autocast_as_called(func):
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def is_custom(func: Any) -> bool:
+    """Tells whether an operation is a library's own, whose parts a dispatch mode may never see."""
+    return isinstance(func, OpOverload) and func.namespace not in ("aten", "prims")
+
+
+@contextmanager
+def autocast_as_called(func: OpOverload) -> Iterator[None]:
+    """Has autocast on inside as it was where `func`, which came to a dispatch mode, was called."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    with enable_reentrant_dispatch():
+        outside = torch._C._dispatch_tls_local_exclude_set()
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    for key in _AUTOCAST:  # a kernel of its own for autocast turns it off inside
+        if not outside.has(key) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+class _Uncompiled:
+    """The stance of torch.compile while anybody asks for eager code, and the one that it becomes again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer may release in the middle of another's turn
+        self._holders: set[object] = set()
+        self._ours: Any = None
+
+    def enter(self) -> object:
+        holder = object()
+        with self._lock:
+            self._holders.add(holder)
+            try:
+                self._settle()
+            except BaseException:
+                self._holders.discard(holder)
+                raise
+        return holder
+
+    def leave(self, holder: object) -> None:
+        with self._lock:
+            if holder in self._holders:
+                self._holders.discard(holder)
+                self._settle()
+
+    def _settle(self) -> None:
+        if self._holders and self._ours is None:
+            self._ours = torch.compiler.set_stance("force_eager")  # takes effect at once, and remembers that before
+        elif not self._holders and self._ours is not None:
+            ours, self._ours = self._ours, None
+            # What we set turns into what was before. To set that again would undo a `with set_stance(...)` that the
+            # user has entered since, whose end would then bring ours back.
+            for field in fields(ours.stance):
+                setattr(ours.stance, field.name, getattr(ours.prev, field.name))
+
+
+_UNCOMPILED = _Uncompiled()
+"""torch.compile's stance is one a process; empty while nobody asks for eager code."""
+
+
+def run_uncompiled() -> Callable[[], None]:
+    """Makes compiled code run as it was written until the returned function is called; twice is once.
+
+    Several may ask at a time, in any thread, and end in any order. Nothing is compiled anew afterwards: what was
+    compiled is used again.
+    """
+    holder = _UNCOMPILED.enter()
+    return lambda: _UNCOMPILED.leave(holder)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Makes compiled code run as it was written inside a `with`."""
+    release = run_uncompiled()
+    try:
+        yield
+    finally:
+        release()

@@ -1,0 +1,72 @@
+"""Which tensor of a model a piece of memory is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.observe.places import Places, storage_of
+
+
+def looked_up(model):
+    table = nn.functional.embedding(torch.tensor([1, 2]), model.table.weight, sparse=True)
+    other = nn.functional.embedding(torch.tensor([0, 3]), model.other.weight, sparse=True)
+    (table.sum() + other.sum()).backward()
+
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.other = nn.Embedding(5, 3), nn.Embedding(5, 3)
+
+
+def test_sparse_gradients_are_told_apart():
+    model = Tables()
+    looked_up(model)
+    assert model.other.weight.grad.is_sparse
+    places = Places([model])
+    for name in ("table", "other"):
+        weight = model.get_submodule(name).weight
+        assert places.tensor(weight.grad) == ("gradient", f"{name}.weight", weight)
+        assert places.tensor(weight) == ("parameter", f"{name}.weight", weight)
+
+
+BETA = "ignore:Sparse (CSR|CSC|BSR) tensor support is in beta:UserWarning"
+
+
+@pytest.mark.filterwarnings(BETA)
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr"])
+def test_a_sparse_tensor_of_others_is_none_of_the_model(layout):
+    model = Tables()
+    looked_up(model)
+    mine = torch.eye(4)
+    mine = mine.to_sparse_bsr((2, 2)) if layout == "bsr" else getattr(mine, f"to_sparse_{layout}")()
+    assert Places([model]).tensor(mine) is None
+
+
+@pytest.mark.filterwarnings(BETA)
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_buffer_is_known(layout):
+    model = Tables()
+    model.register_buffer("graph", getattr(torch.eye(4), f"to_sparse_{layout}")())
+    places = Places([model])
+    assert places.tensor(model.graph) == ("buffer", "graph", model.graph)
+    assert places.tensor(model.graph.detach()) is not None
+
+
+def test_parameters_that_share_a_piece_of_memory_are_told_apart():
+    flat = torch.arange(12.0)
+    model = nn.Module()
+    model.first, model.second = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[8:])
+    places = Places([model])
+    found = [places.tensor(t) for t in (model.first, model.second, flat[6:7], flat[8:9], flat[11:])]
+    assert [name for _, name, _ in found] == ["first", "second", "first", "second", "second"]
+
+
+def test_a_tensor_without_memory_of_its_own_is_none_of_the_model():
+    model = Tables()
+    places = Places([model])
+    seen = []
+    torch.func.vmap(lambda row: (seen.append((storage_of(row), places.tensor(row))), row)[1])(torch.ones(2, 3))
+    assert seen == [(0, None)]
