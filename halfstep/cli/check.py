@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from halfstep.advise.check import check as run_check
-from halfstep.cli.options import Data, Device, Name, Seed, Settings, device_of
+from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, write_json
 from halfstep.cli.screen import stdout
 from halfstep.report.check import check_text
+from halfstep.report.json import check_json
 from halfstep.session.initialize import initialize
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
@@ -18,9 +20,10 @@ FAULTY = 1
 
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, to train under.")]
 Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")]
 
 
-def check(  # each is an option of the command, described above
+def check(  # noqa: PLR0913  # each is an option of the command, described above
     workload: Name = "char_lm",
     plan: PlanName = "O1",
     low: Low = None,
@@ -28,9 +31,12 @@ def check(  # each is an option of the command, described above
     data: Data = None,
     device: Device = "auto",
     seed: Seed = 0,
+    json: Json = None,
 ) -> None:
     """Check a workload before it trains: one traced step; ends with 1 where an error was found."""
     job = load_workload(workload, parse_settings(settings), data=data)
+    if json is not None:
+        check_writable(json)
     model = job.build(seed).to(device_of(device))
     batches = job.batches(seed)
 
@@ -41,5 +47,7 @@ def check(  # each is an option of the command, described above
     with initialize(model, job.optimizer(model, fused=False), plan, low=low) as session:
         found = run_check(session, closure)
         stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
+        if json is not None:
+            write_json(json, check_json(found, workload=job.name, plan=session.plan.name, low=session.plan.low.name))
     if any(finding.severity == "error" for finding in found):
         raise typer.Exit(FAULTY)

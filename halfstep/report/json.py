@@ -1,9 +1,10 @@
-"""A benchmark as JSON, and back."""
+"""Results of commands as JSON, and a benchmark back."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import Any
@@ -11,19 +12,24 @@ from typing import Any
 import msgspec
 
 from halfstep.errors import DataError
-from halfstep.records import BenchResult, WhatIf
+from halfstep.records import BenchResult, Finding, WhatIf
 
 _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 
 
 def bench_json(result: BenchResult) -> str:
     """Returns every figure of a benchmark as JSON; a non-finite number is the text "nan", "inf" or "-inf"."""
-    return _text(result)
+    return _json(asdict(result))
 
 
 def whatif_json(result: WhatIf) -> str:
     """Returns a prediction as JSON, with the histogram of each kind of tensor of each module."""
-    return _text(result)
+    return _json(asdict(result))
+
+
+def check_json(found: Sequence[Finding], *, workload: str, plan: str, low: str) -> str:
+    """Returns the findings of a check, with the edits that cure them, and what was checked as JSON."""
+    return _json({"workload": workload, "plan": plan, "low": low, "findings": [asdict(finding) for finding in found]})
 
 
 def read_bench(text: str | bytes) -> BenchResult:
@@ -38,8 +44,8 @@ def read_bench(text: str | bytes) -> BenchResult:
         raise DataError(f"not the JSON of a benchmark: {error}") from error
 
 
-def _text(record: BenchResult | WhatIf) -> str:
-    text = json.dumps(_plain(asdict(record)), indent=2, allow_nan=False)
+def _json(fields: dict[str, Any]) -> str:
+    text = json.dumps(_plain(fields), indent=2, allow_nan=False)
     return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"
 
 

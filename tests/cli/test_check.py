@@ -1,5 +1,7 @@
 """`halfstep check`: what it prints, and how it ends."""
 
+import json
+
 import pytest
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
@@ -43,6 +45,20 @@ def test_errors_end_with_1_and_warnings_do_not(halfstep, tmp_path, expression, c
     assert "edit: Rule(pattern='0'" in out or "edit: OpChange" in out
 
 
+def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tmp_path):
+    (tmp_path / "own.py").write_text(OWN.format(expression="x.masked_fill(x > 0, -1e9)"), encoding="utf-8")
+    options = ["--plan", "O2", "--low", "fp16", "--json", tmp_path / "x.json"]
+    assert halfstep("check", f"{tmp_path / 'own.py'}:mine", *options)[0] == 1
+    read = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert (read["plan"], read["low"]) == ("O2", "fp16")
+    (finding,) = read["findings"]
+    assert finding.keys() == {"severity", "code", "place", "evidence", "advice", "cure"}
+    assert (finding["severity"], finding["code"]) == ("error", "value beyond the format")
+    assert finding["cure"] == [{"list": "deny", "op": "masked_fill"}]
+    assert halfstep("check", "regression", *SMALL, "--json", tmp_path / "none.json")[0] == 0
+    assert json.loads((tmp_path / "none.json").read_text(encoding="utf-8"))["findings"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,6 +66,7 @@ def test_errors_end_with_1_and_warnings_do_not(halfstep, tmp_path, expression, c
         (["regression", "--plan", "O7"], "unknown level 'O7'"),
         (["regression", "--low", "e4m3"], "e4m3"),
         (["regression", "--device", "tpu"], "--device 'tpu' is unknown"),
+        (["regression", "--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
     ],
 )
 def test_a_bad_request_is_one_message(halfstep, arguments, message):
