@@ -166,6 +166,16 @@ class TensorStats:
             return float(self.nonzero)
         return sum(count * _share_below(entry, limit) for entry, count in enumerate(self.exponents) if count)
 
+    def rounded_away(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
+        """Returns how many of the finite nonzero elements, times `scale`, round to zero in `fmt`, from the histogram.
+
+        Half the smallest subnormal itself does, to even. Elements of just that magnitude are known as such where none
+        is larger, as in the gradient of a mean; among larger ones they count as kept.
+        """
+        _positive(scale)
+        limit = as_format(fmt).smallest_subnormal / 2 / scale
+        return float(self.nonzero) if self.amax <= limit else self.below(limit)
+
     def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, round to zero in `fmt`.
 
@@ -174,15 +184,13 @@ class TensorStats:
         >>> gradients.lost("fp16"), gradients.lost("fp16", scale=1024.0)
         (0.5, 0.0)
         """
-        _positive(scale)
-        return self._of_nonzero(self.below(as_format(fmt).smallest_subnormal / 2 / scale))
+        return self._of_nonzero(self.rounded_away(fmt, scale))
 
     def subnormal(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, are subnormal in `fmt` and not zero."""
         _positive(scale)
         fmt = as_format(fmt)
-        small = self.below(fmt.smallest_normal / scale) - self.below(fmt.smallest_subnormal / 2 / scale)
-        return self._of_nonzero(small)
+        return self._of_nonzero(self.below(fmt.smallest_normal / scale) - self.rounded_away(fmt, scale))
 
     def saturated(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of all elements that, times `scale`, lie beyond the `max` of `fmt`, infinities included."""
@@ -202,7 +210,7 @@ def _share_below(entry: int, limit: float) -> float:
 
 
 def _positive(scale: float) -> None:
-    if not 0 < scale < math.inf:
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise FormatError(f"scale is {scale!r}; give the positive finite factor that the values are multiplied by")
 
 

@@ -45,8 +45,20 @@ def test_both_sides_of_the_limits_of_fp16():
     assert measure(torch.tensor([65504.0, 65505.0, 1.0, 0.0])).saturated(FP16) == 0.25
 
 
-def test_half_the_smallest_subnormal_itself_counts_as_kept():
-    assert measure(torch.tensor([2.0**-25])).lost(FP16) == 0.0
+@pytest.mark.parametrize("fmt", [FP16, BF16, E4M3, E5M2])
+def test_half_the_smallest_subnormal_itself_rounds_to_zero(fmt):
+    half = fmt.smallest_subnormal / 2
+    values = torch.full((9,), half)
+    assert not values.to(fmt.dtype).float().any()  # to even
+    assert measure(values).lost(fmt) == 1.0
+    assert measure(values).subnormal(fmt) == 0.0
+    if fmt is not BF16:  # whose subnormals share one entry with all of fp32's
+        assert measure(values).lost(fmt, 2.0) == 0.0
+        assert measure(values).subnormal(fmt, 2.0) == 1.0
+
+
+def test_half_the_smallest_subnormal_counts_as_kept_among_larger_ones():
+    assert measure(torch.tensor([2.0**-25, 1.0])).lost(FP16) == 0.0
 
 
 def test_an_entry_that_a_limit_cuts_is_split_evenly_in_the_logarithm():

@@ -77,6 +77,9 @@ def check(
         raise SessionError(f"check() takes an open session, not {what}; call it after halfstep.initialize")
     if closure is not None and not callable(closure):
         raise SessionError(f"check() takes a function that returns the loss, not {type(closure).__name__}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        what = type(scaler).__name__
+        raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")
     setup = Setup(
         plan=session.plan,
         parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session._modules()),

@@ -18,6 +18,7 @@ from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.replay import run_to_the_loss, untouched
 from halfstep.observe.watch import dense
+from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED, find
 from halfstep.plan.plan import Edit, OpChange, OpList, Plan
 from halfstep.plan.policy import FULL, Policy
@@ -69,8 +70,9 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
             failure, loss = _run(session, closure, params, tracer)
         found = tracer.findings(subject.plan)
         if failure is not None:
-            edit = _tried(session, closure, params, failure, rewind)
-            found.append(_failed(failure, edit))
+            edits = _tried(session, closure, params, failure, rewind)
+            in_full = not edits and not _runs(session, closure, params, level("O0", session.plan.low), rewind)
+            found.append(_failed(failure, edits, in_full=in_full))
         elif loss is not None:
             found += _of_results(session, loss, params)
     return found
@@ -223,7 +225,7 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in FLOATS)
 
 
-def _failed(failure: Failure, edits: tuple[Edit, ...]) -> Finding:
+def _failed(failure: Failure, edits: tuple[Edit, ...], *, in_full: bool) -> Finding:
     module = failure.module or "(model)"
     place = module if failure.line is None else f"{module}, {failure.line}"
     message = str(failure.error).strip().splitlines()[0] if str(failure.error).strip() else ""
@@ -231,7 +233,7 @@ def _failed(failure: Failure, edits: tuple[Edit, ...]) -> Finding:
     if failure.formats:
         what += f" of {', '.join(failure.formats)}"
     evidence = f"{what} raises {type(failure.error).__name__}: {message}"
-    return Finding("error", _code(failure), place, evidence, _advice(failure, edits), edits)
+    return Finding("error", _code(failure), place, evidence, _advice(failure, edits, in_full=in_full), edits)
 
 
 def _code(failure: Failure) -> str:
@@ -242,13 +244,15 @@ def _code(failure: Failure) -> str:
     return "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
 
 
-def _advice(failure: Failure, edits: tuple[Edit, ...]) -> str:
+def _advice(failure: Failure, edits: tuple[Edit, ...], *, in_full: bool) -> str:
     if isinstance(failure.error, OpError):
         return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy, so that it computes in fp32"
     if BEYOND in str(failure.error):
         return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
     if edits:
         return f"make the edit, with which the step runs: {', '.join(map(_words, edits))}"
+    if in_full:
+        return "it fails in fp32 as well, so no format is the reason: mend the step, then check it again"
     return "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
 
 
@@ -291,15 +295,30 @@ def _tried(
     if session.plan.ops == "none":
         return ()
     for edits in _candidates(failure):
-        rewind()
         try:
-            with session._aside.trial(session.plan.edit(*edits)) as trial:
-                loss = run_to_the_loss(closure, params)
-                trial.backward(loss, 1.0)
-        except Exception:  # an edit that does not fit, or under which the step fails as well
+            plan = session.plan.edit(*edits)
+        except PlanError:
             continue
-        return edits
+        if _runs(session, closure, params, plan, rewind):
+            return edits
     return ()
+
+
+def _runs(
+    session: Session,
+    closure: Callable[[], Any],
+    params: list[torch.nn.Parameter],
+    plan: Plan,
+    rewind: Callable[[], None],
+) -> bool:
+    """Tells whether the step runs under a plan, on a copy of the model."""
+    rewind()
+    try:
+        with session._aside.trial(plan) as trial:
+            trial.backward(run_to_the_loss(closure, params), 1.0)
+    except Exception:  # the plan does not fit, or the step fails under it as well
+        return False
+    return True
 
 
 def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]) -> Iterator[Finding]:

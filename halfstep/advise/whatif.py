@@ -20,7 +20,7 @@ from halfstep.observe.rounding import rounded
 from halfstep.observe.watch import Place, parameters, step
 from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Scouted, predict
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.fit import check_models
+from halfstep.plan.fit import as_list, check_models, check_optimizers
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
@@ -64,9 +64,11 @@ def whatif(
     """
     if loss_scale is not None:
         loss_scale = Scaling("static", init=loss_scale).init
-    several = [formats] if isinstance(formats, (str, Format, torch.dtype)) else formats
+    several = formats if isinstance(formats, Iterable) and not isinstance(formats, str) else [formats]
     chosen = list(dict.fromkeys(as_format(fmt) for fmt in several))
-    _check(model, chosen, steps)
+    _check(closure, model, chosen, steps)
+    if optimizer is not None:
+        check_optimizers(as_list(optimizer, Optimizer, "optimizer"), [model])
     low_plan, _ = choose_plan(plan, "bf16", torch.device("cpu"))
     low_plan = customize(low_plan, low=BF16)
     if low_plan.ops == "none":
@@ -92,9 +94,11 @@ def whatif(
     )
 
 
-def _check(model: nn.Module, formats: Sequence[Format], steps: int) -> None:
+def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: int) -> None:
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a Module, not {type(model).__name__}; give the module that the closure calls")
+    if not callable(closure):
+        raise SessionError(f"whatif() takes a function that returns the loss, not {type(closure).__name__}")
     if not formats or FP32 in formats:
         raise FormatError("what-if needs formats to compare with fp32; give some of fp16, bf16, e4m3, e5m2, tf32")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:

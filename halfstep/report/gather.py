@@ -119,13 +119,14 @@ def _add(sums: Sums, limits: Limits, part: Sequence[Observation], rows: list[int
     nonzero = bins.sum(1)
     beyond = np.where(amax > limits.top, np.maximum(1, bins @ (1 - _below(limits.top))), 0)
 
-    def below(limit: float) -> Array:
-        share: Array = np.where(amax < limit, nonzero, bins @ _below(limit))
+    def below(limit: float, *, itself: bool = False) -> Array:
+        all_are = amax <= limit if itself else amax < limit
+        share: Array = np.where(all_are, nonzero, bins @ _below(limit))
         return share
 
     found = {
         "nonzero": nonzero,
-        "lost": below(limits.zero),
+        "lost": below(limits.zero, itself=True),
         "small": below(limits.normal),
         "count": count,
         "zeros": np.array([seen.stats.zeros for seen in part]),

@@ -6,7 +6,7 @@ JSON has no NaN and no infinity: such a number is the text "nan", "inf" or "-inf
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,7 @@ _NAMED = ("step", "module", "kind", "name", "format", "sampled")
 _COUNTED = ("count", "zeros", "negatives", "infinities", "nans")
 _SUMMED = ("total", "squares", "amax")
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = float | Literal["nan", "inf", "-inf"]
 Range = tuple[Number, Number] | None
 
@@ -46,7 +47,7 @@ class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
 class StepLine(Struct, frozen=True, tag_field="type", tag="step"):
     """A `StepValues`."""
 
-    step: int
+    step: Count
     time: float
     skipped: bool
     scale: Number
@@ -68,23 +69,23 @@ class StepLine(Struct, frozen=True, tag_field="type", tag="step"):
 class ObservationLine(Struct, frozen=True, tag_field="type", tag="observation"):
     """An `Observation`; `exponents` are the counts of the bins from `first` on, without the zeros at both ends."""
 
-    step: int
+    step: Count
     module: str
     kind: str
     name: str
     format: str
     scale: Number
     sampled: bool
-    count: int
-    zeros: int
-    negatives: int
-    infinities: int
-    nans: int
+    count: Count
+    zeros: Count
+    negatives: Count
+    infinities: Count
+    nans: Count
     total: Number
     squares: Number
     amax: Number
-    first: int
-    exponents: tuple[int, ...]
+    first: Count
+    exponents: tuple[Count, ...]
 
     @classmethod
     def of(cls, seen: Observation) -> ObservationLine:
@@ -141,7 +142,7 @@ class CallLine(Struct, frozen=True):
 class VerdictLine(Struct, frozen=True, tag_field="type", tag="verdict"):
     """A `Verdict` that came after step `after`; `cure` has the edits as Python code."""
 
-    after: int
+    after: Count
     module: str
     operator: str
     phase: str
@@ -170,7 +171,7 @@ class VerdictLine(Struct, frozen=True, tag_field="type", tag="verdict"):
 class FindingLine(Struct, frozen=True, tag_field="type", tag="finding"):
     """A `Finding` that came after step `after`; `cure` has the edits as Python code."""
 
-    after: int
+    after: Count
     severity: str
     code: str
     place: str

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from halfstep.errors import LogError
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
 from halfstep.report.late import LateReader
 
@@ -23,9 +24,14 @@ class LiveLine:
 
     It is drawn at most `per_second` times a second, and not at all where there is no terminal; what else is printed
     goes above it, as verdicts and findings do. No step waits for the device. `close()` draws the last step.
+
+    Raises:
+        LogError: `per_second` is not positive.
     """
 
     def __init__(self, *, console: Console | None = None, per_second: float = 4.0) -> None:
+        if not per_second > 0:
+            raise LogError(f"per_second is {per_second!r}; give how often a second the line may be drawn, above 0")
         self._console = console or Console(stderr=True, highlight=False)
         self._wait = 1.0 / per_second
         self._steps = LateReader()

@@ -49,6 +49,7 @@ class RunLog:
         self.path = Path(path) / LOG_NAME if Path(path).is_dir() else Path(path)
         self._steps = LateReader()
         self._last = 0
+        self._has_session = False
         try:
             self._file = _File(self.path)
         except OSError as error:
@@ -64,9 +65,16 @@ class RunLog:
             self._write(StepLine.of(values))
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Takes any other record; verdicts and findings are noted with the number of the last step."""
+        """Takes any other record; verdicts and findings are noted with the number of the last step.
+
+        Raises:
+            LogError: the log has a session already, or takes no such record.
+        """
         match record:
             case SessionStart(plan, device, emulated, modules):
+                if self._has_session:
+                    raise LogError(f"this RunLog of {self.path} has a session; give each session a RunLog of its own")
+                self._has_session = True
                 self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device))))
             case Observation():
                 self._write(ObservationLine.of(record))

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
+from halfstep.plan.io import from_dict
 from halfstep.records import SEVERITIES, UPDATE, StepValues, Verdict
 from halfstep.report.gather import BIAS, MARGIN, MEASURES, Array, Limits, Sums, gather, limits_of
 from halfstep.report.run import Run
@@ -223,18 +225,20 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
         )
 
 
-def _plan(plan: dict[str, Any]) -> str:
-    scale = plan.get("scale", {})
-    kind = scale.get("kind")
+def _plan(entries: dict[str, Any]) -> str:
+    try:
+        plan = from_dict(entries)
+    except HalfstepError:
+        return f"{entries.get('name')}: not a plan that this halfstep reads"
     parts = [
-        str(plan.get("name")),
-        f"weights {plan.get('param')}",
-        "operations by the table" if plan.get("ops") == "table" else "operations as written",
-        f"norms {plan.get('norms')}",
-        f"masters {plan.get('master')}",
-        "no loss scale" if kind == "none" else f"{kind} loss scale from {scale.get('init', 1):g}",
+        plan.name,
+        f"weights {plan.param}",
+        "operations by the table" if plan.ops == "table" else "operations as written",
+        f"norms {plan.norms}",
+        f"masters {plan.master}",
+        "no loss scale" if plan.scale.kind == "none" else f"{plan.scale.kind} loss scale from {plan.scale.init:g}",
     ]
-    rules = [str(rule.get("pattern")) for rule in plan.get("rules", [])]
+    rules = [rule.pattern for rule in plan.rules]
     return ", ".join(parts) + (f"; rules on {', '.join(rules)}" if rules else "")
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
-from halfstep.errors import SessionError
+from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, blame
@@ -490,6 +490,8 @@ class Session:
                 "observe() looks at session.step(), which this session does not make (inference, or an optimizer with "
                 "a closure); halfstep.observe.stats.measure(tensor) measures any tensor"
             )
+        if log is not None and not callable(log):
+            raise ObserveError(f"log is {log!r:.60}; give a function that is called with each Observation, or None")
         deliver = [*([log] if log else []), *([self.tell] if self._recorders else [])]
         probe = make_probe(self._roots, every=every, modules=modules, tensors=tensors, sample=sample, deliver=deliver)
         self._probes.add(probe)

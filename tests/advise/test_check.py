@@ -281,6 +281,22 @@ def test_a_failure_that_no_edit_cures_says_so():
 
     error = only(checked(Two(Does(broken)))[0])
     assert error.cure == ()
+    assert "it fails in fp32 as well, so no format is the reason" in error.advice
+
+
+def test_a_failure_of_the_low_format_that_no_edit_cures_says_so():
+    model = Two(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
+
+        def closure():
+            with session.autocast():
+                if (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16:
+                    raise ValueError("fp16 is not wanted here")
+            return loss_of(model)
+
+        error = next(finding for finding in halfstep.check(session, closure) if finding.severity == "error")
+    assert error.cure == ()
     assert "no edit of the plan was found" in error.advice
 
 
@@ -645,6 +661,8 @@ def test_what_cannot_be_checked_is_a_clear_error():
         halfstep.check(session, lambda: None)
     with pytest.raises(SessionError, match="ran the backward pass"):
         halfstep.check(session, lambda: (lambda loss: (loss.backward(), loss)[1])(loss_of(model)))
+    with pytest.raises(SessionError, match="scaler is a int"):
+        halfstep.check(session, lambda: loss_of(model), scaler=3)
     with pytest.raises(SessionError, match="takes an open session, not Two"):
         halfstep.check(model)
     session.close()

@@ -364,6 +364,9 @@ MODEL = Weigh([1.0])
 ONE = torch.ones(1)
 
 
+OTHER = torch.optim.SGD([torch.ones(1)], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("model", "closure", "options", "error", "message"),
     [
@@ -377,6 +380,10 @@ ONE = torch.ones(1)
         (MODEL, lambda: MODEL(ONE).sum(), {"formats": ("fp17",)}, FormatError, "unknown format 'fp17'"),
         (MODEL, lambda: MODEL(ONE).sum(), {"formats": ()}, FormatError, "needs formats"),
         (MODEL, lambda: MODEL(ONE).sum(), {"formats": ("fp32",)}, FormatError, "needs formats"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"formats": 3}, FormatError, "3"),
+        (MODEL, None, {}, SessionError, "takes a function that returns the loss, not NoneType"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"optimizer": 3}, SetupError, "optimizer"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"optimizer": OTHER}, SetupError, "are not the model's"),
         (MODEL, lambda: MODEL(ONE).sum(), {"steps": 0}, SetupError, "steps is 0"),
         (MODEL, lambda: MODEL(ONE).sum(), {"plan": "O0"}, PlanError, "stores nothing low"),
         (MODEL, lambda: MODEL(ONE).sum(), {"loss_scale": 0}, PlanError, "scale init"),

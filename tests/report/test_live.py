@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 import halfstep.report.live
+from halfstep.errors import LogError
 from halfstep.records import Finding
 from halfstep.report.live import LiveLine
 from tests.report.logs import START, seen, step
@@ -94,3 +95,9 @@ def test_closing_twice_is_once(times):
     for _ in range(times):
         line.close()
     assert text(console).count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("often", [0, -1.0])
+def test_a_line_that_is_never_drawn_is_refused(often):
+    with pytest.raises(LogError, match="give how often a second"):
+        LiveLine(per_second=often)

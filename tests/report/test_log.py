@@ -433,3 +433,25 @@ def test_the_start_of_a_session_is_a_line(tmp_path):
     run = read_log(tmp_path / "log")
     assert (run.plan, run.emulated, run.modules) == ({"name": "O1"}, True, ("", "head"))
     assert run.machine.device == "cpu"
+
+
+def test_a_log_takes_one_session(tmp_path):
+    log = RunLog(tmp_path / "run.jsonl")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[log]).close()
+    with pytest.raises(LogError, match="has a session; give each session a RunLog of its own"):
+        halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[log])
+    halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[RunLog(tmp_path / "run.jsonl")]).close()
+
+
+@pytest.mark.parametrize("step", ["-1", str(2**63), "1.5"])
+def test_a_step_that_no_run_has_is_a_damaged_line(tmp_path, step):
+    path = tmp_path / "run.jsonl"
+    RunLog(path).close()
+    line = {"type": "step", "step": 7, "time": 1.0, "skipped": False, "scale": 1.0, "grad_norm": None, "loss": None}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n" + json.dumps(line).replace("7", step) + "\n")
+    run = read_log(path)
+    assert [step.step for step in run.steps] == [7]
+    assert any("1 of the lines cannot be read" in note for note in run.notes)

@@ -2,6 +2,7 @@
 
 import base64
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,6 +132,12 @@ def test_facts_of_a_run(tmp_path):
     assert halfstep.__version__ in facts["versions"]
     assert "cpu" in facts["machine"]
     assert "judged by" not in facts
+
+
+@pytest.mark.parametrize("entries", [{"name": "O9"}, {"scale": 3}, {"rules": [3]}])
+def test_a_plan_that_is_not_read_is_said_to_be(tmp_path, entries):
+    plan = entries if "name" in entries else START.plan | entries
+    assert dict(page(tmp_path, replace(START, plan=plan)).facts)["plan"].endswith("not a plan that this halfstep reads")
 
 
 def test_facts_of_a_log_without_a_session(tmp_path):
