@@ -39,7 +39,7 @@ NOT_SEEN = (
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
 _OF_TENSORS = ("input data", "stale gradients", "weights")  # what no format changes
-_LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
+LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
 _CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
 
@@ -112,7 +112,7 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
             lower = _passing_from_the_start(subject, closure, rewind, scale, params)
         if lower is not None and inputs.same:
             found = replace(found, kind="scale too high", lower_scale=lower)
-            return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
+            return say(found, subject.plan, scaling_cure(subject.plan.scale, lower), scale=scale)
 
         def fails_again() -> bool:
             rewind()
@@ -275,7 +275,7 @@ def _try_cures(
     lower = None if cure is not None else _below_one(subject, closure, rewind, found, scale)
     if lower is not None:
         found = replace(found, kind="scale too high", lower_scale=lower)
-        return say(found, subject.plan, scaling_cure(subject.plan.scale, scale, lower), scale=scale)
+        return say(found, subject.plan, scaling_cure(subject.plan.scale, lower), scale=scale)
     cure = cure or search.whole(found)
     if cure is None:
         return say(found, subject.plan, (), scale=scale)
@@ -290,7 +290,7 @@ def _below_one(
     if not found.may_be_scale or subject.plan.ops == "none":
         return None
     rewind()
-    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=_LEAST)[1]
+    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=LEAST)[1]
 
 
 @dataclass

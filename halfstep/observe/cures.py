@@ -29,11 +29,12 @@ def candidates(plan: Plan, found: Diagnosis) -> list[tuple[Edit, ...]]:
     return [*edits, (Rule("", FULL),)] if found.module is not None else edits
 
 
-def scaling_cure(scaling: Scaling, scale: float, lower: float) -> tuple[Edit, ...]:
-    """Returns the loss scale in place of `scale`, which was too high, where `lower` is one that passes."""
+def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
+    """Returns the loss scale in place of one that was too high, where `lower` passes, or is `estimated` to."""
     if scaling.kind != "dynamic":
         return (Scaling("static", init=lower / _ROOM),)
-    return (replace(scaling, init=lower, min=min(scaling.min, lower, 1.0), max=max(scaling.max, lower)),)
+    floor = min(scaling.min, lower / _ROOM if estimated else lower, 1.0)
+    return (replace(scaling, init=lower, min=floor, max=max(scaling.max, lower)),)
 
 
 def _is_cheap(operator: str) -> bool:

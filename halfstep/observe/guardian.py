@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import (
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called
-from halfstep.observe.blame import NOT_SEEN, Subject
+from halfstep.observe.blame import LEAST, NOT_SEEN, Subject
 from halfstep.observe.cures import candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.observe.growth import degree
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
@@ -36,9 +37,17 @@ from halfstep.records import StepRecord, Verdict
 
 OnFailure = Literal["raise", "warn"]
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
-_OPERATIONS = 2**17  # notes, more than a step has: the caller has left it and computes something else
-_FORWARDS = 64  # of a model before a backward pass, more than a step has
-_EVALUATION = 16  # training forwards, that one without gradients counts as: few stand between a forward and its step
+TOO_LONG = (
+    "steps go on being skipped, and what makes them so could not be recorded: a step takes too many operations (long "
+    "rollouts before its backward pass); call session.blame(closure) with a closure that computes the loss of a part"
+)
+_OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
+# What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
+# 4,096 without gradients before them, which cost little. Where there is more, no step is coming, or it is a long one.
+_PATIENCE = 2**12
+_TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
+_MORE_PATIENCE = 8  # times as much, each time that it was not enough
+_LONGEST_PAUSE = 64  # windows
 _LOG = logging.getLogger("halfstep")
 
 
@@ -76,19 +85,20 @@ class Counters:
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Records as any recorder; what goes wrong in it ends the recording, and never the step that it watches.
 
-    `forwards` counts the model's calls since the last backward pass. It has `ended` where it failed, or where it noted
-    more operations than a step has.
+    `spent` adds up what the model's calls since the last backward pass count. It has `ended` where it failed, or where
+    the operations were `too_many`.
     """
 
     def __init__(self, places: Places, *, on: bool) -> None:
         super().__init__(places, on=on)
-        self.forwards = 0
-        self.ended = False
+        self.spent = 0
+        self.ended = self.too_many = False
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._current_graph_task_id() != -1:
-            self.forwards = 0
+            self.spent = 0
         if len(self.notes) >= _OPERATIONS:
+            self.too_many = True
             self._end()
             return as_called(func, args, kwargs)
         self._local.started, self._local.results = False, []
@@ -118,12 +128,14 @@ class Armed:
 
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
     is `lost` where the caller's own modes, or threads, took it off before. Where forwards go on without a backward
-    pass, no step is coming: the caller was interrupted, and `give_up` is called.
+    pass and `patience` ends, or the recording has, `give_up` is called: the step is a long one, or none is coming since
+    the caller was interrupted.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.recorder = Watching(Places(roots), on=False)
         self.lost = False
+        self.patience = _PATIENCE
         self.give_up: Callable[[], None] = self.leave
         self._thread = threading.get_ident()
         self.recorder.__enter__()
@@ -132,11 +144,11 @@ class Armed:
 
     def around(self, inner: Callable[[], AbstractContextManager[Any]] | None) -> AbstractContextManager[Any]:
         """Begins to record where a forward is for training; returns the context that was around it before."""
-        self.recorder.on = not self.recorder.ended and (self.recorder.on or torch.is_grad_enabled())
-        if self.recorder.on:
-            self.recorder.forwards += 1 if torch.is_grad_enabled() else _EVALUATION
-            if self.recorder.forwards > _FORWARDS:
-                self.give_up()
+        recorder, training = self.recorder, torch.is_grad_enabled()
+        recorder.on = not recorder.ended and (recorder.on or training)
+        recorder.spent += _TRAINING if training else _EVALUATION if recorder.on else _PASSING
+        if recorder.ended or recorder.spent > self.patience:
+            self.give_up()
         return nullcontext() if inner is None else inner()
 
     def leave(self) -> None:
@@ -172,7 +184,8 @@ class Guardian:
         self._armed: tuple[Armed, Callable[[], None]] | None = None
         self._left = 0  # steps that are still recorded where those before were fine
         self._wait, self._pause = 0, 1  # windows until the next look, and how many after a look that found nothing
-        self._said: set[tuple[str, str, str]] = set()
+        self._patience = _PATIENCE
+        self._said: set[object] = set()
 
     def after_step(self, record: StepRecord, skips: Tensor) -> None:
         """Looks at the counters where it is time, or at what was recorded.
@@ -196,10 +209,28 @@ class Guardian:
         self._left -= 1
         self._armed = self._arm()
         self._armed[0].give_up = self._give_up
+        self._armed[0].patience = self._patience
 
     def _give_up(self) -> None:
-        self._wait, self._pause = self._pause, min(2 * self._pause, 64)
+        assert self._armed is not None
+        recorder = self._armed[0].recorder
+        if recorder.ended:
+            self._say_unseen(recorder)
+        else:
+            self._patience *= _MORE_PATIENCE
+        self._look_later()
         self.close()
+
+    def _say_unseen(self, recorder: Watching) -> None:
+        if recorder.too_many:
+            self._patience = _PATIENCE  # to record as much again would show no more
+        notice = TOO_LONG if recorder.too_many else NOT_SEEN
+        if notice not in self._said:
+            self._said.add(notice)
+            _LOG.warning(notice)
+
+    def _look_later(self) -> None:
+        self._wait, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
@@ -225,51 +256,59 @@ class Guardian:
         recorder, was_on = armed.recorder, armed.recorder.on
         self.close()
         if bool(record.skipped) and (armed.lost or not was_on):
-            _LOG.warning(NOT_SEEN)
+            self._say_unseen(recorder)
         if armed.lost or not was_on or not bool(record.skipped):
             if was_on and not armed.lost and self._left > 0:
                 self._arm_next()
                 return
-            self._wait, self._pause = self._pause, min(2 * self._pause, 64)
+            self._look_later()
             return
         sinks = [p.grad for p in params if p.grad is not None]
         losses = [record.loss] if record.loss is not None else []
         try:
-            verdict = self._judge(recorder, losses, sinks, float(record.scale))
+            origin = find_origin(recorder, losses) or find_origin(recorder, sinks)
+            plan, full, scale = self._subject.plan, self._subject.full, float(record.scale)
+            found = None if origin is None else diagnose(recorder, origin, plan, full, scale)
+            if found is None or found.kind == UNSEEN:
+                self._say_unseen(recorder)
+                self._look_later()
+                return
+            judged = self._judge(found, scale)
         except Exception:  # what only explains a failure is never to be one
             _LOG.warning(NOT_SEEN, exc_info=True)
+            self._look_later()
             return
-        if verdict is not None:
-            self._report(verdict, record.step)
+        if judged is not None:
+            self._report(*judged, record.step)
 
-    def _judge(self, recorder: OpRecorder, losses: list[Tensor], sinks: list[Tensor], scale: float) -> Verdict | None:
-        """Returns the verdict on the recorded step; None where a lower scale, which will come, is the cure."""
+    def _judge(self, found: Diagnosis, scale: float) -> tuple[Verdict, str] | None:
+        """Returns the verdict on the recorded step, and what a lower loss scale would do, in words.
+
+        None where a lower one, which will come, is the cure.
+        """
         plan = self._subject.plan
-        origin = find_origin(recorder, losses) or find_origin(recorder, sinks)
-        found = None if origin is None else diagnose(recorder, origin, plan, self._subject.full, scale)
-        if found is None or found.kind == UNSEEN:
-            _LOG.warning(NOT_SEEN)
-            return None
         found = replace(found, untried="session.blame(closure) would")
-        if not found.may_be_scale or scale <= 1:
-            return say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
-        lower = _estimate(found, plan.low, scale)
-        if lower is None:
-            return say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
-        if plan.scale.kind == "dynamic" and scale > self._floor:
+        lower = _Lower.estimate(found, plan.low, scale)
+        comes_down = plan.scale.kind == "dynamic" and scale > self._floor
+        if comes_down and lower.may_help and (lower.scale is None or lower.is_a_guess or lower.scale >= self._floor):
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
-        found = replace(found, kind="scale too high", lower_scale=lower)
-        return say(found, plan, scaling_cure(plan.scale, scale, lower), scale=scale)
+        if lower.scale is None:
+            verdict = say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
+            return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
+        found = replace(found, kind="scale too high", lower_scale=lower.scale)
+        limit = f"its floor is {self._floor:g}" if plan.scale.kind == "dynamic" else f"it stays at {scale:g}"
+        verdict = say(found, plan, scaling_cure(plan.scale, lower.scale, estimated=True), scale=scale)
+        return verdict, f": the loss scale is too high, and {limit}"
 
-    def _report(self, verdict: Verdict, step: int) -> None:
+    def _report(self, verdict: Verdict, about_scale: str, step: int) -> None:
         key = (verdict.kind, verdict.module, verdict.operator)
         if self._on_failure == "warn" and key in self._said:
-            self._wait, self._pause = self._pause, min(2 * self._pause, 64)
+            self._look_later()
             return
         self._said.add(key)
         self._tell(verdict)
-        text = f"step {step} was skipped like those before it, and a lower loss scale would not help\n{verdict}"
+        text = f"step {step} was skipped like those before it{about_scale}\n{verdict}"
         if self._on_failure == "raise":
             raise NumericsError(text, verdict)
         _LOG.warning(text)
@@ -290,12 +329,29 @@ def _take_off(recorder: Watching, thread: int) -> None:
         _push_mode(mode)
 
 
-def _estimate(found: Diagnosis, low: Format, scale: float) -> float | None:
-    """Returns the largest halved scale of at least 1 at which the largest result fits the format; None for none."""
-    if found.exact is None:
-        return None if found.kind == "invalid" else 1.0
-    while scale > 1:
-        scale, found = scale / 2, replace(found, exact=(found.exact or 0.0) / 2)
-        if found.exact is not None and found.exact <= low.max:
-            return scale
-    return None
+@dataclass(frozen=True)
+class _Lower:
+    """What is known of lower loss scales without trying one.
+
+    `scale` is the largest halved one at which the operation's result fits the format (None: not known). It is a guess
+    where the true result is not known, and only that what led to it grows with the scale.
+    """
+
+    may_help: bool
+    scale: float | None = None
+    is_a_guess: bool = False
+
+    @staticmethod
+    def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
+        """Returns what follows from the true result, which goes with a power of the scale."""
+        power = degree(found.note) if found.note is not None else 0.0
+        if not found.may_be_scale or found.kind != "overflow" or power <= 0:
+            return _Lower(False)
+        if found.exact is None:
+            return _Lower(True, 1.0 if scale > 1 else None, is_a_guess=True)
+        lower = scale
+        while lower > LEAST:
+            lower = max(lower / 2, LEAST)
+            if found.exact * (lower / scale) ** power <= low.max:
+                return _Lower(True, lower)
+        return _Lower(False)

@@ -6,7 +6,7 @@ It looks at each result, which waits for the device; it is on for one step at a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +22,10 @@ from halfstep.observe.badness import Badness, badness, measure
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.rerun import Exact, recompute
+from halfstep.observe.schemas import aten_name, is_overwritten, is_uninitialised, is_view, scalars
 from halfstep.records import OpCall
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_OVERWRITING = tuple(
-    f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
-)
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
@@ -38,7 +36,8 @@ class Note:
     `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
     result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
     its arguments that were not finite came from. `constant` is an infinite or huge number among its arguments. `fresh`
-    says that nothing it read explains what it wrote; `call` and `exact` are there for these alone.
+    says that nothing it read explains what it wrote; `call` and `exact` are there for these alone. `root` says that it
+    made the gradient that a backward pass begins with, or belongs to the pass's first node.
     """
 
     index: int
@@ -49,6 +48,7 @@ class Note:
     names: list[str]
     function: str
     node: str | None = None
+    root: bool = False
     forward: Note | None = None
     dtype: torch.dtype | None = None
     scalars: tuple[float, ...] = ()
@@ -123,6 +123,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
         self._nodes: dict[int, list[Note]] = {}  # by the number that autograd gave the node of an operation
+        self._roots: dict[int, int] = {}  # the numbers of backward passes, and those of their first nodes
         self._local = threading.local()
         self._call: tuple[tuple[int, int], list[str]] = ((0, 0), [])
 
@@ -160,8 +161,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note = self._begin(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         note.sources = tuple(self.last_writer(t) for t in tensors)
-        note.scalars = tuple(_scalars(args, kwargs))
-        if _is_view(func):
+        if note.root:
+            for source in note.sources:
+                if source is not None and source.aten == "ones_like":
+                    source.root = True
+        note.scalars = tuple(scalars(args, kwargs))
+        if is_view(func):
             return self._compute(func, args, kwargs)
         writes = func._schema.is_mutable
         read = [_Read.before(t, writes) for t in tensors]
@@ -178,12 +183,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Notes what the operation wrote, and where it is not finite, why."""
         found = [(out, badness(out)) for out in outputs]
         bad = [each for _, each in found if each is not None]
-        if bad and not _is_uninitialised(func):
+        if bad and not is_uninitialised(func):
             note.bad = sum(bad[1:], bad[0])
             self._trace(note, func, given, read, outputs)
         fresh_memory = not func._schema.is_mutable
         for out, each in found:
-            self._wrote(note if not _is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
+            self._wrote(note if not is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
 
     def _wrote(self, blamed: Note | None, note: Note, out: Tensor, bad: bool, fresh: bool) -> None:
         for key in _memory(out):
@@ -203,7 +208,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         parents: list[Note] = []
         leaves: list[Leaf] = []
         for each in read:
-            bad = None if _is_overwritten(func, given, each.tensor) else badness(each.values)
+            bad = None if is_overwritten(func, given, each.tensor) else badness(each.values)
             if bad is None:
                 continue
             writers = [w for w in self.writers(each.memory) if w is not note] or self._never_written(each.memory, bad)
@@ -248,7 +253,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return [last]
 
     def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
-        aten = _name(func, args)
+        aten = aten_name(func, args)
         place = self.places.here()
         in_backward = torch._C._current_graph_task_id() != -1
         phase = "backward" if in_backward and not place.again else "forward"
@@ -278,11 +283,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if node is None:
             return
         note.node = node.name()
+        number = node._sequence_nr()
+        note.root = self._roots.setdefault(torch._C._current_graph_task_id(), number) == number
         if note.node == _ACCUMULATE:
             known = self.places.tensor(node.variable)
             note.module = known[1].rpartition(".")[0] if known else note.module
             return
-        made = self._nodes.get(node._sequence_nr(), [])
+        made = self._nodes.get(number, [])
         fitting = [each for each in made if is_backward_of(note.node, each.aten)]
         note.forward = fitting[-1] if fitting else made[-1] if made else None
         if note.forward is not None:
@@ -308,7 +315,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def forget(self) -> None:
         """Ends the recording for good, and drops what was recorded."""
         self.on = False
-        self.notes, self._writes, self._nodes = [], {}, {}
+        self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -339,19 +346,6 @@ def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:
     return leaf.bad, leaf.shape, leaf.dtype, leaf.masked and leaf.kind != "parameter"
 
 
-def _name(func: Any, args: Sequence[Any]) -> str:
-    name: str = func._schema.name.rpartition("::")[2]
-    if name == "convolution":
-        return f"conv{'_transpose' if args[6] else ''}{args[1].dim() - 2}d"
-    return name
-
-
-def _scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, float):
-            yield leaf
-
-
 def _memory(tensor: Tensor) -> list[int]:
     key = storage_of(tensor)
     return [key] if key else []
@@ -367,30 +361,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _is_view(func: Any) -> bool:
-    return bool(func.is_view) and not func._schema.is_mutable
-
-
-def _is_overwritten(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
-    """Tells whether an operation writes over a tensor without reading it, as over what `out=` gives it."""
-    args, kwargs = given
-    if func._schema.name in _OVERWRITING:
-        return bool(args) and args[0] is tensor
-    return any(each.is_out and kwargs.get(each.name) is tensor for each in func._schema.arguments)
-
-
-def _is_uninitialised(func: Any) -> bool:
-    return func._schema.name in (
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::resize_",
-        "aten::set_",
-    )
 
 
 def _is_mask(tensor: Tensor, bad: Badness) -> bool:

@@ -57,7 +57,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     if found.phase == "backward" and scale != 1 and found.kind != "stale gradients":
         parts.append(f"at loss scale {scale:g}")
     if found.lower_scale is not None:
-        parts.append(f"at {found.lower_scale:g} all gradients are finite")
+        parts.append(_at_lower(found, found.lower_scale))
     if not found.repeats:
         parts.append(
             "the closure does not repeat: another run of it got other inputs, or did not fail in the same place (an "
@@ -70,6 +70,12 @@ def _evidence(found: Diagnosis, scale: float) -> str:
             else f"in fp32 its loss is {found.full_loss:g}"
         )
     return "; ".join(parts)
+
+
+def _at_lower(found: Diagnosis, lower: float) -> str:
+    if not found.untried:
+        return f"at {lower:g} all gradients are finite"
+    return f"at {lower:g} it would fit" if found.exact is not None else f"what it gives at {lower:g} was not seen"
 
 
 def _elsewhere(found: Diagnosis) -> str:
@@ -131,7 +137,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: fl
         words.insert(0, f"plan.edit({edits})")
         if found.cured_loss is not None:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
-        elif found.kind != "scale too high":
+        elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
     return "; ".join(words)
 
@@ -179,6 +185,10 @@ def _in_every_format(found: Diagnosis) -> str:
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     lower = found.lower_scale
     if plan is None or lower is None or plan.scale.kind != "dynamic":
+        if lower is not None and lower < 1:
+            return [
+                f"take a loss scale of {lower:g} or less, or a dynamic one with a min as low: it loses small gradients"
+            ]
         return [f"take a loss scale of {lower:g} or less, or a dynamic one"]
     if lower >= plan.scale.min:
         return [

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import halfstep
-from halfstep import FP16, NumericsError, Scaling, SetupError
+from halfstep import FP16, FULL, NumericsError, Rule, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
 from halfstep.observe import guardian
 from halfstep.observe.guardian import WINDOW
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
-from tests.observe.faults.plants import Gain, LogOfZero
+from tests.observe.faults.plants import CustomBackward, Gain, LogOfZero
 from tests.scale.sync import NoSync
 
 
@@ -127,6 +127,84 @@ def test_a_floor_that_is_too_high_is_named():
     session.close()
     session = halfstep.initialize(model, optimizer, plan)
     assert not bool(run(session, optimizer, model, 2 * WINDOW)[-1].skipped)
+    session.close()
+
+
+def steep(plan, scaling, gradient=3e5):
+    """Steps of a model whose gradient is 3e5 times the loss scale: fp16 holds that at 1/8, and not at 1/4."""
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = halfstep.initialize(model, optimizer, halfstep.level(plan, "fp16").edit(*scaling))
+    inputs = torch.full((1, 8), 1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        session.backward(model(inputs).float().sum() * gradient)
+        return session.step()
+
+    return session, step
+
+
+def dynamic(init, least):
+    return Scaling("dynamic", init=init, min=least)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "cure", "limit"),
+    [
+        (Scaling("static", init=1.0), Scaling("static", init=2.0**-5), "it stays at 1"),
+        (Scaling("static", init=64.0), Scaling("static", init=2.0**-5), "it stays at 64"),
+        (dynamic(64.0, 1.0), dynamic(2.0**-3, 2.0**-5), "its floor is 1"),
+        (dynamic(2.0**20, 1.0), dynamic(2.0**-3, 2.0**-5), "its floor is 1"),
+        (dynamic(2.0**20, 0.25), dynamic(2.0**-3, 2.0**-5), "its floor is 0.25"),
+        (Scaling("none"), Scaling("static", init=2.0**-5), "it stays at 1"),
+    ],
+)
+def test_a_loss_scale_below_1_is_named_where_only_that_helps(scaling, cure, limit):
+    session, step = steep("O2", [scaling])
+    with pytest.raises(NumericsError) as caught:
+        [step() for _ in range(2 * WINDOW)]
+    verdict = caught.value.verdict
+    assert (verdict.kind, verdict.phase, verdict.cure) == ("scale too high", "backward", (cure,))
+    assert f"like those before it: the loss scale is too high, and {limit}\n" in str(caught.value)
+    assert "would not help" not in str(caught.value)
+    assert "at 0.125 it would fit" in verdict.evidence
+    assert "not tried" in verdict.advice
+    session.close()
+    session, step = steep("O2", verdict.cure)
+    assert not bool(step().skipped)
+    session.close()
+
+
+@pytest.mark.parametrize(("gradient", "kind"), [(1.09e12, "scale too high"), (1.11e12, "overflow")])
+def test_below_two_to_the_minus_24_no_scale_is_looked_for(gradient, kind):
+    session, step = steep("O2", [Scaling("static", init=1.0)], gradient)  # 65504 * 2**24 is 1.099e12
+    with pytest.raises(NumericsError) as caught:
+        [step() for _ in range(2 * WINDOW)]
+    assert caught.value.verdict.kind == kind
+    assert ("would not help" in str(caught.value)) == (kind == "overflow")
+    session.close()
+
+
+@pytest.mark.parametrize("init", [8.0, 2.0**20])
+def test_a_dynamic_scale_that_may_come_down_below_1_does(init, caplog):
+    session, step = steep("O2", [dynamic(init, 2.0**-3)])
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        records = [step() for _ in range(4 * WINDOW)]
+    assert not bool(records[-1].skipped)
+    assert caplog.text == ""
+    session.close()
+
+
+@pytest.mark.parametrize("scaling", [Scaling("static", init=1024.0), Scaling("static", init=1.0), Scaling("dynamic")])
+def test_an_overflow_that_no_scale_changes_is_not_laid_to_the_scale(scaling):
+    model = Cnn(CustomBackward())
+    session, optimizer = session_on(model, loss_scale=scaling)
+    with pytest.raises(NumericsError, match="and a lower loss scale would not help") as caught:
+        run(session, optimizer, model, 2 * WINDOW)
+    verdict = caught.value.verdict
+    assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("overflow", "plant", "mul", "backward")
+    assert verdict.cure == (Rule("plant", FULL),)
     session.close()
 
 
@@ -451,4 +529,119 @@ def test_an_explanation_that_fails_does_not_fail_the_step(monkeypatch, caplog):
     session, optimizer = session_on(model, "O2", "bf16")
     run(session, optimizer, model, WINDOW + 2, images())
     assert "could not be recorded" in caplog.text
+    session.close()
+
+
+def rollouts(before, *, steps):
+    """Steps whose loss is not finite, each after a rollout: what `before` does with the model and its inputs."""
+    model = nn.Sequential(nn.Linear(4, 8), LogOfZero(), nn.Linear(8, 4))
+    session, optimizer = session_on(model, "O2", "bf16")
+    inputs, labels = 4 * torch.randn(8, 4), targets()
+    try:
+        for _ in range(steps):
+            before(model, inputs)
+            optimizer.zero_grad()
+            session.backward(nn.functional.cross_entropy(model(inputs), labels))
+            session.step()
+    finally:
+        session.close()
+        assert _get_current_dispatch_mode_stack() == []
+
+
+def with_gradients(count):
+    return lambda model, inputs: [model(inputs) for _ in range(count)]
+
+
+def without_gradients(count):
+    def play(model, inputs):
+        with torch.no_grad():
+            return [model(inputs) for _ in range(count)]
+
+    return play
+
+
+def mixed(count):
+    return lambda model, inputs: [model(inputs), without_gradients(count)(model, inputs)]
+
+
+@pytest.mark.parametrize(
+    ("before", "steps"),
+    [
+        (with_gradients(40), 2 * WINDOW),
+        (with_gradients(100), 4 * WINDOW),
+        (without_gradients(300), 2 * WINDOW),
+        (mixed(3), 2 * WINDOW),
+        (mixed(10), 4 * WINDOW),
+    ],
+)
+def test_a_step_after_a_rollout_is_explained_in_the_end(before, steps):
+    with pytest.raises(NumericsError) as caught:
+        rollouts(before, steps=steps)
+    verdict = caught.value.verdict
+    assert (verdict.module, verdict.operator) == ("1", "log")
+
+
+@pytest.mark.parametrize("before", [with_gradients(5), mixed(1), without_gradients(70)])
+def test_patience_grows_until_it_is_enough(before, monkeypatch):
+    monkeypatch.setattr(guardian, "_PATIENCE", 8)
+    with pytest.raises(NumericsError):
+        rollouts(before, steps=12 * WINDOW)
+
+
+def test_a_step_of_many_forwards_that_its_loss_is_made_of_is_explained():
+    model = nn.Linear(4, 4)
+    session, optimizer = session_on(model, "O1", "bf16")
+    inputs = torch.randn(2, 4)
+
+    def training():
+        for _ in range(4 * WINDOW):
+            optimizer.zero_grad()
+            session.backward(sum(model(inputs).sum() for _ in range(200)).sub(torch.inf))
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert caught.value.verdict.operator == "sub"
+    session.close()
+
+
+def test_a_step_that_is_too_long_to_be_recorded_is_said_to_be_once(monkeypatch, caplog):
+    monkeypatch.setattr(guardian, "_OPERATIONS", 100)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        rollouts(with_gradients(30), steps=10 * WINDOW)
+    assert caplog.text.count("a step takes too many operations") == 1
+    assert "session.blame(closure)" in caplog.text
+
+
+def test_of_steps_that_are_too_long_few_are_recorded(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(guardian, "_OPERATIONS", 100)
+
+    def look(model, inputs):
+        recorded.append(bool(_get_current_dispatch_mode_stack()))
+        with_gradients(30)(model, inputs)
+
+    rollouts(look, steps=16 * WINDOW)
+    assert 1 <= sum(recorded) <= 4  # the pauses between them grow
+
+
+def test_too_long_an_evaluation_ends_the_recording_before_it_began(monkeypatch):
+    monkeypatch.setattr(guardian, "_PATIENCE", 50)
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    run(session, optimizer, model, WINDOW + 1, images())
+    without_gradients(50)(model, images())
+    assert _get_current_dispatch_mode_stack() != []
+    without_gradients(1)(model, images())
+    assert _get_current_dispatch_mode_stack() == []
+    session.close()
+
+
+def test_what_ran_where_it_cannot_be_seen_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(guardian, "find_origin", lambda *args: None)
+    model = Cnn(LogOfZero())
+    session, optimizer = session_on(model, "O2", "bf16")
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        run(session, optimizer, model, 4 * WINDOW, images())
+    assert caplog.text.count("could not be recorded") == 1
     session.close()
