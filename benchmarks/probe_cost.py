@@ -1,12 +1,13 @@
 """What a probe costs: steps of char_lm with and without one, taken in turn on the same batches in one process.
 
-    python benchmarks/probe_cost.py                          # O1 bf16, 40 steps, under a minute on 2 cores
+    python benchmarks/probe_cost.py                          # O1 bf16, 30 steps, under a minute on 2 cores
     python benchmarks/probe_cost.py --level O2 --steps 100
+    python benchmarks/probe_cost.py --cycles 5               # 5 times 50 steps at every=50
 
 Every row trains its own model from the same weights. A ratio is the median over steps of the time with a probe over the
-time without one in the same turn; "every 50" is a step that is not observed and a fiftieth of one that is, over a step
-without a probe. Reading the results on the host (`flush`) is timed apart. Writes JSON beside the other results with
---save.
+time without one in the same turn; with --cycles it is the median over cycles of 50 steps, of which one is observed, of
+the sum of their times over the sum of those without a probe. Reading the results on the host (`flush`) is timed apart.
+Writes JSON beside the other results with --save.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ from halfstep.workloads.char_lm import CharLM
 RESULTS = Path(__file__).resolve().parent / "results"
 SAMPLE = 2**14
 NEVER = 10**9  # attached, but no step after the first is observed
-ROWS = {
-    "not observed": {"every": NEVER},
-    "every step": {"every": 1},
-    f"every step, sample {SAMPLE:,}": {"every": 1, "sample": SAMPLE},
-    "every step, and updates": {"every": 1, "tensors": (*TENSOR_KINDS, UPDATE)},
+CYCLE = 50
+ALL = (*TENSOR_KINDS, UPDATE)
+ROWS: dict[str, dict[str, object]] = {
+    "not observed": {"every": NEVER, "tensors": ALL},
+    "four kinds": {"every": 1},
+    "all five kinds": {"every": 1, "tensors": ALL},
+    f"four kinds, sample {SAMPLE:,}": {"every": 1, "sample": SAMPLE},
+    f"all five kinds, sample {SAMPLE:,}": {"every": 1, "tensors": ALL, "sample": SAMPLE},
+}
+CYCLE_ROWS: dict[str, dict[str, object]] = {
+    f"every {CYCLE}": {"every": CYCLE},
+    f"every {CYCLE}, all five kinds": {"every": CYCLE, "tensors": ALL},
 }
 WARM_UP = 4
 
@@ -68,40 +76,46 @@ def turns(names: list[str], steps: int) -> Iterator[list[str]]:
         yield names[first:] + names[:first]
 
 
+def ratio(mine: list[float], base: list[float], span: int) -> float:
+    """Returns the median, over spans of so many steps, of what they took against the same of another run."""
+    spans = range(0, len(base), span)
+    return median(sum(mine[at : at + span]) / sum(base[at : at + span]) for at in spans)
+
+
 def main() -> None:
     """Measures, prints the table, and keeps it where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", default="O1")
     parser.add_argument("--low", default="bf16")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--cycles", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    rows, steps, span = (CYCLE_ROWS, CYCLE * options.cycles, CYCLE) if options.cycles else (ROWS, options.steps, 1)
     workload = CharLM()
     batches = workload.batches(0)
     runs = {"no probe": Run(workload, options.level, options.low, None)}
-    runs |= {name: Run(workload, options.level, options.low, row) for name, row in ROWS.items()}
-    for order in turns(list(runs), WARM_UP + options.steps):
+    runs |= {name: Run(workload, options.level, options.low, row) for name, row in rows.items()}
+    for order in turns(list(runs), WARM_UP + steps):
         inputs, targets = next(batches)
         for name in order:
             runs[name].step(inputs, targets)
     base = runs["no probe"].times[WARM_UP:]
-    ratios = {
-        name: median(mine / other for mine, other in zip(run.times[WARM_UP:], base, strict=True))
-        for name, run in runs.items()
-    }
-    ratios["every 50"] = (49 * ratios["not observed"] + ratios["every step"]) / 50
-    probe = runs["every step"].probe
+    ratios = {name: ratio(run.times[WARM_UP:], base, span) for name, run in runs.items()}
+    probe = list(runs.values())[-1].probe
     assert probe is not None
     start = time.perf_counter()
-    tensors = len(probe.flush())
-    flush = (time.perf_counter() - start) / (WARM_UP + options.steps)
-    print(f"char_lm {options.level} {options.low}, {options.steps} steps, {median(base) * 1e3:.1f} ms without a probe")
-    for name, ratio in ratios.items():
-        print(f"  {name:28} {100 * (ratio - 1):+6.1f}%")
-    print(f"  flush: {flush * 1e3:.1f} ms an observed step of {tensors // (WARM_UP + options.steps)} tensors")
+    seen = probe.flush()
+    observed = len({observation.step for observation in seen})
+    flush = (time.perf_counter() - start) / observed
+    print(f"char_lm {options.level} {options.low}, {steps} steps, {median(base) * 1e3:.1f} ms without a probe")
+    for name, value in ratios.items():
+        print(f"  {name:30} {100 * (value - 1):+6.1f}%")
+    print(f"  flush: {flush * 1e3:.1f} ms an observed step of {len(seen) // observed} tensors")
     if options.save:
         machine = read_machine(torch.device("cpu"))
-        target = RESULTS / f"probe-cost-{options.level}-{options.low}-{machine.cores}-cores.json"
+        what = "-every-50" if options.cycles else ""
+        target = RESULTS / f"probe-cost-{options.level}-{options.low}{what}-{machine.cores}-cores.json"
         result = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "machine": asdict(machine),

@@ -26,8 +26,8 @@ _LOG = logging.getLogger("halfstep")
 def library(source: Path) -> ctypes.CDLL | None:
     """Returns the compiled `source`, or None, with one notice that says why, where it cannot be compiled here.
 
-    The result is kept in the user's cache folder under a name made of source, flags, compiler and processor, so that a
-    home shared by several machines holds one for each.
+    The result is kept in the user's cache folder under a name made of source, headers beside it, flags, compiler and
+    processor, so that a home shared by several machines holds one for each.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -81,7 +81,8 @@ def _loaded(source: Path, compiler: str) -> ctypes.CDLL:
 def _key(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     key = "\n".join([*_FLAGS, *_SHARED, compiler, version, _processor()]).encode()
-    return hashlib.sha256(source.read_bytes() + key).hexdigest()[:16]
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    return hashlib.sha256(b"\n".join([*texts, key])).hexdigest()[:16]
 
 
 def _compile(source: Path, compiler: str, target: Path) -> None:

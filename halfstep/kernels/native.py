@@ -6,6 +6,7 @@ import ctypes
 import functools
 from array import array
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class _Common(ctypes.Structure):
     )
 
 
-class _Table:
+class Table:
     """A batch as the loops take it; the arrays that the structure points to live as long as it does."""
 
     def __init__(self, batch: Batch) -> None:
@@ -61,11 +62,31 @@ class _Table:
         )
         self.common = _Common()
 
-    def point(self, batch: Batch) -> None:
-        """Takes up where this step's gradients are."""
+    def point(self, batch: Batch, options: Options, factor: Tensor | None, found: Tensor) -> tuple[Any, Any]:
+        """Takes up where this step's gradients are, and its numbers; returns both structures as the loops take them."""
         self.arrays["grads"] = grads = pointers(batch.grads)
         self.tensors.grads = address(grads)
         self.tensors.threads = torch.get_num_threads()
+        common, lr = self.common, options.lr
+        common.factor = None if factor is None else factor.data_ptr()
+        common.found = found.data_ptr()
+        common.lr_single = common.lr_double = None
+        if not isinstance(lr, Tensor):
+            common.lr = lr
+        elif lr.dtype is torch.float32:
+            common.lr_single = lr.data_ptr()
+        else:
+            common.lr_double = lr.data_ptr()
+        common.weight_decay = options.weight_decay
+        common.maximize = options.maximize
+        return ctypes.byref(self.tensors), ctypes.byref(common)
+
+
+def numbers_of(options: Options) -> tuple[float, ...]:
+    """Returns what the loop of an optimizer takes besides."""
+    if isinstance(options, Adam):
+        return options.beta1, options.beta2, options.eps, options.decoupled
+    return options.momentum, options.dampening, options.nesterov
 
 
 def pointers(tensors: list[Tensor]) -> array[int]:
@@ -136,7 +157,7 @@ def fits(batch: Batch, options: Options) -> bool:
         known = all(grad.dtype in _FORMATS and is_dense(grad) for grad in batch.grads)
         here = batch.device.type == "cpu" and batch.dtype is torch.float32 and all(map(is_dense, batch.weights))
         fitting = here and dense and known and _loops() is not None
-        batch.memory["native"] = _Table(batch) if fitting else None
+        batch.memory["native"] = Table(batch) if fitting else None
     return batch.memory["native"] is not None
 
 
@@ -144,24 +165,7 @@ def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor,
     """Makes the update in one pass over the tensors; where `found` is true nothing is read or written."""
     loops = _loops()
     assert loops is not None
-    table: _Table = batch.memory["native"]
-    table.point(batch)
-    common, lr = table.common, options.lr
-    common.factor = None if factor is None else factor.data_ptr()
-    common.found = found.data_ptr()
-    common.lr_single = common.lr_double = None
-    if not isinstance(lr, Tensor):
-        common.lr = lr
-    elif lr.dtype is torch.float32:
-        common.lr_single = lr.data_ptr()
-    else:
-        common.lr_double = lr.data_ptr()
-    common.weight_decay = options.weight_decay
-    common.maximize = options.maximize
-    tensors = ctypes.byref(table.tensors)
-    if isinstance(options, Adam):
-        numbers = (options.beta1, options.beta2, options.eps, options.decoupled)
-        loops.halfstep_adam(tensors, ctypes.byref(common), *numbers)
-    else:
-        loops.halfstep_sgd(tensors, ctypes.byref(common), options.momentum, options.dampening, options.nesterov)
+    table: Table = batch.memory["native"]
+    loop = loops.halfstep_adam if isinstance(options, Adam) else loops.halfstep_sgd
+    loop(*table.point(batch, options, factor, found), *numbers_of(options))
     torch.autograd.graph.increment_version(batch.weights)  # what autograd may have saved

@@ -3,11 +3,9 @@
 // A row of results is 264 int64: 256 exponent counts, count, zeros, negatives, infinities, nans, and the bits of three
 // doubles: sum, sum of squares, largest magnitude. Rows are added to. Sums are taken in pieces of fixed size, in a
 // fixed order, so that they do not depend on the number of threads (in their last place they do on the processor).
+// Updates of weights are counted as they are computed, by the code that the step runs (update.h).
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "update.h"
 
 namespace {
 
@@ -35,18 +33,6 @@ struct Sums {
   double total, squares, peak;
 };
 
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 // The bits of the fp32 value that equals an element. Subnormals of fp16 go through an integer, which a processor that
 // flushes subnormal floats to zero leaves alone.
 inline uint32_t widened(uint32_t bits) { return bits; }
@@ -62,7 +48,7 @@ struct Float16 {
 inline uint32_t widened(Float16 x) {
   const uint32_t magnitude = x.bits & 0x7fffu;
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
-  const uint32_t small = as_bits(float(int32_t(magnitude)) * 0x1p-24f);
+  const uint32_t small = bits(float(int32_t(magnitude)) * 0x1p-24f);
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t special = (magnitude << 13) | kInfinity;
   return sign | (magnitude < 0x0400u ? small : magnitude >= 0x7c00u ? special : normal);
@@ -116,7 +102,7 @@ void count_block(const uint32_t* bits, int64_t size, Piece& piece) {
     peak = peaks[lane] > peak ? peaks[lane] : peak;
   }
   piece.count += size;
-  piece.peak = std::fmax(piece.peak, double(as_float(peak)));
+  piece.peak = std::fmax(piece.peak, double(number(peak)));
 }
 
 template <class Element>
@@ -192,9 +178,14 @@ void count_run(const uint64_t* data, int64_t size, Piece& piece) {
 // The elements of a tensor that are read: all of them, or `runs` runs of `length`, one in each of `runs` equal
 // stretches, at a place in it that follows the golden ratio: even spacing would fall on the same columns of each row.
 struct Reading {
-  const void* data;
   int64_t size, runs, length;
-  int kind;
+
+  Reading(int64_t size, int64_t sample, int64_t length)
+      : size(size), runs(sample == 0 || size <= sample ? 0 : sample / length), length(length) {}
+
+  int64_t units() const { return runs ? runs : size; }
+  int64_t step() const { return runs ? kPiece / length : kPiece; }  // units of a piece
+  int64_t elements() const { return runs ? runs * length : size; }
 
   int64_t start(int64_t run) const {
     const uint64_t stretch = uint64_t(size / runs), room = stretch - uint64_t(length) + 1;
@@ -203,12 +194,12 @@ struct Reading {
   }
 };
 
-void count_elements(const Reading& r, int64_t start, int64_t size, Piece& piece) {
-  switch (r.kind) {
-    case kFloat32: return count_run(static_cast<const uint32_t*>(r.data) + start, size, piece);
-    case kBFloat16: return count_run(static_cast<const BFloat16*>(r.data) + start, size, piece);
-    case kFloat16: return count_run(static_cast<const Float16*>(r.data) + start, size, piece);
-    default: return count_run(static_cast<const uint64_t*>(r.data) + start, size, piece);
+void count_elements(int32_t kind, const void* data, int64_t start, int64_t size, Piece& piece) {
+  switch (kind) {
+    case kFloat32: return count_run(static_cast<const uint32_t*>(data) + start, size, piece);
+    case kBFloat16: return count_run(static_cast<const BFloat16*>(data) + start, size, piece);
+    case kFloat16: return count_run(static_cast<const Float16*>(data) + start, size, piece);
+    default: return count_run(static_cast<const uint64_t*>(data) + start, size, piece);
   }
 }
 
@@ -254,22 +245,15 @@ void raise_double(int64_t* place, double value) {
   std::memcpy(place, &held, sizeof held);
 }
 
-}  // namespace
-
-// Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is
-// read in runs of `length` elements, `sample` elements together.
-extern "C" void halfstep_add_stats(int64_t tensors, const void* const* data, const int64_t* sizes, const int32_t* kinds,
-                                   int64_t* const* rows, int64_t sample, int64_t length, int32_t threads) {
-  std::vector<Reading> readings;
+// Adds to the row of each tensor what `count(tensor, start, size, piece)` counts of the elements that are read of it.
+template <typename Count>
+void add_pieces(const std::vector<Reading>& readings, int64_t* const* rows, int32_t threads, const Count& count) {
   int64_t elements = 0;
   std::vector<int64_t> owners, firsts;  // of each piece: its tensor, and its first element or run
-  for (int64_t i = 0; i < tensors; ++i) {
-    const bool whole = sample == 0 || sizes[i] <= sample;
-    readings.push_back({data[i], sizes[i], whole ? 0 : sample / length, length, kinds[i]});
-    const int64_t units = whole ? sizes[i] : readings.back().runs, step = whole ? kPiece : kPiece / length;
-    elements += whole ? sizes[i] : units * length;
-    for (int64_t first = 0; first < units; first += step) {
-      owners.push_back(i);
+  for (size_t i = 0; i < readings.size(); ++i) {
+    elements += readings[i].elements();
+    for (int64_t first = 0; first < readings[i].units(); first += readings[i].step()) {
+      owners.push_back(int64_t(i));
       firsts.push_back(first);
     }
   }
@@ -278,15 +262,12 @@ extern "C" void halfstep_add_stats(int64_t tensors, const void* const* data, con
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (elements >= kParallel)
   for (int64_t k = 0; k < pieces; ++k) {
     const Reading& r = readings[owners[k]];
+    const int64_t end = firsts[k] + r.step() < r.units() ? firsts[k] + r.step() : r.units();
     Piece piece;
-    if (r.runs == 0) {
-      const int64_t left = r.size - firsts[k];
-      count_elements(r, firsts[k], left < kPiece ? left : kPiece, piece);
-    } else {
-      const int64_t last = firsts[k] + kPiece / length;
-      for (int64_t run = firsts[k]; run < (last < r.runs ? last : r.runs); ++run)
-        count_elements(r, r.start(run), length, piece);
-    }
+    if (r.runs == 0)
+      count(owners[k], firsts[k], end - firsts[k], piece);
+    else
+      for (int64_t run = firsts[k]; run < end; ++run) count(owners[k], r.start(run), r.length, piece);
     sums[k] = finish(piece, rows[owners[k]]);
   }
   for (int64_t k = 0; k < pieces; ++k) {
@@ -296,3 +277,117 @@ extern "C" void halfstep_add_stats(int64_t tensors, const void* const* data, con
     raise_double(row + kPeak, sums[k].peak);
   }
 }
+
+// ---- updates ----------------------------------------------------------------------------------------------------
+
+// What a change, in fp32, and a decay, in double, add to full weights, in units of the last place of the weights as
+// they are stored: the bits of doubles. The unit of |w| is 2^(its exponent - fraction), the exponent at least that of
+// the smallest normal value; the product with its inverse is exact. As in_last_places in updates.py.
+template <bool kDecays>
+__attribute__((noinline)) void in_last_places(int64_t n, uint64_t fraction, uint32_t smallest, double decay,
+                                              const float* __restrict stored, const float* __restrict weight,
+                                              const float* __restrict change, uint64_t* __restrict found) {
+  for (int64_t k = 0; k < n; ++k) {
+    const uint32_t field = bits(stored[k]) >> 23 & 255;
+    const uint64_t exponent = field == 255 ? 2047 : (field > smallest ? field : smallest) + (1023 - 127);
+    const uint64_t inverse = (2046 + fraction - exponent) << 52;
+    double unit, added = change[k];
+    std::memcpy(&unit, &inverse, sizeof unit);
+    if (kDecays) added = added - double(weight[k]) * decay;
+    added = added * unit;
+    std::memcpy(found + k, &added, sizeof added);
+  }
+}
+
+// Counts what `core(tensor, at, n, gradient, change)` makes of zeros, in which an update of some weights is not rounded
+// to what the weights can hold.
+template <typename Core>
+void count_updates(const Tensors& b, const Common& c, float l2, double decay, int64_t t, int64_t start, int64_t size,
+                   const Core& core, Piece& piece) {
+  const uint64_t fraction = b.format == kFloat ? 23 : b.format == kBfloat ? 7 : 10;
+  const uint32_t smallest = b.format == kHalf ? 127 - 14 : 1;
+  alignas(64) float opened[kBlock], kept[kBlock], gradient[kBlock], change[kBlock];
+  alignas(64) uint64_t found[kBlock];
+  for (int64_t at = start; at < start + size; at += kBlock) {
+    const int64_t n = at + kBlock < start + size ? kBlock : start + size - at;
+    const float *weight = open_weights(b, t, at, n, opened), *stored = weight;
+    if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, kept, n), stored = kept;
+    open_gradient(b, c, t, at, n, gradient);
+    if (l2 != 0) add_block(n, l2, weight, gradient);
+    std::memset(change, 0, sizeof change);
+    core(t, at, n, gradient, change);
+    if (decay != 0)
+      in_last_places<true>(n, fraction, smallest, decay, stored, weight, change, found);
+    else
+      in_last_places<false>(n, fraction, smallest, decay, stored, weight, change, found);
+    for (int64_t k = n; k % kLanes; ++k) found[k] = 0;
+    count_wide_block(found, n, piece);
+  }
+}
+
+// A tensor without a row is passed over; of a step that is skipped every element is a zero.
+template <typename Core>
+void add_updates(const Tensors& b, const Common& c, float l2, double decay, int64_t* const* rows, int64_t sample,
+                 int64_t length, const Core& core) {
+  std::vector<Reading> readings;
+  for (int64_t t = 0; t < b.tensors; ++t) {
+    readings.push_back({rows[t] ? b.numels[t] : 0, sample, length});
+    if (!*c.found || !rows[t]) continue;
+    rows[t][kCount] += readings[t].elements();
+    rows[t][kZeros] += readings[t].elements();
+  }
+  if (*c.found) return;
+  add_pieces(readings, rows, b.threads, [&](int64_t t, int64_t start, int64_t size, Piece& piece) {
+    count_updates(b, c, l2, decay, t, start, size, core, piece);
+  });
+}
+
+// The learning rate times the weight decay, in the precision of a learning rate in a tensor.
+double decay_of(const Common& c) {
+  return c.lr_single ? double(*c.lr_single * float(c.weight_decay)) : rate(c) * c.weight_decay;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is
+// read in runs of `length` elements, `sample` elements together.
+void halfstep_add_stats(int64_t tensors, const void* const* data, const int64_t* sizes, const int32_t* kinds,
+                        int64_t* const* rows, int64_t sample, int64_t length, int32_t threads) {
+  std::vector<Reading> readings;
+  for (int64_t i = 0; i < tensors; ++i) readings.push_back({sizes[i], sample, length});
+  add_pieces(readings, rows, threads, [&](int64_t i, int64_t start, int64_t size, Piece& piece) {
+    count_elements(kinds[i], data[i], start, size, piece);
+  });
+}
+
+// Adds the statistics of what the next update by Adam, or AdamW with `decoupled` weight decay, adds to each weight.
+void halfstep_add_adam_updates(const Tensors* tensors, const Common* common, double beta1, double beta2, double eps,
+                               int32_t decoupled, int64_t* const* rows, int64_t sample, int64_t length) {
+  const Tensors& b = *tensors;
+  const Adam o = adam_of(b, *common, beta1, beta2, eps, decoupled, 1);
+  add_updates(b, *common, o.adds ? o.l2 : 0, o.decays ? decay_of(*common) : 0, rows, sample, length,
+              [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
+    alignas(64) float first[kBlock], second[kBlock], peak[kBlock];
+    std::memcpy(first, b.firsts[t] + at, n * sizeof(float));
+    std::memcpy(second, b.seconds[t] + at, n * sizeof(float));
+    if (b.peaks) std::memcpy(peak, b.peaks[t] + at, n * sizeof(float));
+    update_block(o, t, n, change, gradient, first, second, b.peaks ? peak : nullptr);
+  });
+}
+
+// The same of SGD.
+void halfstep_add_sgd_updates(const Tensors* tensors, const Common* common, double momentum, double dampening,
+                              int32_t nesterov, int64_t* const* rows, int64_t sample, int64_t length) {
+  const Tensors& b = *tensors;
+  const Sgd o = sgd_of(*common, momentum, dampening, nesterov);
+  add_updates(b, *common, o.l2, 0, rows, sample, length,
+              [&](int64_t t, int64_t at, int64_t n, float* gradient, float* change) {
+    alignas(64) float buffer[kBlock];
+    if (b.firsts) std::memcpy(buffer, b.firsts[t] + at, n * sizeof(float));
+    update_block(o, b.fresh && *b.fresh[t] == 1, n, change, gradient, b.firsts ? buffer : nullptr);
+  });
+}
+
+}  // extern "C"

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from halfstep.kernels.updates import Updates
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending
 from halfstep.observe.window import Window
@@ -21,21 +22,14 @@ KEPT = 20_000  # rows, of 2 KiB each, that wait for a flush
 _LOG = logging.getLogger("halfstep")
 
 
-Added = tuple[Parameter, Tensor, Tensor, bool]
-
-
 class Watch(Protocol):
-    """What sees the updates of one step.
+    """What sees the updates of one step."""
 
-    Each is a parameter, its stored weight before the step, what the step adds to it, and whether that is a sample; a
-    parameter may come in several parts.
-    """
-
-    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Added]:
+    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
         """Yields what is known before the step is made, from the gradients that it gets, times `factor`."""
         ...
 
-    def after(self) -> Iterator[Added]:
+    def after(self) -> Iterator[Updates]:
         """Yields the rest."""
         ...
 
@@ -191,15 +185,12 @@ class Probes:
 
     def updating(
         self,
-        make: Callable[[int | None], Watch],
+        make: Callable[[], Watch],
         params: Sequence[Parameter],
         grads: Sequence[Tensor],
         factor: Tensor | None,
     ) -> AbstractContextManager[None]:
-        """Shows what happens inside: an update of `params` from `grads` times `factor`.
-
-        `make(sample)` gives what can watch it, reading `sample` elements of a weight, or all of them for None.
-        """
+        """Shows what happens inside: an update of `params` from `grads` times `factor`; `make()` watches it."""
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         return _updating(windows, make, params, grads, factor) if windows else nullcontext()
 
@@ -223,7 +214,7 @@ class Probes:
 @contextmanager
 def _updating(
     windows: Sequence[Window],
-    make: Callable[[int | None], Watch],
+    make: Callable[[], Watch],
     params: Sequence[Parameter],
     grads: Sequence[Tensor],
     factor: Tensor | None,
@@ -234,16 +225,11 @@ def _updating(
     for window in windows:
         window.unread.update(f"{name} (updates)" for name in parted)
     mine = [(p, grad) for p, grad in mine if readable(p) is p]
-    samples = [window.sample for window in windows]
-    watch = make(None if None in samples else max(sample or 0 for sample in samples))
-    for added in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
-        _show(windows, added)
+    watch = make()
+    for updates in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
+        for window in windows:
+            window.update(updates)
     yield
-    for added in watch.after():
-        _show(windows, added)
-
-
-def _show(windows: Sequence[Window], added: Added) -> None:
-    for window in windows:
-        if id(added[0]) in window.owners:
-            window.update(*added)
+    for updates in watch.after():
+        for window in windows:
+            window.update(updates)

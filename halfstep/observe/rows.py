@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32
 from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
+from halfstep.kernels.updates import Updates
 from halfstep.observe.stats import read_rows
 from halfstep.records import Observation, TensorStats
 
@@ -22,15 +23,13 @@ _FIRST = 128  # rows to begin with
 class Subject:
     """What a row is about.
 
-    `scale` is the number of the loss scale that its elements carry, 0 for none; `sampled` says that what is added is
-    not all there is.
+    `scale` is the number of the loss scale that its elements carry, 0 for none.
     """
 
     module: str
     kind: str
     name: str
     scale: int = 0
-    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,21 +61,24 @@ class StepRows:
             self._source = scale, scale._version
         return len(self._scales)
 
-    def add(self, tensors: Sequence[Tensor], subjects: Sequence[Subject], dtype: torch.dtype | None = None) -> None:
-        """Adds the statistics of each tensor to the row of its subject.
-
-        `dtype` is the one to name as the format that the tensors are stored in, where it is not their own.
-        """
+    def add(self, tensors: Sequence[Tensor], subjects: Sequence[Subject]) -> None:
+        """Adds the statistics of each tensor to the row of its subject."""
         with self._lock:
             places: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
             for t, subject in zip(tensors, subjects, strict=True):
                 group = places.setdefault(t.device, ([], []))
                 group[0].append(t)
-                sampled = subject.sampled or is_sampled(t, self._sample)
-                row = _Row(subject, format_name(dtype or t.dtype), sampled)
-                group[1].append(self._place(t.device, row))
+                group[1].append(self._place(t, subject))
             for device, (group_tensors, group_places) in places.items():
                 add_stats(group_tensors, self._buffers[device], group_places, sample=self._sample)
+
+    def add_updates(self, updates: Updates, subjects: Sequence[Subject | None]) -> None:
+        """Adds the statistics of updates to the rows of their subjects; one without a subject is passed over."""
+        with self._lock:
+            pairs = zip(updates.stored, subjects, strict=True)
+            places = [None if subject is None else self._place(t, subject) for t, subject in pairs]
+            if any(place is not None for place in places):
+                updates.add_to(self._buffers[updates.stored[0].device], places, sample=self._sample)
 
     def pending(self, step: int) -> Pending:
         """Returns the rows on their way to the host; nothing is waited for."""
@@ -94,8 +96,10 @@ class StepRows:
             events.append(event)
         return Pending(step, parts, scales, events)
 
-    def _place(self, device: torch.device, row: _Row) -> int:
+    def _place(self, t: Tensor, subject: Subject) -> int:
+        device = t.device
         places = self._places.setdefault(device, {})
+        row = _Row(subject, format_name(t.dtype), is_sampled(t, self._sample))
         place = places.setdefault(row, len(places))
         buffer = self._buffers.get(device)
         if buffer is None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from halfstep.kernels.updates import Updates
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
-from halfstep.observe.lost import in_last_places
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending, StepRows, Subject
 from halfstep.records import UPDATE
@@ -25,7 +25,6 @@ class Window:
 
     def __init__(self, modules: Mapping[str, nn.Module], kinds: frozenset[str], sample: int | None) -> None:
         self.kinds = kinds
-        self.sample = sample
         self.hooks: StepHooks | None = None
         self._modules = modules
         self.unread: set[str] = set()  # types of tensors that could not be read
@@ -76,13 +75,12 @@ class Window:
             pairs = [(owners[id(p)], grad) for p, grad in zip(params, grads, strict=True) if id(p) in owners]
             self._add([(grad, Subject(module, "weight_grad", name, number)) for (_, module, name), grad in pairs])
 
-    def update(self, p: Parameter, before: Tensor, update: Tensor, sampled: bool) -> None:
-        """Takes what a step adds to a parameter or a part of it (float64), and the weight as it was stored before."""
+    def update(self, updates: Updates) -> None:
+        """Takes what a step adds to some parameters."""
         if self._capturing():
             return
-        _, module, name = self.owners[id(p)]
-        subject = Subject(module, UPDATE, name, sampled=sampled)
-        self._rows.add([in_last_places(update, before)], [subject], before.dtype)
+        owned = [self.owners.get(id(p)) for p in updates.params]
+        self._rows.add_updates(updates, [owner and Subject(owner[1], UPDATE, owner[2]) for owner in owned])
 
     def _activations(self, module: str, found: Found) -> None:
         self._add([(t, Subject(module, "activation", place)) for place, t in found])

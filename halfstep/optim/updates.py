@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,28 +12,18 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Adam, Batch, Options, chunks, in_layout_of, is_dense
-from halfstep.kernels.stats import is_sampled, sampled_places
+from halfstep.kernels.stats import add_stats, is_sampled, sampled_places
+from halfstep.kernels.updates import Updates, add_updates, fits, in_last_places
 from halfstep.optim import eager
 from halfstep.optim.arranged import state_names
 from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.own import OwnStepper, options_of
 from halfstep.optim.rows import widened
+from halfstep.optim.split import join
 from halfstep.optim.steppers import Stepper, is_own
 
 _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
-
-
-class Added(NamedTuple):
-    """A weight, or a part of it, as it was stored before the step, and what the step adds to it.
-
-    The update is in float64, and zero where the step is skipped. `sampled` says that the parts are not all.
-    """
-
-    param: Parameter
-    before: Tensor
-    update: Tensor
-    sampled: bool = False
 
 
 class UpdateWatch:
@@ -41,14 +31,10 @@ class UpdateWatch:
 
     For torch's Adam, AdamW and SGD that is computed beside the step, from the state and the gradients that the step is
     given (not what a step hook makes of them), and not added to the weight: so it also shows what the stored format, or
-    fp32, cannot hold. For other optimizers it is the change of the fp32 value that they update. With a `sample`, of
-    larger weights only so many elements may be computed: those that `halfstep.kernels.stats.add_stats` reads.
+    fp32, cannot hold. For other optimizers it is the change of the fp32 value that they update.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor, sample: int | None
-    ) -> None:
-        self._sample = sample
+    def __init__(self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor) -> None:
         self._optimizer = optimizer
         self._stepper = stepper
         self._store = store
@@ -56,60 +42,135 @@ class UpdateWatch:
         self._held: list[tuple[Parameter, Tensor, Tensor]] = []  # with the stored and the fp32 value before the step
 
     @torch.no_grad()
-    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Added]:
+    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
         """Yields what is known before the step, which gets these gradients times `factor`, and prepares the rest."""
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = {}
-        own = is_own(self._optimizer)
-        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        for p, grad in zip(params, grads, strict=True):
-            if own and p.numel():
-                yield from self._computed(p, grad, factor, groups[id(p)])
-            elif not own:
-                self._held.append((p, p.detach().clone(), self._store.full(p).clone()))
+        if not is_own(self._optimizer):
+            self._held = [(p, p.detach().clone(), self._store.full(p).clone()) for p in params]
+            return
+        self._store.adopt_changed(params)
+        given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
+        for group in self._optimizer.param_groups:
+            options = options_of(self._optimizer, group)
+            coming: dict[tuple[Any, ...], Coming] = {}
+            for p in group["params"]:
+                if id(p) in given and p.numel():
+                    self._gather(p, given[id(p)], options, factor, coming)
+            yield from coming.values()
 
     @torch.no_grad()
-    def after(self) -> Iterator[Added]:
+    def after(self) -> Iterator[Updates]:
         """Yields the rest, once the step is made."""
         unrounded = self._stepper.unrounded if isinstance(self._stepper, ForeignStepper) else None
         for p, stored, full in self._held:
             value = self._store.full(p) if not unrounded or p not in unrounded else unrounded[p]
-            yield Added(p, _real(stored), _real(value).double() - _real(full).double())
+            yield Made([p], [_real(stored)], _real(value).double() - _real(full).double())
         self._held.clear()
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = None
 
-    def _computed(self, p: Parameter, grad: Tensor, factor: Tensor | None, group: dict[str, Any]) -> Iterator[Added]:
-        """Yields what the update of `p` adds, in parts that stay in a cache."""
-        options = options_of(self._optimizer, group)
-        skipped = self._skipped.to(p.device, non_blocking=True)
-        batch = self._gathered(p, grad, options)
-        sampled = is_sampled(p, self._sample) and is_dense(batch.weights[0])
-        if sampled and self._sample is not None:
-            batch = _picked(batch, sampled_places(batch.weights[0].numel(), self._sample, p.device))
-        for part in chunks(batch, _PART):
-            update = _update_of(part, options, factor)
-            yield Added(p, part.extras[0], torch.where(skipped, 0.0, update), sampled)
-
-    def _gathered(self, p: Parameter, grad: Tensor, options: Options) -> Batch:
-        """Returns what an update of `p` reads, the weight in full, and beside it, as `extras`, as it is stored."""
-        state = self._optimizer.state.get(p, {})
-        stored = _real(p.detach())
-        weight = in_layout_of(_real(self._store.full(p)), stored)
+    def _gather(
+        self, p: Parameter, grad: Tensor, options: Options, factor: Tensor | None, coming: dict[Any, Coming]
+    ) -> None:
+        """Adds what the update of `p` reads to that of its like; no state is made or changed."""
+        layout = self._store.layout(p)
+        weight = _real(p.detach())
+        key = (layout, p.device, weight.dtype, is_dense(weight))
+        if key not in coming:
+            local = None if factor is None else factor.to(p.device, non_blocking=True)
+            batch = Batch(layout, [], [], [], {name: [] for name in state_names(options)})
+            coming[key] = Coming([], batch, options, local, self._skipped.to(p.device, non_blocking=True))
+        coming[key].params.append(p)
+        batch = coming[key].batch
+        batch.weights.append(weight)
+        if layout in ("copy", "split"):
+            batch.extras.append(self._store.extra(p))
         dense = widened(grad).to_dense() if grad.is_sparse else grad
-        batch = Batch("full", [weight], [stored], [in_layout_of(_real(dense.detach()), stored)])
-        for name in state_names(options):
+        batch.grads.append(in_layout_of(_real(dense.detach()), weight))
+        state = self._optimizer.state.get(p, {})
+        for name, tensors in batch.states.items():
             held = state.get(name)
-            zero = torch.zeros_like(weight) if held is None else in_layout_of(_real(held).to(weight.device), stored)
-            batch.states = {**batch.states, name: [zero]}
+            zero = torch.zeros_like(weight, dtype=batch.dtype) if held is None else None
+            tensors.append(in_layout_of(_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
         if isinstance(options, Adam):
             step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
-            batch.steps.append(step.to(p.device, non_blocking=True) + 1)
+            batch.steps.append(step.to(p.device, non_blocking=True))
         else:
             flag = self._stepper.fresh(p) if isinstance(self._stepper, OwnStepper) else None
             new = state.get("momentum_buffer") is None
             batch.fresh.append(torch.full((), float(new), device=p.device) if flag is None or new else flag)
-        return batch
+
+
+@dataclass(frozen=True)
+class Coming:
+    """Updates that a step is about to make of the parameters of one batch, whose `steps` do not count it yet."""
+
+    params: list[Parameter]
+    batch: Batch
+    options: Options
+    factor: Tensor | None
+    skipped: Tensor
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The weights as they lie in memory."""
+        return self.batch.weights
+
+    @torch.no_grad()
+    def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
+        """Adds the statistics of each update; see `halfstep.kernels.updates.Updates`."""
+        if fits(self.batch, self.options, rows):
+            add_updates(self.batch, self.options, self.factor, self.skipped, rows, places, sample=sample)
+            return
+        for index, place in enumerate(places):
+            if place is not None:
+                for stored, update in self.parts(index, sample):
+                    add_stats([in_last_places(update, stored)], rows, [place], sample=sample)
+
+    def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (stored weight, what the step adds to it in float64) of one parameter in parts that stay in a cache.
+
+        The reference of what the compiled loop counts. With a `sample`, of a larger weight the elements that
+        `add_stats` reads of it.
+        """
+        alone = self._alone(index)
+        if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
+            alone = _picked(alone, sampled_places(alone.weights[0].numel(), sample, alone.device))
+        for part in chunks(alone, _PART):
+            yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(part, self.options, self.factor))
+
+    def _alone(self, index: int) -> Batch:
+        """Returns one parameter as a batch of its full weight, with the stored one as its `extras`."""
+        batch, stored = self.batch, self.batch.weights[index]
+        full = stored.float() if batch.layout == "low" else stored
+        if batch.extras:
+            extra = batch.extras[index]
+            full = join(stored, extra) if batch.layout == "split" else extra
+        return Batch(
+            "full",
+            [in_layout_of(full, stored)],
+            [stored],
+            [batch.grads[index]],
+            {name: [tensors[index]] for name, tensors in batch.states.items()},
+            [batch.steps[index] + 1] if batch.steps else [],
+            [batch.fresh[index]] if batch.fresh else [],
+        )
+
+
+@dataclass(frozen=True)
+class Made:
+    """The update, in float64, that a step has made of one parameter."""
+
+    params: list[Parameter]
+    stored: list[Tensor]
+    update: Tensor
+
+    def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
+        """Adds its statistics; see `halfstep.kernels.updates.Updates`."""
+        (place,) = places
+        if place is not None:
+            add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
 
 
 def _update_of(part: Batch, options: Options, factor: Tensor | None) -> Tensor:
@@ -118,7 +179,7 @@ def _update_of(part: Batch, options: Options, factor: Tensor | None) -> Tensor:
     The weight takes part in its decay alone, so that what is far smaller than the weight is not rounded away.
     """
     weight, dtype = part.weights[0], part.dtype
-    grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor.to(weight.device)
+    grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor
     grad = -grad if options.maximize else grad
     decoupled = isinstance(options, Adam) and options.decoupled
     if options.weight_decay and not decoupled:
@@ -127,7 +188,7 @@ def _update_of(part: Batch, options: Options, factor: Tensor | None) -> Tensor:
         part,
         weights=[torch.zeros_like(weight)],
         grads=[grad],
-        states={name: [tensors[0].to(dtype, copy=True)] for name, tensors in part.states.items()},
+        states={name: [tensors[0].clone()] for name, tensors in part.states.items()},
     )
     never = torch.zeros((), dtype=torch.bool, device=weight.device)
     eager.update(alone, replace(options, weight_decay=0.0, maximize=False), never)

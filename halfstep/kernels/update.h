@@ -1,0 +1,229 @@
+// What a step and those who watch it share: the tensors of a batch, opened block by block, and the updates of a block.
+//
+// The arithmetic is that of halfstep/optim/eager.py, operation by operation, each rounded once to fp32, so that both
+// give the same bits. Compiled without contraction (see build.py).
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+extern "C" {
+
+struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a table is null where the batch has none
+  int64_t tensors;
+  const int64_t* numels;
+  void* const* weights;
+  void* const* extras;
+  const void* const* grads;
+  const int32_t* grad_formats;
+  float* const* firsts;    // exp_avg, or momentum_buffer
+  float* const* seconds;   // exp_avg_sq
+  float* const* peaks;     // max_exp_avg_sq
+  float* const* steps;     // counts of updates made
+  float* const* fresh;     // 1 where no update has been made
+  int32_t layout;
+  int32_t format;          // of the weights
+  int32_t threads;
+};
+
+struct Common {
+  const float* factor;  // what each gradient is multiplied by; null for 1
+  const uint8_t* found;
+  const float* lr_single;  // a learning rate in a tensor; null where `lr` is it
+  const double* lr_double;
+  double lr;
+  double weight_decay;
+  int32_t maximize;
+};
+
+}  // extern "C"
+
+namespace {
+
+enum Format : int32_t { kFloat = 0, kBfloat = 1, kHalf = 2 };
+enum Layout : int32_t { kFull = 0, kCopy = 1, kSplit = 2, kLow = 3 };
+
+inline uint32_t bits(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+
+inline float number(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+// ---- fp16 -------------------------------------------------------------------------------------------------------
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16;
+  const uint32_t rest = h & 0x7FFF;
+  if (rest >= 0x7C00) return number(sign | 0x7F800000 | (rest & 0x3FF) << 13);
+  if (rest >= 0x0400) return number(sign | ((rest << 13) + 0x38000000));
+  return number(sign | bits(float(rest) * 0x1p-24f));  // a subnormal is a whole number of 2^-24
+}
+
+void load_half(const uint16_t* from, float* to, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+#endif
+  for (; i < n; i++) to[i] = half_to_float(from[i]);
+}
+
+// ---- blocks in ---------------------------------------------------------------------------------------------------
+
+void load(int32_t format, const void* base, int64_t at, float* __restrict to, int64_t n) {
+  if (format == kFloat) {
+    std::memcpy(to, (const float*)base + at, n * sizeof(float));
+  } else if (format == kBfloat) {
+    const uint16_t* from = (const uint16_t*)base + at;
+    for (int64_t i = 0; i < n; i++) to[i] = number(uint32_t(from[i]) << 16);
+  } else {
+    load_half((const uint16_t*)base + at, to, n);
+  }
+}
+
+void join(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] = number((uint32_t(high[i]) << 16) + uint32_t(int32_t(low[i])));
+}
+
+double rate(const Common& c) { return c.lr_single ? double(*c.lr_single) : c.lr_double ? *c.lr_double : c.lr; }
+
+// Returns `n` full weights: in place where they are kept so, else in `room`.
+inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, float* room) {
+  if (b.layout == kFull) return (float*)b.weights[t] + at;
+  if (b.layout == kCopy) return (float*)b.extras[t] + at;
+  if (b.layout == kSplit)
+    join((const uint16_t*)b.weights[t] + at, (const int16_t*)b.extras[t] + at, room, n);
+  else
+    load(b.format, b.weights[t], at, room, n);
+  return room;
+}
+
+inline void open_gradient(const Tensors& b, const Common& c, int64_t t, int64_t at, int64_t n, float* gradient) {
+  load(b.grad_formats[t], b.grads[t], at, gradient, n);
+  if (c.factor) {
+    const float factor = *c.factor;
+    for (int64_t k = 0; k < n; k++) gradient[k] *= factor;
+  }
+  if (c.maximize)
+    for (int64_t k = 0; k < n; k++) gradient[k] = -gradient[k];
+}
+
+// ---- the updates of one block: not inlined, or the compiler forgets that the pointers do not overlap -------------
+
+struct Adam {
+  float beta1, take1, beta2, take2, eps, decay, l2;
+  bool decays, adds;
+  std::vector<float> sizes, roots;  // of each tensor
+};
+
+struct Sgd {
+  float lr, momentum, take, l2;
+  bool adds, nesterov;
+};
+
+__attribute__((noinline)) void decay_block(int64_t n, float decay, float* __restrict w) {
+  for (int64_t k = 0; k < n; k++) w[k] *= decay;
+}
+
+__attribute__((noinline)) void add_block(int64_t n, float l2, const float* __restrict w, float* __restrict g) {
+  for (int64_t k = 0; k < n; k++) g[k] = g[k] + w[k] * l2;
+}
+
+__attribute__((noinline)) void adam_block(int64_t n, const Adam& o, float size, float root, float* __restrict w,
+                                          const float* __restrict g, float* __restrict m, float* __restrict v) {
+  const float beta1 = o.beta1, take1 = o.take1, beta2 = o.beta2, take2 = o.take2, eps = o.eps;
+  for (int64_t k = 0; k < n; k++) {
+    m[k] = m[k] * beta1 + g[k] * take1;
+    v[k] = v[k] * beta2 + (g[k] * g[k]) * take2;
+    w[k] = w[k] - (m[k] / (std::sqrt(v[k]) / root + eps)) * size;
+  }
+}
+
+__attribute__((noinline)) void amsgrad_block(int64_t n, const Adam& o, float size, float root, float* __restrict w,
+                                             const float* __restrict g, float* __restrict m, float* __restrict v,
+                                             float* __restrict peak) {
+  const float beta1 = o.beta1, take1 = o.take1, beta2 = o.beta2, take2 = o.take2, eps = o.eps;
+  for (int64_t k = 0; k < n; k++) {
+    m[k] = m[k] * beta1 + g[k] * take1;
+    v[k] = v[k] * beta2 + (g[k] * g[k]) * take2;
+    peak[k] = v[k] > peak[k] || v[k] != v[k] ? v[k] : peak[k];
+    w[k] = w[k] - (m[k] / (std::sqrt(peak[k]) / root + eps)) * size;
+  }
+}
+
+__attribute__((noinline)) void momentum_block(int64_t n, float momentum, float take, float* __restrict buffer,
+                                              const float* __restrict g) {
+  for (int64_t k = 0; k < n; k++) buffer[k] = buffer[k] * momentum + g[k] * take;
+}
+
+__attribute__((noinline)) void nesterov_block(int64_t n, float momentum, const float* __restrict buffer,
+                                              float* __restrict g) {
+  for (int64_t k = 0; k < n; k++) g[k] = g[k] + buffer[k] * momentum;
+}
+
+__attribute__((noinline)) void descend_block(int64_t n, float lr, float* __restrict w, const float* __restrict g) {
+  for (int64_t k = 0; k < n; k++) w[k] = w[k] - g[k] * lr;
+}
+
+// The coefficients of the update that comes when `ahead` more are counted than now.
+Adam adam_of(const Tensors& b, const Common& c, double beta1, double beta2, double eps, bool decoupled, float ahead) {
+  const double lr = rate(c);
+  Adam o{float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(1 - lr * c.weight_decay),
+         float(c.weight_decay), c.weight_decay != 0 && decoupled, c.weight_decay != 0 && !decoupled, {}, {}};
+  double last = -1;
+  for (int64_t t = 0; t < b.tensors; t++) {
+    const double step = *b.steps[t] + ahead;
+    if (step == last) {
+      o.sizes.push_back(o.sizes.back());
+      o.roots.push_back(o.roots.back());
+    } else {
+      o.sizes.push_back(float(lr / (1 - std::pow(beta1, step))));
+      o.roots.push_back(float(std::sqrt(1 - std::pow(beta2, step))));
+    }
+    last = step;
+  }
+  return o;
+}
+
+Sgd sgd_of(const Common& c, double momentum, double dampening, int32_t nesterov) {
+  return {float(rate(c)), float(momentum), float(1 - dampening), float(c.weight_decay), c.weight_decay != 0, nesterov != 0};
+}
+
+// `peak` is null without amsgrad.
+inline void update_block(const Adam& o, int64_t t, int64_t n, float* w, const float* g, float* m, float* v, float* peak) {
+  if (peak)
+    amsgrad_block(n, o, o.sizes[t], o.roots[t], w, g, m, v, peak);
+  else
+    adam_block(n, o, o.sizes[t], o.roots[t], w, g, m, v);
+}
+
+// `buffer` is null without momentum; the first one is the gradient itself.
+inline void update_block(const Sgd& o, bool fresh, int64_t n, float* w, float* g, float* buffer) {
+  if (buffer) {
+    if (fresh)
+      std::memcpy(buffer, g, n * sizeof(float));
+    else
+      momentum_block(n, o.momentum, o.take, buffer, g);
+    if (o.nesterov)
+      nesterov_block(n, o.momentum, buffer, g);
+    else
+      std::memcpy(g, buffer, n * sizeof(float));
+  }
+  descend_block(n, o.lr, w, g);
+}
+}  // namespace

@@ -1,0 +1,106 @@
+"""What an update adds to weights, before any rounding, counted in units of the weights' last places."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from halfstep.kernels import native
+from halfstep.kernels.batch import Adam, Batch, Options
+from halfstep.kernels.build import library
+from halfstep.kernels.native import Table, address, numbers_of
+from halfstep.kernels.stats import RUN
+
+_SOURCE = Path(__file__).with_name("stats.cpp")
+_FRACTION, _BIAS, _EXPONENT = 52, 1023, 0x7FF  # of float64
+_P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+
+
+class Updates(Protocol):
+    """What one step adds to parameters of one device."""
+
+    @property
+    def params(self) -> list[Parameter]:
+        """Whose updates these are."""
+        ...
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The parameters as they lie in memory before the step."""
+        ...
+
+    def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; None passes it over.
+
+        The elements are updates in units in the last place of the stored weight, zero where the step is skipped.
+        `rows` and `sample` are as in `halfstep.kernels.stats.add_stats`. Reads nothing on the host.
+        """
+        ...
+
+
+def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
+    """Returns a float64 update in units in the last place of `weight`, in the format of its dtype.
+
+    The unit of a weight w is the distance from |w| to the next larger value: 2^(floor(log2 |w|) - fraction bits), and
+    below the smallest normal value, zero included, the smallest subnormal. The division is exact.
+
+    >>> in_last_places(torch.tensor([0.25, 0.25]).double(), torch.tensor([1.0, 2.0]).half())
+    tensor([256., 128.], dtype=torch.float64)
+    """
+    info = torch.finfo(weight.dtype)
+    fraction, smallest = -_log2(info.eps), _log2(info.smallest_normal)
+    exponent = weight.double().abs().view(torch.int64) >> _FRACTION & _EXPONENT
+    unit = (exponent.clamp(min=max(smallest + _BIAS, fraction + 1)) - fraction) << _FRACTION
+    return update / unit.view(torch.float64)
+
+
+@functools.cache
+def _loops() -> ctypes.CDLL | None:
+    loops = library(_SOURCE)
+    if loops is not None:
+        loops.halfstep_add_adam_updates.argtypes = (_P, _P, _D, _D, _D, _I, _P, _L, _L)
+        loops.halfstep_add_sgd_updates.argtypes = (_P, _P, _D, _D, _I, _P, _L, _L)
+        loops.halfstep_add_adam_updates.restype = loops.halfstep_add_sgd_updates.restype = None
+    return loops
+
+
+def fits(batch: Batch, options: Options, rows: Tensor) -> bool:
+    """Returns whether `add_updates` takes this batch: one that the compiled step takes, and rows on the CPU."""
+    return rows.is_cpu and native.fits(batch, options) and _loops() is not None
+
+
+def add_updates(
+    batch: Batch,
+    options: Options,
+    factor: Tensor | None,
+    found: Tensor,
+    rows: Tensor,
+    places: Sequence[int | None],
+    *,
+    sample: int | None,
+) -> None:
+    """Adds the statistics of what the next update of a batch adds to each weight, in one pass; changes no tensor of it.
+
+    `batch.steps` are the counts of the updates made so far. For the rest see `Updates.add_to`.
+    """
+    loops = _loops()
+    assert loops is not None
+    table: Table = batch.memory["native"]
+    start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    targets = array("q", [0 if place is None else start + place * step for place in places])
+    loop = loops.halfstep_add_adam_updates if isinstance(options, Adam) else loops.halfstep_add_sgd_updates
+    limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
+    loop(*table.point(batch, options, factor, found), *numbers_of(options), address(targets), limit, RUN)
+
+
+def _log2(power: float) -> int:
+    return math.frexp(power)[1] - 1
