@@ -217,6 +217,16 @@ class TestBuild:
         build.library.cache_clear()
         assert build.library(source).one() == 2
 
+    def test_a_header_that_changed_is_compiled_in(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "five.cpp"
+        source.write_text('#include "number.h"\nextern "C" int five() { return kNumber; }')
+        (tmp_path / "number.h").write_text("constexpr int kNumber = 5;")
+        assert build.library(source).five() == 5
+        (tmp_path / "number.h").write_text("constexpr int kNumber = 6;")
+        build.library.cache_clear()
+        assert build.library(source).five() == 6
+
     def test_a_file_that_is_no_library_is_made_again(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "home", lambda: tmp_path)
         source = tmp_path / "four.cpp"
