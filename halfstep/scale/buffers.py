@@ -24,6 +24,7 @@ class BufferGuard:
         modules = {id(module): module for model in models for module in model.modules()}
         self._modules = list(modules.values())
         self._groups: list[_Group] = []
+        self._known: dict[int, _Known] = {}  # the buffers of the groups
         self._first_seen: dict[int, tuple[Tensor, int]] = {}
         self._current = False
         self.after_step()
@@ -40,12 +41,21 @@ class BufferGuard:
         So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
         the load.
         """
-        groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        buffers: dict[int, Tensor] = {}
+        same = True
         for module in self._modules:
             for buffer in module._buffers.values():
-                if buffer is not None and _restorable(buffer) and self._changes(buffer):
-                    groups.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
-        self._groups = [_Group(list(buffers.values())) for buffers in groups.values()]
+                if buffer is None:
+                    continue
+                known = self._known.get(id(buffer))
+                unchanged = known is not None and known == _known(buffer)
+                if (unchanged or _restorable(buffer)) and self._changes(buffer):
+                    buffers[id(buffer)] = buffer
+                    same = same and unchanged
+        if not same or len(buffers) != len(self._known):
+            self._group(buffers)
+        for group in self._groups:
+            group.take()
         self._current = False
 
     def restore(self, found: Tensor) -> None:
@@ -58,6 +68,13 @@ class BufferGuard:
             group.restore(found)
         self._current = False
 
+    def _group(self, buffers: dict[int, Tensor]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in buffers.values():
+            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        self._groups = [_Group(members) for members in groups.values()]
+        self._known = {key: _known(buffer) for key, buffer in buffers.items()}
+
     def _changes(self, buffer: Tensor) -> bool:
         """Returns whether training may change the buffer: it is small, new, or its version counter has moved."""
         if buffer.numel() <= _SMALL:
@@ -69,25 +86,37 @@ class BufferGuard:
         return seen[1] != buffer._version
 
 
+# Of a buffer, what a group's memory is made for, and whether it can be restored.
+_Known = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def _known(buffer: Tensor) -> _Known:
+    return buffer.shape, buffer.stride(), buffer.dtype, buffer.device
+
+
 class _Group:
-    """The buffers of one device and dtype and one flat copy of them."""
+    """The buffers of one device and dtype, a copy of them, and room for them as they are after the step."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
-        self.buffers = buffers
-        self.snapshot = _flat(buffers)
+        self._buffers = buffers
+        total = sum(buffer.numel() for buffer in buffers)
+        self._snapshot, self._after = (torch.empty(total, dtype=b.dtype, device=b.device) for b in (buffers[0],) * 2)
+        self._kept = torch._C._nn.unflatten_dense_tensors(self._snapshot, buffers)
+        self._chosen = torch._C._nn.unflatten_dense_tensors(self._after, buffers)
 
+    @torch.no_grad()
+    def take(self) -> None:
+        torch._foreach_copy_(self._kept, self._buffers)
+
+    @torch.no_grad()
     def restore(self, found: Tensor) -> None:
-        found = found.to(self.snapshot.device, non_blocking=True)
-        chosen = torch.split(torch.where(found, self.snapshot, _flat(self.buffers)), [b.numel() for b in self.buffers])
+        found = found.to(self._snapshot.device, non_blocking=True)
         # Through .data: BatchNorm saves its statistics for backward, and a counted write between one optimizer's step
         # and another loss's backward would be an error there, which the op itself avoids in the same way.
-        targets = [buffer.data for buffer in self.buffers]
-        torch._foreach_copy_(targets, [c.view(b.shape) for c, b in zip(chosen, self.buffers, strict=True)])
-
-
-@torch.no_grad()
-def _flat(buffers: list[Tensor]) -> Tensor:
-    return torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        buffers = [buffer.data for buffer in self._buffers]
+        torch._foreach_copy_(self._chosen, buffers)
+        torch.where(found, self._snapshot, self._after, out=self._after)
+        torch._foreach_copy_(buffers, self._chosen)
 
 
 def _restorable(buffer: Tensor) -> bool:
