@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,11 +71,7 @@ def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) 
 
 @torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns norm, test and flags of any gradients from torch operations, on the device of the first.
-
-    On devices without a cheap float64 sum the norm of a piece of 65,536 elements whose squares overflow fp32 (elements
-    above 1.8e19) is replaced by its upper bound, largest element times sqrt(length).
-    """
+    """Returns norm, test and flags of any gradients from torch operations, on the device of the first."""
     device = grads[0].device if grads else torch.device("cpu")
     flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -121,10 +116,14 @@ def elements(grad: Tensor) -> Tensor:
 
 def _norm_of_norms(norms: Tensor) -> Tensor:
     """Returns the L2 norm of non-negative numbers without overflow of their squares."""
-    largest = norms.amax()
-    unit = torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
+    unit = _units(norms.amax())
     scaled: Tensor = torch.linalg.vector_norm(norms / unit)
     return scaled * unit
+
+
+def _units(largest: Tensor) -> Tensor:
+    """Returns what to divide numbers by, of which these are the largest, before they are squared; never zero."""
+    return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -135,17 +134,18 @@ def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each piece's norm and whether it is finite, from a pass over the squares and one over the extremes.
+    """Returns each piece's norm and whether it is finite, from a pass over the extremes and one over the squares.
 
-    An L2 norm alone cannot tell an infinite gradient from one whose squares overflow; the extremes can.
+    The squares are those of elements over the piece's largest, which neither overflow nor, where they count, underflow.
     """
     wide = dtype if dtype is torch.float64 else torch.float32
-    norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=wide)))
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)
     largest = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)
-    roots = torch.tensor([math.sqrt(piece.numel()) for piece in pieces], dtype=wide).to(norms.device, non_blocking=True)
-    exact = torch.maximum(norms, largest)  # squares that underflow leave a norm below the largest element
-    return torch.where(torch.isfinite(norms), exact, largest * roots), torch.isfinite(largest)
+    units = _units(largest)
+    norms = [
+        torch.linalg.vector_norm(piece.to(wide) / unit) for piece, unit in zip(pieces, units.unbind(), strict=True)
+    ]
+    return torch.stack(norms) * units, torch.isfinite(largest)
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
