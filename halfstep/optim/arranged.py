@@ -87,13 +87,16 @@ class Arranged:
         groups = zip(optimizer.param_groups, all_options, strict=True)
         self._made_for = [(group, _ids(group), state_names(options)) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
-        self.lasting = len(self._order) == len(params)
+        self.lasting = len(self._order) == sum(p.numel() > 0 for p in params)
 
     def take(
         self, params: list[Parameter], grads: list[Tensor], all_options: Sequence[Options], optimizer: Optimizer
     ) -> bool:
         """Puts this step's gradients in place; returns False where parameters, groups or state are others now."""
         groups = optimizer.param_groups
+        if len(params) != len(self._order):  # parameters without elements stand nowhere
+            kept = [pair for pair in zip(params, grads, strict=True) if pair[0].numel() or pair[1].numel()]
+            params, grads = [p for p, _ in kept], [grad for _, grad in kept]
         if len(params) != len(self._order) or len(groups) != len(self._made_for):
             return False
         for (group, ids, names), now, options in zip(self._made_for, groups, all_options, strict=True):

@@ -146,6 +146,19 @@ def test_nothing_is_sorted_anew_where_nothing_changed():
     assert run.stepper._arranged is arranged
 
 
+def test_parameters_without_elements_do_not_have_the_others_sorted_anew():
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (0, 3, 0)]
+    stepper = OwnStepper(AdamW(params, **LR), MasterStore("none", torch.bfloat16))
+    kept = []
+    for _ in range(3):
+        stepper.step(params, [torch.ones_like(p) for p in params], None, FALSE)
+        kept.append(stepper._arranged)
+    assert kept[0] is not None
+    assert kept[1] is kept[2] is kept[0]
+    with pytest.raises(SessionError, match="shape"):
+        stepper.step(params, [torch.ones(n) for n in (0, 3, 1)], None, FALSE)
+
+
 def test_gradients_do_not_outlive_the_step():
     run = own_run(AdamW, LR, "split", torch.bfloat16)
     for seed in range(2):
