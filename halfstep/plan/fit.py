@@ -13,7 +13,6 @@ from halfstep.errors import SetupError, StateError
 from halfstep.plan.plan import Plan
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
-LOW_DTYPES = (torch.float16, torch.bfloat16)
 STATE_SCHEMA = 1
 _SHOWN = 5
 
@@ -99,7 +98,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         low = [
             name
             for name, p in model.named_parameters()
-            if p.requires_grad and p.dtype in LOW_DTYPES and id(p) not in excused
+            if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4 and id(p) not in excused
         ]
         if low:
             raise SetupError(
