@@ -75,7 +75,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
     """Returns the first operation after a copy or a cast of what came from outside."""
-    while recorder.operator(note) in ("to", "clone", "copy", "detach"):
+    while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:
             break

@@ -163,14 +163,20 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
     if found.kind == "stale gradients":
         return ["call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"]
     if found.kind == "input data":
-        return ["clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"]
+        return [
+            "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the "
+            "sample out)"
+        ]
     if found.kind == "weights":
         return ["load the last checkpoint whose weights are finite, and find the step that spoiled them"]
     if found.kind == "masked row":
         return _about_masks(found)
     if found.eps is not None and found.low is not None:
         smallest = f"{found.low.smallest_subnormal:.0e}"
-        return [f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more"]
+        return [
+            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more "
+            "(gradients are divided by it: the loss scale stays higher with 1e-3)"
+        ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
     if found.kind == "invalid" and found.tried:
@@ -236,4 +242,7 @@ def _about_masks(found: Diagnosis) -> list[str]:
             f"the mask's {found.mask:g} is -inf in the low format, and some row has nothing else: compute the scores "
             "full, or leave each row one entry"
         ]
-    return ["leave each row that is masked at least one entry, or set the result of masked rows to zero by torch.where"]
+    return [
+        "leave each row that is masked at least one entry, or give it scores of zero by torch.where before the softmax "
+        "and drop what comes of it"
+    ]
