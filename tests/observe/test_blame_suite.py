@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -62,8 +63,21 @@ def assert_trains(session, optimizer, closure, *, most=TRAINED):
     assert values[-1] < values[0], values
 
 
+def with_backend(fault, backend, *marks):
+    name = f"{fault.name}, {backend}"
+    return pytest.param(dataclasses.replace(fault, name=name, compiled=backend), id=name, marks=marks)
+
+
+COMPILED = [fault for fault in FAULTS if fault.compiled]
+ROWS = [
+    *(pytest.param(fault, id=fault.name) for fault in FAULTS),
+    *(with_backend(fault, "aot_eager") for fault in COMPILED[:2]),
+    *(with_backend(fault, "inductor", pytest.mark.slow) for fault in COMPILED),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of an LSTM
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ROWS)
 def test_a_fault_is_named_and_its_cure_cures(fault):
     session, optimizer, closure = opened(fault)
     for factor in (torch.inf, 1.0) if fault.stale else ():
