@@ -38,7 +38,6 @@ NOT_SEEN = (
 )
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
-_OF_TENSORS = ("input data", "stale gradients", "weights")  # what no format changes
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
 _CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
@@ -79,12 +78,14 @@ class Held:
 class _Run:
     """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is).
 
-    `lower` is the loss scale that a dynamic one has to come down to before all is finite (None: none is needed).
+    `scale` is the loss scale at which that was found, `lower` the one that a dynamic scale has to come down to before
+    all is finite (None: none is needed).
     """
 
     loss: float
     recorder: OpRecorder
     found: Diagnosis | None
+    scale: float
     lower: float | None = None
 
 
@@ -101,13 +102,13 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
             restart()
             inputs.begin_run()
 
-        run, lower = _first_run(subject, closure, scale, params)
+        run = _first_run(subject, closure, scale, params)
         if run.found is None:
             return _nothing_found(run, scale, held)
         if run.found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
             return None
-        found = run.found
+        found, lower = run.found, run.lower
         if lower is None and found.may_be_scale and not math.isfinite(run.loss):
             lower = _passing_from_the_start(subject, closure, rewind, scale, params)
         if lower is not None and inputs.same:
@@ -116,14 +117,14 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
 
         def fails_again() -> bool:
             rewind()
-            return _is_repeated(subject, closure, scale, params, found, inputs)
+            return _is_repeated(subject, closure, run.scale, params, found, inputs)
 
         if fails_again():
-            verdict = _try_cures(subject, closure, rewind, found, scale)
+            verdict = _try_cures(subject, closure, rewind, found, scale, run.scale)
             if fails_again():  # else what was tried may have run on another batch
                 return verdict
         found = replace(found, repeats=False, untried="the closure does not repeat")
-        return say(found, subject.plan, _untried(subject, found), scale=scale)
+        return say(found, subject.plan, _untried(subject, found), scale=run.scale)
 
 
 def _is_repeated(
@@ -136,7 +137,7 @@ def _is_repeated(
 ) -> bool:
     """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
     try:
-        again, _ = _first_run(subject, closure, scale, params, least=scale)
+        again = _first_run(subject, closure, scale, params, least=scale)
     except StopIteration:  # of an iterator over batches
         return False
     return again.found is not None and again.found.is_at(found) and inputs.same
@@ -148,25 +149,41 @@ def _parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _first_run(
     subject: Subject, closure: Callable[[], Any], scale: float, params: list[nn.Parameter], *, least: float = 1.0
-) -> tuple[_Run, float | None]:
-    """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed."""
+) -> _Run:
+    """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed.
+
+    Where none passes, what fails at the least one is the fault: what a lower scale cures would be gone by then.
+    """
     recorder = OpRecorder(Places(subject.roots))
     with subject.recording(recorder):
         loss = run_to_the_loss(closure, params)
         finite = badness(loss) is None
-        with _leaves_kept(loss, params) as leaves:
-            if finite:
-                subject.backward(loss, scale)
-            sinks = [leaf.grad for leaf in leaves if leaf.grad is not None] if finite else [loss]
-            origin = find_origin(recorder, sinks)
-    value = float(loss.detach())
-    if origin is None:
-        return _Run(value, recorder, None), None
-    found = diagnose(recorder, origin, subject.plan, subject.full, scale)
-    lower = None
-    if found.may_be_scale and finite:
-        lower = _passing_scale(subject, loss, params, scale, least)
-    return _Run(value, recorder, found), lower
+        found = _look(subject, recorder, loss, params, scale) if finite else _of_sinks(subject, recorder, [loss], scale)
+    run = _Run(float(loss.detach()), recorder, found, scale)
+    if found is None or not found.may_be_scale or not finite:
+        return run
+    lower = _passing_scale(subject, loss, params, scale, least)
+    if lower is not None or scale <= least:
+        return replace(run, lower=lower)
+    with subject.recording(recorder):
+        below = _look(subject, recorder, loss, params, least)
+    return run if below is None else replace(run, found=below, scale=least)
+
+
+def _look(
+    subject: Subject, recorder: OpRecorder, loss: Tensor, params: list[nn.Parameter], scale: float
+) -> Diagnosis | None:
+    """Runs the backward pass and tells what is not finite in its gradients."""
+    with _leaves_kept(loss, params) as leaves:
+        for leaf in leaves:
+            leaf.grad = None
+        subject.backward(loss, scale)
+        return _of_sinks(subject, recorder, [leaf.grad for leaf in leaves if leaf.grad is not None], scale)
+
+
+def _of_sinks(subject: Subject, recorder: OpRecorder, sinks: Sequence[Tensor], scale: float) -> Diagnosis | None:
+    origin = find_origin(recorder, sinks)
+    return None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
 
 
 @contextmanager
@@ -259,17 +276,18 @@ def _untried(subject: Subject, found: Diagnosis) -> tuple[Edit, ...]:
 
 
 def _try_cures(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float, at: float
 ) -> Verdict:
-    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did."""
+    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did.
+
+    `scale` is the loss scale of the session, `at` the one at which the fault was found.
+    """
     full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
     if isinstance(full, str):
-        return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=scale)
-    found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
-    if found.kind not in _OF_TENSORS and full.found is not None and full.found.is_beside(found):
-        found = replace(found, in_full=full.found)
+        return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=at)
+    found = replace(found, full_loss=full.loss, full=full.found, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
-        return say(found, subject.plan, (), scale=scale)
+        return say(found, subject.plan, (), scale=at)
     search = _Search(subject, closure, rewind, scale, full.loss)
     cure = search.narrow(found)
     lower = None if cure is not None else _below_one(subject, closure, rewind, found, scale)
@@ -278,9 +296,9 @@ def _try_cures(
         return say(found, subject.plan, scaling_cure(subject.plan.scale, lower), scale=scale)
     cure = cure or search.whole(found)
     if cure is None:
-        return say(found, subject.plan, (), scale=scale)
+        return say(found, subject.plan, (), scale=at)
     edits, loss = cure
-    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=scale)
+    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=at)
 
 
 def _below_one(
@@ -290,7 +308,7 @@ def _below_one(
     if not found.may_be_scale or subject.plan.ops == "none":
         return None
     rewind()
-    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=LEAST)[1]
+    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=LEAST).lower
 
 
 @dataclass
@@ -364,9 +382,9 @@ def _tried(
             params = _parameters(trial.roots)
             at = _scale_under(plan.scale, scale)
             least = plan.scale.min if plan.scale.kind == "dynamic" else at
-            run, lower = _first_run(trial, closure, at, params, least=least)
-            if lower is not None:  # a scale that will come down cures it by itself
-                run = replace(run, found=None, lower=lower)
+            run = _first_run(trial, closure, at, params, least=least)
+            if run.lower is not None:  # a scale that will come down cures it by itself
+                run = replace(run, found=None)
             reached = any(p.grad is not None for p in params)
             return run if reached or run.found is not None else "the closure does not call the session's models"
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError, StopIteration) as error:

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep.observe.badness import badness
 from halfstep.observe.recorder import Leaf, Note, OpRecorder
 
-_NORMALISERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "cross_entropy")
+NORMALISERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "cross_entropy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,9 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
         if not note.parents and not note.leaves:
             return Origin(note)
         assert note.bad is not None
-        if note.bad.nan and recorder.operator(note) in _NORMALISERS and note.phase == "forward":
+        above = any(each.bad is not None and each.bad.above for each in note.parents)
+        above = above or any(each.bad.above for each in note.leaves)
+        if note.bad.nan and not above and recorder.operator(note) in NORMALISERS and note.phase == "forward":
             return Origin(note, masked=True)
         rounded = [mask for mask in reached_from(note.parents) if mask.exact is not None and mask.exact.constant]
         return Origin(rounded[0] if rounded else note)
@@ -73,7 +75,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
     """Returns the first operation after a copy or a cast of what came from outside."""
-    while recorder.operator(note) in ("to", "clone", "copy", "detach"):
+    while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:
             break

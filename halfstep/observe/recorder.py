@@ -26,6 +26,8 @@ from halfstep.observe.schemas import aten_name, is_overwritten, is_uninitialised
 from halfstep.records import OpCall
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_BOUNDING = ("add", "sub", "clamp", "maximum", "minimum")
+_SMALL = 1e-4  # an eps is smaller
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
@@ -35,9 +37,10 @@ class Note:
 
     `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
     result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
-    its arguments that were not finite came from. `constant` is an infinite or huge number among its arguments. `fresh`
-    says that nothing it read explains what it wrote; `call` and `exact` are there for these alone. `root` says that it
-    made the gradient that a backward pass begins with, or belongs to the pass's first node.
+    its arguments that were not finite came from; `masked` says that it is, or hands on, the infinity of a mask. `call`
+    and `exact` are there where nothing that it read explains what it wrote. `vanished` is a number near zero that it
+    added, or took as a bound, where its result is 0 in places. `root` says that it made the gradient that a backward
+    pass begins with, or belongs to the pass's first node.
     """
 
     index: int
@@ -59,8 +62,7 @@ class Note:
     masked: bool = False
     call: OpCall | None = None
     exact: Exact | None = None
-    zeros: tuple[bool, ...] = ()
-    formats: tuple[str, ...] = ()
+    vanished: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +175,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         result = self._compute(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
+        note.vanished = _vanished(note, outputs)
         self._look(note, func, (args, kwargs), read, outputs)
         return result
 
@@ -228,13 +231,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if note.masked or not harmless:
             return
         tensors, values = [each.tensor for each in read], [each.values for each in read]
-        note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in values)
-        note.formats = tuple(str(t.dtype).removeprefix("torch.") for t in values)
         note.call = OpCall(
             module=note.module or "",
             operator=note.aten,
             phase=note.phase,
-            input_formats=note.formats,
+            input_formats=tuple(str(t.dtype).removeprefix("torch.") for t in values),
             output_formats=tuple(str(t.dtype).removeprefix("torch.") for t in outputs),
             input_ranges=tuple(measure(t) for t in values),
             output_ranges=tuple(measure(t) for t in outputs),
@@ -344,6 +345,16 @@ class Recorded:
 
 def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:
     return leaf.bad, leaf.shape, leaf.dtype, leaf.masked and leaf.kind != "parameter"
+
+
+def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
+    """Returns a number near zero that was added, or taken as a bound, by an operation that gave 0 all the same."""
+    if not note.aten.startswith(_BOUNDING):
+        return None
+    made = [source.scalars for source in note.sources if source is not None and source.aten == "scalar_tensor"]
+    small = [s for scalars in (note.scalars, *made) for s in scalars if 0 < abs(s) < _SMALL]
+    zero = bool(small) and any(bool((t == 0).any()) for t in outputs if _is_dense(t))
+    return small[0] if zero else None
 
 
 def _memory(tensor: Tensor) -> list[int]:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from halfstep.formats import FP32, Format
+from halfstep.formats import BF16, FP16, Format
 from halfstep.observe.diagnosis import Diagnosis
+from halfstep.observe.origin import NORMALISERS
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.records import OpCall, Verdict
+
+_LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
+_NO_VALUE = (
+    (
+        ("mean", "var", "std", "var_mean", "std_mean"),
+        "of so few elements it has no value: leave it out where none are chosen",
+    ),
+    (
+        ("cross_entropy", "nll_loss"),
+        "no target counts, each is ignored or has weight 0, and a mean of nothing is NaN: leave such a batch out",
+    ),
+    (("ctc_loss",), "a target longer than its input has an infinite loss: zero_infinity=True, or longer inputs"),
+)  # operations, and what is to be done where they have no value in any format
 
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
@@ -66,7 +81,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     elif found.tried:
         parts.append(
             f"in fp32 the same closure fails too{_elsewhere(found)}"
-            if found.full_fails
+            if found.full is not None
             else f"in fp32 its loss is {found.full_loss:g}"
         )
     return "; ".join(parts)
@@ -148,16 +163,22 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
     if found.kind == "stale gradients":
         return ["call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"]
     if found.kind == "input data":
-        return ["clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"]
+        return [
+            "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the "
+            "sample out)"
+        ]
     if found.kind == "weights":
         return ["load the last checkpoint whose weights are finite, and find the step that spoiled them"]
     if found.kind == "masked row":
         return _about_masks(found)
     if found.eps is not None and found.low is not None:
         smallest = f"{found.low.smallest_subnormal:.0e}"
-        return [f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more"]
-    if found.full_fails:
-        return [_in_every_format(found)]
+        return [
+            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more "
+            "(gradients are divided by it: the loss scale stays higher with 1e-3)"
+        ]
+    if found.full is not None:
+        return [_in_every_format(found, found.full)]
     if found.kind == "invalid" and found.tried:
         return [f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not"]
     if found.mask is not None:
@@ -165,21 +186,33 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
     return []
 
 
-def _in_every_format(found: Diagnosis) -> str:
-    if found.operator.startswith("empty"):
+def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
+    name, note = found.operator, found.note
+    if name.startswith("empty"):
         return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
-    if found.met_mask:
+    if note is not None and any(map(math.isnan, note.scalars)):
+        return f"the code itself gives NaN to {name}: see where that number comes from"
+    if found.infinity:
+        return f"{name} met an infinity from {found.infinity}: {_about_infinity(name)}"
+    if full.low in (FP16, BF16) and found.exact is not None:
+        return f"no edit reaches it: the code itself casts what {name} gets to {found.low}; leave that cast out"
+    if found.kind == "overflow":
+        return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
+    if found.phase == "backward":
         return (
-            f"{found.operator} met a mask's infinity: 0 times inf is NaN, so mask with masked_fill or torch.where; and "
-            "a target that is masked has an infinite loss"
+            f"no format helps: keep what {name} gets away from where its gradient has no value (an eps in it, or "
+            "torch.where before it: one behind it leaves the gradient NaN)"
         )
-    if found.exact is not None and found.low is not None and found.low is not FP32:
-        return (
-            f"no edit reaches it: the code itself casts what {found.operator} gets to {found.low}; leave that cast out"
-        )
-    if found.kind == "invalid":
-        return f"no format helps: keep what {found.operator} gets away from where it has no value (an eps, a clamp)"
-    return f"no format helps: the result of {found.operator} is too large for fp32 too; scale its inputs down"
+    known = next((words for names, words in _NO_VALUE if name in names), None)
+    return known or f"no format helps: keep what {name} gets away from where it has no value (an eps, a clamp)"
+
+
+def _about_infinity(name: str) -> str:
+    if name in _LOSSES:
+        return "a target that is masked has an infinite loss (label smoothing makes every class a target)"
+    if name in ("sub", "add", *NORMALISERS):
+        return "inf minus inf is NaN: mask with -inf, and leave each row an entry that is finite"
+    return "0 times inf is NaN, so mask with masked_fill or torch.where where it is not multiplied"
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
@@ -209,4 +242,7 @@ def _about_masks(found: Diagnosis) -> list[str]:
             f"the mask's {found.mask:g} is -inf in the low format, and some row has nothing else: compute the scores "
             "full, or leave each row one entry"
         ]
-    return ["leave each row that is masked at least one entry, or set the result of masked rows to zero by torch.where"]
+    return [
+        "leave each row that is masked at least one entry, or give it scores of zero by torch.where before the softmax "
+        "and drop what comes of it"
+    ]
