@@ -28,6 +28,7 @@ from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import LARGEST_SCALE, Scaling
+from halfstep.plan.tied import together
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.initialize import initialize
@@ -194,7 +195,7 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
     """
     name = module
     while name:
-        rules = tuple(Rule(each, policy) for each in dict.fromkeys((name, *_tied(name, model))))
+        rules = tuple(Rule(each, policy) for each in together(name, model))
         try:
             resolve(plan.edit(*rules), model)
         except PlanError:
@@ -202,13 +203,3 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
             continue
         return rules, f"keep {', '.join(rule.pattern for rule in rules)} full"
     return (), "a rule would keep the whole model full; deny the ops of its own forward instead"
-
-
-def _tied(name: str, model: nn.Module) -> Iterable[str]:
-    own = {id(p) for p in model.get_submodule(name).parameters()}
-    return (
-        other
-        for other, module in model.named_modules()
-        if any(p is not None and id(p) in own for p in module._parameters.values())
-        and not f"{other}.".startswith(f"{name}.")
-    )

@@ -29,7 +29,7 @@ from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Verdict
+from halfstep.records import Finding, Verdict
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (
@@ -89,8 +89,12 @@ class _Run:
     lower: float | None = None
 
 
-def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held) -> Verdict | None:
+def blame(
+    subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held, tell: Callable[[Finding], None]
+) -> Verdict | None:
     """Returns what made the closure's loss or gradients non-finite at a loss scale; None, with a notice, where all are.
+
+    `tell` gets what stands in the way of a verdict: a failure that the closure does not reproduce, or that is not seen.
 
     Raises:
         SessionError: what the closure returned is no loss. After any error all is as it was.
@@ -104,9 +108,11 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
 
         run = _first_run(subject, closure, scale, params)
         if run.found is None:
-            return _nothing_found(run, scale, held)
+            return _nothing_found(run, scale, held, tell)
         if run.found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
+            evidence, _, advice = NOT_SEEN.partition(": ")
+            tell(Finding("warning", "not seen", "the closure", evidence, advice))
             return None
         found, lower = run.found, run.lower
         if lower is None and found.may_be_scale and not math.isfinite(run.loss):
@@ -248,7 +254,7 @@ def _is_finite_at(subject: Subject, loss: Tensor, params: list[nn.Parameter], sc
         return all(leaf.grad is None or badness(leaf.grad) is None for leaf in leaves)
 
 
-def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
+def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding], None]) -> Verdict | None:
     """Says what was looked at where the closure's numbers are all finite."""
     if held.bad and held.left_over:
         return say(Diagnosis.stale(held.bad), None, (), scale=scale)
@@ -260,11 +266,10 @@ def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
     )
     if held.bad or held.skipped:
         what = f"the gradients of {named(held.bad)} are not finite" if held.bad else "the last step was skipped"
-        _LOG.warning(
-            "blame: %s, but the closure does not reproduce it: its loss and its gradients are finite. Give the batch "
-            "that failed (an iterator has moved on), and the model as it was then",
-            what,
-        )
+        evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"
+        advice = "give the batch that failed (an iterator has moved on), and the model as it was then"
+        _LOG.warning("blame: %s; %s", evidence, advice)
+        tell(Finding("warning", "not reproduced", "the closure", evidence, advice))
     return None
 
 
@@ -272,7 +277,7 @@ def _untried(subject: Subject, found: Diagnosis) -> tuple[Edit, ...]:
     """Returns the edit that changes least; none where it is not known that fp32 would have a result."""
     if not found.repeats and found.exact is None and not found.stored_overflow:
         return ()
-    return next(iter(candidates(subject.plan, found)), ())
+    return next(iter(candidates(subject.plan, found, subject.roots)), ())
 
 
 def _try_cures(
@@ -324,11 +329,11 @@ class _Search:
 
     def narrow(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
-        return self._within(found, candidates(self.subject.plan, found)[:-1], (), _FAULTS)
+        return self._within(found, candidates(self.subject.plan, found, self.subject.roots)[:-1], (), _FAULTS)
 
     def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edit that makes all of the model full, where it cures."""
-        return self._if_cured((candidates(self.subject.plan, found) or [()])[-1])
+        return self._if_cured((candidates(self.subject.plan, found, self.subject.roots) or [()])[-1])
 
     def _within(
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
@@ -344,7 +349,9 @@ class _Search:
                 moved = edits, run.found
         if moved is None or faults <= 1:
             return None
-        return self._within(moved[1], candidates(self.subject.plan, moved[1])[:-1], kept + moved[0], faults - 1)
+        return self._within(
+            moved[1], candidates(self.subject.plan, moved[1], self.subject.roots)[:-1], kept + moved[0], faults - 1
+        )
 
     def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
         run = self._run(edits) if edits else None

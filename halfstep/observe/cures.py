@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from halfstep.errors import PlanError
 from halfstep.observe.diagnosis import Diagnosis
@@ -11,21 +14,26 @@ from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
+from halfstep.plan.tied import together
 
 FULL_OUT = Policy("full", "full", "full")
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
 
-def candidates(plan: Plan, found: Diagnosis) -> list[tuple[Edit, ...]]:
-    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can."""
+def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can.
+
+    Modules of the models `roots` that share a parameter get the same rule.
+    """
     if plan.ops == "none" or found.kind not in ("overflow", "invalid", "masked row"):
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
         edits.append((OpChange("deny", found.operator),))
     for name in _upwards(found.module):
-        edits += [(Rule(name, FULL),), (Rule(name, FULL_OUT),)] if name else []
+        names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
+        edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)] if name else []
     return [*edits, (Rule("", FULL),)] if found.module is not None else edits
 
 

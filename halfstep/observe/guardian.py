@@ -294,7 +294,7 @@ class Guardian:
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
+            verdict = say(found, plan, next(iter(candidates(plan, found, self._subject.roots)), ()), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind="scale too high", lower_scale=lower.scale)
         limit = f"its floor is {self._floor:g}" if plan.scale.kind == "dynamic" else f"it stays at {scale:g}"

@@ -390,7 +390,7 @@ class Session:
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
         scale, held = self._scale_to_explain(loss_id), self._held()
         with self._aside.out_of_the_books():
-            verdict = blame(self._aside.subject(), closure, scale=scale, held=held)
+            verdict = blame(self._aside.subject(), closure, scale=scale, held=held, tell=self.tell)
         if verdict is not None:
             self.tell(verdict)
         return verdict

@@ -578,3 +578,46 @@ def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
     session.backward(model(inputs).float().sum() * 3e5)
     assert not session.step().skipped
     session.close()
+
+
+def test_what_the_closure_does_not_reproduce_is_told_to_the_sinks(tmp_path):
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.RunLog(tmp_path / "run.jsonl") as log:
+        session = halfstep.initialize(model, optimizer, "O2", low="bf16", sinks=[log])
+        session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
+        session.step()
+        assert session.blame(lambda: model(torch.ones(4, 8)).square().mean()) is None
+        session.close()
+    (event,) = halfstep.read_log(tmp_path / "run.jsonl").events
+    assert event.record.code == "not reproduced"
+    assert (
+        "the gradients of weight, bias are not finite, but the closure does not reproduce it" in event.record.evidence
+    )
+
+
+class Tied(nn.Module):
+    """Embedding and head are one matrix, the head's results lie beyond fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(16, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.emb(tokens)) * 3e3)
+
+
+def test_modules_that_share_a_parameter_are_cured_together():
+    model, tokens = Tied(), torch.arange(16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
+        verdict = session.blame(lambda: nn.functional.cross_entropy(model(tokens), tokens))
+        plan = session.plan
+    assert (verdict.module, verdict.kind) == ("head", "overflow")
+    assert {rule.pattern for rule in verdict.cure} == {"head", "emb"}
+    with halfstep.initialize(model, optimizer, plan.edit(*verdict.cure)) as session:
+        session.backward(nn.functional.cross_entropy(model(tokens), tokens))
+        assert not session.step().skipped
