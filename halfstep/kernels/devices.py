@@ -58,7 +58,7 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
     """
     try:
         kernels = importlib.import_module("halfstep.kernels.triton")
-        kernels.read([torch.ones(1, device=device)])
+        kernels.read([torch.ones(1, dtype=torch.float32, device=device)])
         filled([0], device)
     except ImportError as error:
         why = f"Triton cannot be imported ({error}); pip install triton"

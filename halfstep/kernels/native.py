@@ -129,7 +129,9 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """
     loops = _loops()
     assert loops is not None
-    norm, found, flags = torch.empty(()), torch.empty((), dtype=torch.bool), torch.empty(len(grads), dtype=torch.bool)
+    norm = torch.empty((), dtype=torch.float32, device="cpu")
+    found = torch.empty((), dtype=torch.bool, device="cpu")
+    flags = torch.empty(len(grads), dtype=torch.bool, device="cpu")
     places = pointers(grads)
     numels = array("q", [grad.numel() for grad in grads])
     formats = array("i", [_FORMATS[grad.dtype] for grad in grads])

@@ -67,7 +67,7 @@ class Counters:
         if torch.cuda.is_current_stream_capturing():
             return
         both = torch.stack((skips.to(torch.float64), scale.to(torch.float64)))
-        host = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(both, non_blocking=True)
+        host = torch.empty(2, dtype=torch.float64, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending = (host, event)

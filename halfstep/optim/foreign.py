@@ -64,7 +64,7 @@ class ForeignStepper:
         """Returns the fp32 Parameter that stands in for `p`: always the same object, as optimizers may remember it."""
         stand_in = self._stand_ins.get(p)
         if stand_in is None:
-            stand_in = self._stand_ins[p] = Parameter(torch.empty(0, device=p.device))
+            stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
             vars(stand_in).update(vars(p))  # marks that users put on parameters for their optimizers
         stand_in.data = self._store.full(p)
         state = self._optimizer.state.get(p, {})

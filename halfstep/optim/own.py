@@ -271,8 +271,10 @@ def _step_count(state: StateDict, device: torch.device) -> Tensor:
     step = state.get("step")
     if step is None:
         step = state["step"] = torch.zeros((), dtype=torch.float32, device=device)  # a value from the host would wait
-    elif not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32 or step.dim():
-        step = state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
+    elif not isinstance(step, Tensor):
+        step = state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
+    elif step.device != device or step.dtype is not torch.float32 or step.dim():
+        step = state["step"] = step.to(device, torch.float32).reshape(())
     return step
 
 

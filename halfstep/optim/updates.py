@@ -94,12 +94,18 @@ class UpdateWatch:
             zero = torch.zeros_like(weight, dtype=batch.dtype) if held is None else None
             tensors.append(in_layout_of(_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
         if isinstance(options, Adam):
-            step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
-            batch.steps.append(step.to(p.device, non_blocking=True))
+            count = state.get("step", 0.0)
+            if isinstance(count, Tensor):
+                step = count.to(p.device, torch.float32, non_blocking=True)
+            else:
+                step = torch.full((), float(count), dtype=torch.float32, device=p.device)
+            batch.steps.append(step)
         else:
             flag = self._stepper.fresh(p) if isinstance(self._stepper, OwnStepper) else None
             new = state.get("momentum_buffer") is None
-            batch.fresh.append(torch.full((), float(new), device=p.device) if flag is None or new else flag)
+            batch.fresh.append(
+                torch.full((), float(new), dtype=torch.float32, device=p.device) if flag is None or new else flag
+            )
 
 
 @dataclass(frozen=True)

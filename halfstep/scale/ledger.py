@@ -76,7 +76,7 @@ class GradientLedger:
         self._source: tuple[Tensor, int] | None = None
         self._mark: tuple[int, int] | None = None
         self.left_over = False
-        self._one = torch.ones(())
+        self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._forget()
 
     def before_backward(self, loss_id: int, scale: Tensor) -> None:

@@ -91,7 +91,8 @@ def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             flags[i] = bad[start : start + count].any()
             start += count
     if not norms:
-        return torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
+        nothing = torch.zeros((), dtype=torch.float32, device=device)
+        return nothing, torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
     norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
     stacked = _stack(flags, device)
     return norm, stacked.any(), stacked

@@ -325,7 +325,9 @@ class Session:
         for index, part in enumerate(parts):
             with self._updating(part, seen[index], None, false) if seen else nullcontext():
                 part.stepper.step([], [], None, false)
-        return StepRecord(self._steps, false, torch.ones((), device=self._device), norm, loss=self._loss)
+        return StepRecord(
+            self._steps, false, torch.ones((), dtype=torch.float32, device=self._device), norm, loss=self._loss
+        )
 
     def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
         self._casting.weights_changed()
