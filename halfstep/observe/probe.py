@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 from halfstep.kernels.updates import Updates
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending
-from halfstep.observe.window import Window
+from halfstep.observe.window import Window, undo_all
 from halfstep.records import UPDATE, Observation
 
 KEPT = 20_000  # rows, of 2 KiB each, that wait for a flush
@@ -57,6 +58,8 @@ class Probe:
         self._said: set[str] = set()
         self.window: Window | None = None
         self.attached = True
+        self.undo: list[Callable[[], None]] = []  # of the window that is open
+        weakref.finalize(self, undo_all, self.undo).atexit = False
         self._open()
 
     def flush(self) -> list[Observation]:
@@ -89,7 +92,7 @@ class Probe:
             self._open()
 
     def _open(self) -> None:
-        self.window = Window(self._modules, self._kinds, self._sample)
+        self.window = Window(self._modules, self._kinds, self._sample, self.undo)
 
     def _keep(self, pending: Pending) -> None:
         if not len(pending):
@@ -154,6 +157,7 @@ class Probes:
     def add(self, probe: Probe) -> None:
         """Tells the probe all that comes from now on."""
         self._attached.append(probe)
+        weakref.finalize(self, undo_all, probe.undo).atexit = False  # of a session that nobody closes
 
     def detach(self) -> None:
         """Ends all probes."""
