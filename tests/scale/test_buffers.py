@@ -192,6 +192,31 @@ def test_a_buffer_that_was_replaced_is_found():
     assert model.counted.tolist() == [7.0, 7.0]
 
 
+@pytest.mark.parametrize("how", ["attribute", "data"])
+def test_a_buffer_that_forward_replaces_is_put_back(how):
+    model = Counter()
+    guard = BufferGuard([model])
+    for found, expected in [(STEPPED, 1.0), (SKIPPED, 1.0), (STEPPED, 2.0), (SKIPPED, 2.0)]:
+        guard.refresh()
+        if how == "attribute":
+            model.counted = model.counted + 1
+        else:
+            model.counted.data = model.counted + 1
+        guard.restore(found)
+        guard.after_step()
+        assert model.counted.tolist() == [expected, expected]
+
+
+def test_a_buffer_that_forward_replaces_by_another_shape_is_left_alone():
+    model = Counter()
+    guard = BufferGuard([model])
+    guard.refresh()
+    model.counted, model.steps = torch.ones(5), None
+    guard.restore(SKIPPED)
+    assert model.counted.tolist() == [1.0] * 5
+    assert model.steps is None
+
+
 def test_a_tied_buffer_and_several_models():
     one, two = Counter(), Counter()
     two.counted = one.counted
