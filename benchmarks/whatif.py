@@ -1,16 +1,23 @@
 """What `halfstep.whatif` predicts from fp32 steps against what a real low run of the same steps does.
 
-    python benchmarks/whatif.py --data FOLDER                       # all of it, about 10 minutes on 2 cores
+    python benchmarks/whatif.py --data FOLDER                       # all of it, about 15 minutes on 2 cores
     python benchmarks/whatif.py --data FOLDER --workload imdb_lstm  # one workload
 
 Both start from the same weights and train on the same batches: whatif in fp32, the other in a session (fp16 emulated
 where the device has no units for it) with the same constant loss scale, once 1 and once the recommended one. For each
 module and kind of tensor the share of nonzero values that are zero in the low run (its zeros less those of the fp32
-run) is compared with the predicted loss, and the share of non-finite values with the predicted saturation. The
-criterion: over all modules of a workload every kind of tensor has a difference of at most one percentage point; the
-table shows the largest difference of a single module beside it. Each comparison is a JSON file in the folder of
-results and is not run again unless `--again` is given, so an interrupted run goes on where it stopped. The table is
-printed and written beside them. Exits with 1 where a comparison misses the criterion.
+run) is compared with the predicted loss, and the share of non-finite values with the predicted saturation.
+
+The criterion is one percentage point, for every kind of tensor over all modules and for every single module. Some
+shares are not defined that well: behind a BatchNorm nearly all values of a channel are the same tiny number, and where
+it lies by the smallest one of the format, the whole channel is lost or is not, by chance. So where a module is further
+off, both are run again from weights that differ by less than half a unit in the last place of the format, which is
+what rounding changes them by, and the module meets the criterion if the range of its predicted shares and that of its
+real ones are at most one point apart.
+
+Each comparison is a JSON file in the folder of results and is not run again unless `--again` is given, so an
+interrupted run goes on where it stopped. The table is printed and written beside them. Exits with 1 where a comparison
+misses the criterion.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,6 +38,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.errors import HalfstepError
+from halfstep.formats import as_format
 from halfstep.observe.watch import Place, step
 from halfstep.plan.machine import read_machine
 from halfstep.records import TENSOR_KINDS
@@ -41,6 +49,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "whatif"
 WORKLOADS = {"char_lm": None, "cifar_resnet": "cifar10", "imdb_lstm": "imdb", "regression": None}
 ALLOWED = 0.01
 STEPS = 3
+DRAWS = 3  # further runs of both, where a module is further off than what is allowed
 HORIZON = 100  # steps of the whole training that the learning rate is scheduled for
 
 
@@ -64,8 +73,30 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """The shares of a module and kind, first of the comparison, then of runs from weights that hardly differ."""
+
+    module: str
+    kind: str
+    lost: tuple[float, ...]
+    really_lost: tuple[float, ...]
+    saturated: tuple[float, ...]
+    really_saturated: tuple[float, ...]
+
+    @property
+    def apart(self) -> float:
+        """How far the range of what was predicted is from that of what was seen; 0 where they overlap."""
+        pairs = ((self.lost, self.really_lost), (self.saturated, self.really_saturated))
+        return max(0.0, *(max(min(a) - max(b), min(b) - max(a)) for a, b in pairs))
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A workload in a format at a level with a constant loss scale; `differences` has the largest first."""
+    """A workload in a format at a level with a constant loss scale; `differences` has the largest first.
+
+    `whole` is the largest difference of a kind over all modules, `most` that of a single module, and `scattered` has
+    the modules that are further off than what is allowed.
+    """
 
     workload: str
     low: str
@@ -80,16 +111,50 @@ class Comparison:
     most: float
     lost: float
     differences: tuple[Difference, ...]
+    scattered: tuple[Scatter, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether every kind over all modules, and every module, is as near as is allowed."""
+        beyond = [row for row in self.differences if row.most > ALLOWED]
+        return (
+            self.whole <= ALLOWED
+            and len(beyond) == len(self.scattered)
+            and all(row.apart <= ALLOWED for row in self.scattered)
+        )
 
 
-def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, steps: int = STEPS) -> Comparison:
+def compare(
+    job: Workload, low: str, plan: str, *, scale: float | None = None, steps: int = STEPS, draws: int = DRAWS
+) -> Comparison:
     """Returns how far prediction and low run are apart; without a `scale` at the recommended one."""
-    model = job.build(0)
+    first = _once(job, low, plan, scale=scale, steps=steps)
+    beyond = [(row.module, row.kind) for row in first.differences if row.most > ALLOWED]
+    if not beyond or not draws:
+        return first
+    several = [first, *(_once(job, low, plan, scale=first.scale, steps=steps, draw=n + 1) for n in range(draws))]
+    by_place = [{(row.module, row.kind): row for row in one.differences} for one in several]
+    return replace(first, scattered=tuple(_scatter([rows[place] for rows in by_place]) for place in beyond))
+
+
+def _scatter(rows: Sequence[Difference]) -> Scatter:
+    return Scatter(
+        rows[0].module,
+        rows[0].kind,
+        lost=tuple(row.lost for row in rows),
+        really_lost=tuple(row.really_lost for row in rows),
+        saturated=tuple(row.saturated for row in rows),
+        really_saturated=tuple(row.really_saturated for row in rows),
+    )
+
+
+def _once(job: Workload, low: str, plan: str, *, scale: float | None, steps: int, draw: int = 0) -> Comparison:
+    model = _model(job, low, draw)
     optimizer = job.optimizer(model, fused=False)
     closure = _closure(job, model, optimizer)
     found = halfstep.whatif(closure, model, (low,), steps=steps, optimizer=optimizer, plan=plan, loss_scale=scale)
     carried = next(row.scale for row in found.rows if row.kind == "weight_grad")
-    counted, skipped = _low_run(job, low, plan, carried, steps)
+    counted, skipped = _low_run(job, _model(job, low, draw), low, plan, scale=carried, steps=steps)
     rows = [(row, counted[row.module, row.kind]) for row in found.rows if (row.module, row.kind) in counted]
     differences = sorted(
         (
@@ -124,6 +189,18 @@ def compare(job: Workload, low: str, plan: str, *, scale: float | None = None, s
     )
 
 
+def _model(job: Workload, low: str, draw: int) -> torch.nn.Module:
+    """Returns the model; but for draw 0 each weight is changed by less than half a unit in its last place in `low`."""
+    model = job.build(0)
+    if draw:
+        generator = torch.Generator().manual_seed(draw)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                spread = 2 * torch.rand(parameter.shape, generator=generator) - 1
+                parameter.mul_(1 + as_format(low).eps / 4 * spread)
+    return model
+
+
 def _whole(rows: Sequence[Difference]) -> float:
     """Returns the larger difference of the shares over all these modules together."""
     nonzero, count = max(sum(row.nonzero for row in rows), 1), max(sum(row.count for row in rows), 1)
@@ -151,9 +228,10 @@ def _closure(
     return closure
 
 
-def _low_run(job: Workload, low: str, plan: str, scale: float, steps: int) -> tuple[dict[Any, list[int]], int]:
+def _low_run(
+    job: Workload, model: torch.nn.Module, low: str, plan: str, *, scale: float, steps: int
+) -> tuple[dict[Any, list[int]], int]:
     """Trains the steps that were predicted, and returns (count, zeros, non-finite) of each module and kind."""
-    model = job.build(0)
     optimizer = job.optimizer(model, fused=False)
     closure = _closure(job, model, optimizer, skip=1)  # whatif takes a batch to see what is low
     session = halfstep.initialize(model, optimizer, plan, low=low, loss_scale=scale)
@@ -175,16 +253,25 @@ def _low_run(job: Workload, low: str, plan: str, scale: float, steps: int) -> tu
 
 def table(rows: Sequence[Comparison]) -> str:
     """Returns the comparisons as a Markdown table."""
-    header = "| workload | run | loss scale | most lost in a module | difference, all | one module | where | verdict |"
-    lines = [header, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    header = (
+        "| workload | run | loss scale | most lost in a module | difference, all | one module | where "
+        "| ranges apart | verdict |"
+    )
+    lines = [header, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         worst = row.differences[0]
         lines.append(
             f"| {row.workload} | {row.plan} {row.low} | {row.scale:g}{' (recommended)' if row.recommended else ''} "
             f"| {row.lost:.2%} | {100 * row.whole:.3f} points | {100 * row.most:.3f} points "
-            f"| {worst.module} {worst.kind} of {row.compared} | {'holds' if row.whole <= ALLOWED else 'MISSED'} |"
+            f"| {worst.module} {worst.kind} of {row.compared} | {_apart(row.scattered)} "
+            f"| {'holds' if row.holds else 'MISSED'} |"
         )
     return "\n".join(lines)
+
+
+def _apart(rows: Sequence[Scatter]) -> str:
+    """Returns the largest distance of the ranges of the modules that one run left further off, and their number."""
+    return f"{100 * max(row.apart for row in rows):.3f} points ({len(rows)} modules)" if rows else "-"
 
 
 def main() -> int:
@@ -206,7 +293,7 @@ def main() -> int:
     text = table(rows)
     print(text)
     (options.out / "table.md").write_text(text + "\n", encoding="utf-8")
-    return 0 if all(row.whole <= ALLOWED for row in rows) else 1
+    return 0 if all(row.holds for row in rows) else 1
 
 
 def _run(name: str, options: argparse.Namespace) -> None:
@@ -232,7 +319,16 @@ def _run(name: str, options: argparse.Namespace) -> None:
 
 def _read(entry: dict[str, Any]) -> Comparison:
     known = {field.name: entry[field.name] for field in fields(Comparison)}
-    return Comparison(**{**known, "differences": tuple(Difference(**row) for row in known["differences"])})
+    return Comparison(
+        **{
+            **known,
+            "differences": tuple(Difference(**row) for row in known["differences"]),
+            "scattered": tuple(
+                Scatter(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()})
+                for row in known["scattered"]
+            ),
+        }
+    )
 
 
 if __name__ == "__main__":
