@@ -101,7 +101,7 @@ def address(numbers: array[int]) -> int | None:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE)
+    loops = library(_SOURCE, "halfstep_read", "halfstep_adam", "halfstep_sgd")
     if loops is not None:
         loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)
         loops.halfstep_adam.argtypes = (_P, _P, _D, _D, _D, _I)

@@ -1,5 +1,6 @@
 """The compiled loops against the eager reference: the same bits over optimizers, masters, formats, shapes and skips."""
 
+import hashlib
 import logging
 import math
 import os
@@ -227,22 +228,65 @@ class TestBuild:
         build.library.cache_clear()
         assert build.library(source).five() == 6
 
-    def test_a_file_that_is_no_library_is_made_again(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    @pytest.mark.parametrize("share", [0.0, 0.9, 1.0])
+    def test_a_kept_file_that_is_not_as_it_was_made_is_made_again(self, tmp_path, share):
         source = tmp_path / "four.cpp"
         source.write_text('extern "C" int four() { return 4; }')
-        compiler = build.find_compiler()
-        (tmp_path / ".cache" / "halfstep").mkdir(parents=True)
-        (tmp_path / ".cache" / "halfstep" / f"four-{build._key(source, compiler)}.so").touch()
-        assert build.library(source).four() == 4
+        code = "import pathlib, runpy, sys; runpy.run_path(sys.argv[1])['library'](pathlib.Path(sys.argv[2])).four()"
+        command = [sys.executable, "-c", code, build.__file__, str(source)]  # a bad file could end the process
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        subprocess.run(command, env=environment, check=True)
+        (kept,) = (tmp_path / ".cache" / "halfstep").iterdir()
+        whole = kept.read_bytes()
+        kept.write_bytes(whole[: int(share * len(whole))] if share < 1 else whole[:-1] + bytes([whole[-1] ^ 1]))
+        subprocess.run(command, env=environment, check=True)
+        (again,) = (tmp_path / ".cache" / "halfstep").iterdir()
+        assert again.stem.endswith(hashlib.sha256(again.read_bytes()).hexdigest()[:16])
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+    def test_a_library_without_its_functions_is_a_notice(self, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "six.cpp"
+        source.write_text('extern "C" int six() { return 6; }')
+        assert build.library(source, "six").six() == 6
+        with caplog.at_level(logging.WARNING, "halfstep"):
+            assert build.library(source, "six", "seven") is None
+        assert "has no seven" in caplog.text
+
+    def test_a_compiler_may_speak_in_any_encoding(self, tmp_path, monkeypatch, caplog):
+        real, tools = build.find_compiler(), tmp_path / "tools"
+        tools.mkdir()
+        speaking = tools / "g++"
+        speaking.write_bytes(
+            b"#!/bin/sh\nprintf '\\351\\n'; printf '\\351\\n' >&2\nexec " + os.fsencode(real) + b' "$@"\n'
+        )
+        speaking.chmod(0o755)
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+        source, broken = tmp_path / "eight.cpp", tmp_path / "bad.cpp"
+        source.write_text('extern "C" int eight() { return 8; }')
+        broken.write_text("int main( {")
+        assert build.find_compiler() == str(speaking)
+        assert build.library(source).eight() == 8
+        assert build.library(broken) is None
+        assert "could not compile bad.cpp" in caplog.text
+
+    def test_another_processor_has_a_file_of_its_own(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "nine.cpp"
+        source.write_text('extern "C" int nine() { return 9; }')
+        for processor in ("one", "another", "one"):
+            monkeypatch.setattr(build, "_processor", lambda processor=processor: processor)
+            build.library.cache_clear()
+            assert build.library(source).nine() == 9
+        assert len(list((tmp_path / ".cache" / "halfstep").iterdir())) == 2
+
     def test_a_home_that_cannot_be_written_to(self, tmp_path, monkeypatch):
-        (tmp_path / "home").mkdir(mode=0o500)
+        (tmp_path / "home").touch()  # nobody, not even root, can make a folder in a file
         monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
         source = tmp_path / "three.cpp"
         source.write_text('extern "C" int three() { return 3; }')
         assert build.library(source).three() == 3
+        assert (tmp_path / "home").is_file()
 
     def test_without_a_compiler_training_goes_on_and_says_so_once(self, tmp_path):
         code = (
