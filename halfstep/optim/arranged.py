@@ -29,6 +29,7 @@ class Placed:
         "param",
         "shape",
         "state",
+        "stride",
         "tensors",
         "weight",
     )
@@ -37,7 +38,8 @@ class Placed:
         self.batch, self.index = batch, len(batch.grads) - 1
         self.param = param
         self.weight = weight = batch.weights[-1]  # keeps its memory alive, so that an equal address is the same memory
-        self.address, self.shape, self.contiguous = weight.data_ptr(), param.shape, weight.is_contiguous()
+        self.address, self.shape, self.stride = weight.data_ptr(), param.shape, param.stride()
+        self.contiguous = weight.is_contiguous()
         self.grad_dtype = batch.grads[-1].dtype
         self.state = state
         # With an alias, that keeps the memory alive: what `.data` is set to later cannot come to lie at its address.
@@ -53,7 +55,7 @@ class Placed:
             or state is not self.state
             or param.data_ptr() != self.address
             or param.shape != self.shape
-            or param.is_contiguous() is not self.contiguous
+            or param.stride() != self.stride
             or grad.shape != self.shape
         ):
             return False
@@ -61,6 +63,8 @@ class Placed:
             if self.state is None or self.state.get(name) is not tensor:
                 return False
             if tensor.data_ptr() != alias.data_ptr() or tensor.dtype is not alias.dtype:
+                return False
+            if tensor.stride() != alias.stride():
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)

@@ -72,6 +72,16 @@ def weight_in_another_order(run):
     p.data = p.data.t().contiguous().t()
 
 
+def weight_turned_in_its_memory(run):
+    kernel = run.params[3]
+    kernel.data = kernel.data.transpose(2, 3)
+
+
+def state_turned_in_its_memory(run):
+    state = run.optimizer.state[run.params[3]]
+    state["exp_avg"].data = state["exp_avg"].data.transpose(2, 3)
+
+
 def state_dropped(run):
     del run.optimizer.state[run.params[2]]
 
@@ -103,6 +113,8 @@ CHANGES = [
     state_in_another_dtype,
     state_in_another_order,
     weight_in_another_order,
+    weight_turned_in_its_memory,
+    state_turned_in_its_memory,
     state_dropped,
     other_options,
     group_added,
@@ -114,6 +126,18 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_steps_is_noticed(change):
     go(twins(), range(4), change)
+
+
+@pytest.mark.parametrize("memory", [torch.eye(3), torch.eye(3).t().contiguous().t()], ids=["rows", "columns"])
+def test_a_square_weight_that_is_turned_in_its_memory_gets_its_own_gradient(memory):
+    weight = torch.nn.Parameter(memory.clone(memory_format=torch.preserve_format))
+    stepper = OwnStepper(SGD([weight], lr=1.0), MasterStore("none", torch.bfloat16))
+    grad = torch.arange(9.0).view(3, 3)
+    stepper.step([weight], [grad], None, FALSE)
+    weight.data = weight.data.t()
+    before = weight.detach().clone()
+    stepper.step([weight], [grad], None, FALSE)
+    assert torch.equal(weight, before - grad)
 
 
 def test_amsgrad_and_momentum_can_be_switched_on_later():
