@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
@@ -46,6 +46,25 @@ def make_part(
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )
+
+
+def memory_of(
+    parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0
+) -> dict[str, int]:
+    """Returns the bytes of weights, `masters`, gradients, and optimizer state."""
+    parameters = list(parameters)
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return {
+        "weights": sum(map(_bytes, parameters)),
+        "masters": masters,
+        "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(_bytes(value) for value in states if isinstance(value, Tensor)),
+    }
+
+
+def _bytes(t: Tensor) -> int:
+    """Returns the bytes of a dense tensor, and of the entries and their indices of a sparse one."""
+    return t._indices().nbytes + t._values().nbytes if t.is_sparse else t.nbytes
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:

@@ -54,7 +54,7 @@ from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.aside import Aside
-from halfstep.session.parts import Part, make_part, parts_to_step
+from halfstep.session.parts import Part, make_part, memory_of, parts_to_step
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -412,7 +412,7 @@ class Session:
             names.get(id(p), "a parameter")
             for part in self._parts
             for p in part.parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            if p.grad is not None and bool(read([p.grad]).found)
         ]
         skipped = self._last is not None and bool(self._last.skipped)
         return Held(tuple(bad), any(part.ledger.left_over for part in self._parts), skipped)
@@ -429,19 +429,7 @@ class Session:
             if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())
         ]
         parameters = {id(p): p for root in self._roots for p in root.parameters()}.values()
-        states = [
-            v
-            for part in self._parts
-            for s in part.optimizer.state.values()
-            for v in s.values()
-            if isinstance(v, Tensor)
-        ]
-        memory = {
-            "weights": sum(p.nbytes for p in parameters),
-            "masters": self._store.bytes(),
-            "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
-            "optimizer": sum(v.nbytes for v in states),
-        }
+        optimizers = [part.optimizer for part in self._parts]
         return Status(
             level=self.plan.name,
             low=self.plan.low.name,
@@ -450,7 +438,7 @@ class Session:
             scales=self._scales.read_all(),
             nonfinite_parameters=tuple(bad),
             nonfinite_gradients=self._nonfinite_gradients(),
-            memory=memory,
+            memory=memory_of(parameters, optimizers, masters=self._store.bytes()),
         )
 
     def _nonfinite_gradients(self) -> tuple[str, ...]:
