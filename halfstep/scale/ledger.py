@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from halfstep.kernels.batch import resolved
 from halfstep.scale.norm import global_norm
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -135,7 +136,7 @@ class GradientLedger:
             grad = param.grad
             if grad is not None:
                 params.append(param)
-                grads.append(grad.resolve_neg() if grad.is_neg() else grad)  # kernels read memory, not torch's sign bit
+                grads.append(resolved(grad))
         device = grads[0].device if grads else self._scale.device
         found = None
         for flag in self._flags.values():
@@ -278,8 +279,8 @@ def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
         grad = param.grad
         if grad is None:
             continue
-        if grad.is_neg():
-            grad = param.grad = grad.resolve_neg()
+        if resolved(grad) is not grad:
+            grad = param.grad = resolved(grad)
         if grad.requires_grad:
             with torch.enable_grad():
                 param.grad = grad * factor.to(grad.device, non_blocking=True)
