@@ -43,7 +43,7 @@ class BufferGuard:
         So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
         the load.
         """
-        held = [(module._buffers, name) for module in self._modules for name in module._buffers]
+        held = [(module._buffers, name) for module in self._modules for name, _ in module._buffers.items()]
         if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
             self._arrange(held)
         for group in self._groups:
