@@ -162,6 +162,11 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t)
 
 
+def is_wrapped(t: Tensor) -> bool:
+    """Returns whether operations on `t` go to its class (a DTensor's, say), and its own memory holds nothing."""
+    return type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def resolved(t: Tensor) -> Tensor:
     """Returns `t` with its elements in memory as they are, which is what kernels read, without torch's bits for that.
 

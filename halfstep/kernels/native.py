@@ -114,7 +114,9 @@ def _loops() -> ctypes.CDLL | None:
 def can_read(grads: list[Tensor]) -> bool:
     """Returns whether `read` takes these gradients: dense blocks of fp32, bf16 or fp16 on a CPU, and a compiler."""
     for grad in grads:
-        if grad.dtype not in _FORMATS or not grad.is_cpu or grad.layout is not torch.strided:
+        if type(grad) is not Tensor or grad.dtype not in _FORMATS or not grad.is_cpu:
+            return False
+        if grad.layout is not torch.strided:
             return False
         if not (grad.is_contiguous() or is_dense(grad)):
             return False

@@ -49,6 +49,7 @@ class Placed:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
         if (
             param is not self.param
+            or type(grad) is not Tensor
             or grad.dtype is not self.grad_dtype
             or grad.layout is not torch.strided
             or grad.is_complex()

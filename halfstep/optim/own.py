@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense, resolved
+from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense, is_wrapped, resolved
 from halfstep.optim.arranged import Arranged, state_names
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.lend import lent
@@ -237,9 +237,14 @@ def check_gradients(
     """Refuses gradients that do not fit their parameters.
 
     Raises:
-        SessionError: a gradient has another shape or device; the parameter is named.
+        SessionError: a gradient has another shape or device, or is not what lies in memory; the parameter is named.
     """
     for p, grad in zip(params, grads, strict=True):
+        if type(grad) is not Tensor and is_wrapped(grad):
+            raise SessionError(
+                f"the gradient of {named(p, name_of)} is a {type(grad).__name__}, whose numbers do not lie in its own "
+                "memory; give the parameter a plain tensor (.to_local(), .full_tensor())"
+            )
         if grad.shape != p.shape or grad.device != p.device:
             raise SessionError(
                 f"the gradient of {named(p, name_of)} has shape {tuple(grad.shape)} on {grad.device}, the parameter "

@@ -332,8 +332,9 @@ class Session:
     def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
         self._casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
-        for held in collected if len(parts) > 1 else ():  # before one of them has stepped
-            check_gradients(held.params, held.grads, self._name_of)
+        for held in collected:  # before one of them has stepped, and before kernels read what has no memory
+            if len(parts) > 1 or any(type(grad) is not Tensor for grad in held.grads):
+                check_gradients(held.params, held.grads, self._name_of)
         readings = [read(held.grads, device=self._device) for held in collected]
         factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
         norms = [
