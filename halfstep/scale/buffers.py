@@ -109,9 +109,11 @@ class _Slot:
         self.alias: Tensor | None = None
 
     def holds(self, buffer: Tensor) -> bool:
-        """Returns whether `buffer` has the memory and shape of the one that was last seen."""
+        """Returns whether `buffer` lies in memory as the one does that was last seen."""
         alias = self.alias
-        return alias is not None and buffer.data_ptr() == alias.data_ptr() and buffer.shape == alias.shape
+        if alias is None or buffer.data_ptr() != alias.data_ptr():
+            return False
+        return buffer.shape == alias.shape and buffer.stride() == alias.stride()
 
 
 class _Group:

@@ -207,6 +207,16 @@ def test_a_buffer_that_forward_replaces_is_put_back(how):
         assert model.counted.tolist() == [expected, expected]
 
 
+def test_a_buffer_that_forward_turns_in_its_memory_is_put_back():
+    model = nn.Module()
+    model.register_buffer("square", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    guard = BufferGuard([model])
+    guard.refresh()
+    model.square.data = model.square.data.t()
+    guard.restore(SKIPPED)
+    assert model.square.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
 def test_a_buffer_that_forward_replaces_by_another_shape_is_left_alone():
     model = Counter()
     guard = BufferGuard([model])
