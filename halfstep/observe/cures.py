@@ -17,6 +17,7 @@ from halfstep.plan.scaling import Scaling
 from halfstep.plan.tied import together
 
 FULL_OUT = Policy("full", "full", "full")
+WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
@@ -34,7 +35,14 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
     for name in _upwards(found.module):
         names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
         edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)] if name else []
-    return [*edits, (Rule("", FULL),)] if found.module is not None else edits
+    return [*edits, WHOLE] if found.module is not None else edits
+
+
+def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns those that leave a part of the model low; for an operation outside of it the edit of `autocast`."""
+    if found.module is None and plan.ops != "none" and _is_cheap(found.operator):
+        return [(OpChange("deny", found.operator),)]
+    return [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
