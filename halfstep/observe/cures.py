@@ -19,6 +19,7 @@ from halfstep.plan.tied import together
 FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
+_OF_FORMATS = ("overflow", "invalid", "masked row")  # what a wider format may cure
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
 
@@ -27,7 +28,7 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 
     Modules of the models `roots` that share a parameter get the same rule.
     """
-    if plan.ops == "none" or found.kind not in ("overflow", "invalid", "masked row"):
+    if plan.ops == "none" or found.kind not in _OF_FORMATS:
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
@@ -40,8 +41,9 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns those that leave a part of the model low; for an operation outside of it the edit of `autocast`."""
-    if found.module is None and plan.ops != "none" and _is_cheap(found.operator):
-        return [(OpChange("deny", found.operator),)]
+    if found.module is None:
+        known = plan.ops != "none" and found.kind in _OF_FORMATS and _is_cheap(found.operator)
+        return [(OpChange("deny", found.operator),)] if known else []
     return [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
 
 

@@ -648,6 +648,6 @@ def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
     assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", ())
     assert "or takes weights as they are stored" in verdict.advice
     session.close()
-    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
     assert session.blame(lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
     session.close()
