@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.modes import uncompiled
 from halfstep.observe.badness import badness
-from halfstep.observe.cures import candidates, scaling_cure
+from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
@@ -329,11 +329,14 @@ class _Search:
 
     def narrow(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
-        return self._within(found, candidates(self.subject.plan, found, self.subject.roots)[:-1], (), _FAULTS)
+        return self._within(found, self._narrow(found), (), _FAULTS)
 
     def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edit that makes all of the model full, where it cures."""
-        return self._if_cured((candidates(self.subject.plan, found, self.subject.roots) or [()])[-1])
+        return self._if_cured(WHOLE if WHOLE in candidates(self.subject.plan, found, self.subject.roots) else ())
+
+    def _narrow(self, found: Diagnosis) -> list[tuple[Edit, ...]]:
+        return narrow_candidates(self.subject.plan, found, self.subject.roots)
 
     def _within(
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
@@ -349,9 +352,7 @@ class _Search:
                 moved = edits, run.found
         if moved is None or faults <= 1:
             return None
-        return self._within(
-            moved[1], candidates(self.subject.plan, moved[1], self.subject.roots)[:-1], kept + moved[0], faults - 1
-        )
+        return self._within(moved[1], self._narrow(moved[1]), kept + moved[0], faults - 1)
 
     def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
         run = self._run(edits) if edits else None

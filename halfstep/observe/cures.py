@@ -17,7 +17,9 @@ from halfstep.plan.scaling import Scaling
 from halfstep.plan.tied import together
 
 FULL_OUT = Policy("full", "full", "full")
+WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
+_OF_FORMATS = ("overflow", "invalid", "masked row")  # what a wider format may cure
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
 
@@ -26,7 +28,7 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 
     Modules of the models `roots` that share a parameter get the same rule.
     """
-    if plan.ops == "none" or found.kind not in ("overflow", "invalid", "masked row"):
+    if plan.ops == "none" or found.kind not in _OF_FORMATS:
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
@@ -34,7 +36,15 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
     for name in _upwards(found.module):
         names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
         edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)] if name else []
-    return [*edits, (Rule("", FULL),)] if found.module is not None else edits
+    return [*edits, WHOLE] if found.module is not None else edits
+
+
+def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns those that leave a part of the model low; for an operation outside of it the edit of `autocast`."""
+    if found.module is None:
+        known = plan.ops != "none" and found.kind in _OF_FORMATS and _is_cheap(found.operator)
+        return [(OpChange("deny", found.operator),)] if known else []
+    return [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:

@@ -144,7 +144,8 @@ def _masks(note: Note) -> list[Note]:
 
 def _infinity(recorder: OpRecorder, note: Note) -> str:
     """Returns where the infinity of a mask came from that an operation computed with; "" for none."""
-    for each in (*reached_from(note.parents), note):
+    met = [each for each in reached_from(note.parents) if each.aten != "scalar_tensor"]  # of torch.where and a number
+    for each in (*met, note):
         leaf = next((leaf for leaf in each.leaves if leaf.masked), None)
         if leaf is not None:
             return f"{leaf.kind} {leaf.name}".strip()

@@ -37,6 +37,7 @@ PUBLIC: Mapping[str, str] = {
     "_cdist_forward": "cdist",
     "_pdist_forward": "pdist",
     "_prelu_kernel": "prelu",
+    "_trilinear": "bilinear",
     "_fft_r2c": "fft",
     "_fft_c2c": "fft",
     "_fft_c2r": "fft",

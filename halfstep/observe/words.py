@@ -14,6 +14,16 @@ from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.records import OpCall, Verdict
 
+_OF_TENSORS = {
+    "stale gradients": (
+        "call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"
+    ),
+    "input data": (
+        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
+        "out)"
+    ),
+    "weights": "load the last checkpoint whose weights are finite, and find the step that spoiled them",
+}
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
     (
@@ -38,7 +48,7 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
         where=found.line,
         cure=tuple(cure),
         evidence=_evidence(found, scale),
-        advice=_advice(found, plan, cure, scale),
+        advice=_advice(found, plan, cure),
         call=found.call,
     )
 
@@ -145,8 +155,8 @@ def _inputs(call: OpCall | None) -> str:
     return f" from {', '.join(said[:4])}" if said else ""
 
 
-def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: float) -> str:
-    words = _words(found, plan, scale) if found.in_full is None else [_about_both(found.in_full)]
+def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
+    words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
         edits = ", ".join(map(spell, cure))
         words.insert(0, f"plan.edit({edits})")
@@ -157,18 +167,11 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: fl
     return "; ".join(words)
 
 
-def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
+def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.kind == "scale too high":
         return _about_scale(found, plan)
-    if found.kind == "stale gradients":
-        return ["call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"]
-    if found.kind == "input data":
-        return [
-            "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the "
-            "sample out)"
-        ]
-    if found.kind == "weights":
-        return ["load the last checkpoint whose weights are finite, and find the step that spoiled them"]
+    if found.kind in _OF_TENSORS:
+        return [_OF_TENSORS[found.kind]]
     if found.kind == "masked row":
         return _about_masks(found)
     if found.eps is not None and found.low is not None:
@@ -179,11 +182,16 @@ def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
+    words = []
     if found.kind == "invalid" and found.tried:
-        return [f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not"]
+        words.append(f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not")
     if found.mask is not None:
-        return [f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}"]
-    return []
+        words.append(f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}")
+    if found.tried and found.cured_loss is None:
+        words.append(
+            f"no edit that was tried reaches it: cast what {found.operator} gets to fp32 in the code (.float())"
+        )
+    return words
 
 
 def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
@@ -195,7 +203,10 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if found.infinity:
         return f"{name} met an infinity from {found.infinity}: {_about_infinity(name)}"
     if full.low in (FP16, BF16) and found.exact is not None:
-        return f"no edit reaches it: the code itself casts what {name} gets to {found.low}; leave that cast out"
+        return (
+            f"no edit reaches it: the code itself casts what {name} gets to {found.low}, or takes weights as they are "
+            "stored; leave that cast out, or give it .float()"
+        )
     if found.kind == "overflow":
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
     if found.phase == "backward":
@@ -212,7 +223,7 @@ def _about_infinity(name: str) -> str:
         return "a target that is masked has an infinite loss (label smoothing makes every class a target)"
     if name in ("sub", "add", *NORMALISERS):
         return "inf minus inf is NaN: mask with -inf, and leave each row an entry that is finite"
-    return "0 times inf is NaN, so mask with masked_fill or torch.where where it is not multiplied"
+    return "0 times inf is NaN: mask with masked_fill or torch.where, and let nothing multiply what is masked"
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:

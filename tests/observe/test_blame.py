@@ -621,3 +621,33 @@ def test_modules_that_share_a_parameter_are_cured_together():
     with halfstep.initialize(model, optimizer, plan.edit(*verdict.cure)) as session:
         session.backward(nn.functional.cross_entropy(model(tokens), tokens))
         assert not session.step().skipped
+
+
+def test_an_operation_of_the_loss_is_cured_by_an_edit_that_autocast_takes_up():
+    model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+
+    def closure():
+        with session.autocast():
+            return (model(inputs) @ torch.eye(4) * 300).pow(2).mean()
+
+    verdict = session.blame(closure)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "", "pow")
+    assert verdict.cure[0] == halfstep.OpChange("deny", "pow")
+    session.close()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), session.plan.edit(*verdict.cure))
+    session.backward(closure())
+    assert not session.step().skipped
+    session.close()
+
+
+def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
+    model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    verdict = session.blame(lambda: (model.weight * 1e6).square().mean() + model(inputs).mean())
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", ())
+    assert "or takes weights as they are stored" in verdict.advice
+    session.close()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
+    assert session.blame(lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
+    session.close()

@@ -13,8 +13,10 @@ import torch
 import halfstep
 from tests.observe.faults.fault import HARMLESS
 from tests.observe.faults.hosts import targets
-from tests.observe.faults.table import FAULTS
+from tests.observe.faults.table import FAULTS as PLANNED
+from tests.observe.faults.unplanned import UNPLANNED
 
+FAULTS = (*PLANNED, *UNPLANNED)
 TRAINED = 8  # steps
 SETTLED = 24  # by which a dynamic scale has come down
 KINDS = (
@@ -76,6 +78,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the default backend imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of an LSTM
 @pytest.mark.parametrize("fault", ROWS)
 def test_a_fault_is_named_and_its_cure_cures(fault):
