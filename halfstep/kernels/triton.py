@@ -7,7 +7,6 @@ Hyper-parameters are arguments of the kernels that nothing is specialised on, so
 
 from __future__ import annotations
 
-import functools
 from array import array
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -355,29 +354,24 @@ def _read_kernel(
 # fmt: on
 
 
-@functools.cache
-def _tables_of_reads() -> Scratch:
-    """Returns where the tables of reads are kept; each is a function of its key alone."""
-    return Scratch()
-
-
 def can_read(grads: list[Tensor]) -> bool:
     """Returns whether `read` takes these gradients: dense fp32, bf16 or fp16 ones on one device."""
     return bool(grads) and all(
-        grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided for grad in grads
+        type(grad) is Tensor and grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided
+        for grad in grads
     )
 
 
 @torch.no_grad()
-def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient.
 
     Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the test a 0-dim bool, the flags a
     bool tensor; all stay on the device. The sums have one order, so that equal gradients give equal bits. The test is
-    exact: squares that overflow fp32 do not trip it.
+    exact: squares that overflow fp32 do not trip it. Tables of addresses are kept in `scratch`.
     """
     device = grads[0].device
-    tables = Tables(device, _tables_of_reads())
+    tables = Tables(device, scratch)
     held = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
     flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
     squares: list[Tensor] = []

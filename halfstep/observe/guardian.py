@@ -55,14 +55,14 @@ class Counters:
     """Reads the number of skips and the scale of a session after every eighth step, on CUDA at the step after it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type != "cuda"
+        self._device = device
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
         self._values: tuple[float, float] | None = None
 
     def take(self, skips: Tensor, scale: Tensor) -> None:
         """Begins to read two 0-dim tensors; not while a CUDA graph is captured, which would read at each replay."""
-        if self._on_host:
-            self._values = (float(skips.numpy()), float(scale.numpy()))
+        if self._device.type != "cuda":  # the CPU, or another device that is waited for
+            self._values = (float(skips.cpu().numpy()), float(scale.cpu().numpy()))
             return
         if torch.cuda.is_current_stream_capturing():
             return

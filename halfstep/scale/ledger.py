@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from halfstep.kernels.batch import resolved
-from halfstep.scale.norm import global_norm
+from halfstep.kernels.batch import Scratch, resolved
+from halfstep.scale.norm import read
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -77,6 +77,7 @@ class GradientLedger:
         self._source: tuple[Tensor, int] | None = None
         self._mark: tuple[int, int] | None = None
         self.left_over = False
+        self._scratch = Scratch()
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._forget()
 
@@ -220,10 +221,11 @@ class GradientLedger:
         self._true, self._source = True, None
 
     def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
-        _, found = global_norm([param.grad for param in params if param.grad is not None], device=factor.device)
+        grads = [param.grad for param in params if param.grad is not None]
+        reading = read(grads, device=factor.device, scratch=self._scratch)
         self._widen(params)
         _multiply_(params, factor)
-        return found
+        return reading.found
 
     def _widen(self, params: Iterable[Parameter]) -> None:
         """Turns low gradients into fp32 ones, and has autograd add to them in fp32."""
@@ -259,7 +261,7 @@ class GradientLedger:
         """
         if not self._flags or self._mark == self._marked():
             return
-        norm, _ = global_norm([param.grad for param in held if param.grad is not None])
+        norm = read([param.grad for param in held if param.grad is not None], scratch=self._scratch).norm
         for loss, flag in self._flags.items():
             self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import devices, native
+from halfstep.kernels.batch import Scratch
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
@@ -33,23 +34,27 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """A way to read gradients: which it can take, and the call, which reads nothing on the host."""
+    """A way to read gradients: which it can take, and the call, which reads nothing on the host.
+
+    The call may keep in a Scratch what serves the next read of the same memory.
+    """
 
     fits: Callable[[list[Tensor]], bool]
-    read: Callable[[list[Tensor]], tuple[Tensor, Tensor, Tensor]]
+    read: Callable[[list[Tensor], Scratch], tuple[Tensor, Tensor, Tensor]]
 
 
-def read(grads: list[Tensor], *, device: torch.device | None = None) -> Reading:
+def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
     """Reads `grads` once with the first of `READERS` that takes them; the results are on `device`.
 
     Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; the sparse ones count with
     their duplicate indices summed. `device` is that of the first gradient by default, the CPU where there is none.
+    Who reads step after step, on one stream, gives the same `scratch` each time.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
     for reader in READERS.values():
         if reader.fits(grads):
-            found = reader.read(grads)
+            found = reader.read(grads, Scratch() if scratch is None else scratch)
             break
     if found[0].device == device:
         return Reading(*found)
@@ -158,7 +163,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 READERS = {
-    "native": Reader(native.can_read, native.read),
+    "native": Reader(native.can_read, lambda grads, _: native.read(grads)),
     "triton": Reader(devices.triton_can_read, devices.triton_read),
-    "torch": Reader(lambda grads: True, read_with_torch),
+    "torch": Reader(lambda grads: True, lambda grads, _: read_with_torch(grads)),
 }

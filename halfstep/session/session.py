@@ -19,6 +19,7 @@ from halfstep.cast.enter import CheckpointHook, mark
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
+from halfstep.kernels.batch import Scratch
 from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, blame
 from halfstep.observe.guardian import Guardian, OnFailure
@@ -97,6 +98,7 @@ class Session:
         self._casting = Casting(plan, self._device, emulate=emulate)
         self._scales = LossScales(plan.scale, self._device)
         self._awaiting: list[Part] = []  # parts with a backward since their last step
+        self._scratch = Scratch()  # of the read of the gradients
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
@@ -335,7 +337,7 @@ class Session:
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or any(type(grad) is not Tensor for grad in held.grads):
                 check_gradients(held.params, held.grads, self._name_of)
-        readings = [read(held.grads, device=self._device) for held in collected]
+        readings = [read(held.grads, device=self._device, scratch=self._scratch) for held in collected]
         factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
         norms = [
             reading.norm if factor is None else reading.norm * factor

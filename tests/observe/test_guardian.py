@@ -14,7 +14,7 @@ import halfstep
 from halfstep import FP16, FULL, NumericsError, Rule, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
 from halfstep.observe import guardian
-from halfstep.observe.guardian import WINDOW
+from halfstep.observe.guardian import WINDOW, Counters
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
@@ -645,3 +645,19 @@ def test_what_ran_where_it_cannot_be_seen_is_said_once(caplog, monkeypatch):
         run(session, optimizer, model, 4 * WINDOW, images())
     assert caplog.text.count("could not be recorded") == 1
     session.close()
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of a device that is neither a CPU nor CUDA: no array shares its memory."""
+
+    def numpy(self):
+        raise TypeError("can't convert device type tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_counters_of_other_devices_are_waited_for():
+    counters = Counters(torch.device("xpu"))
+    counters.take(torch.tensor(3).as_subclass(Elsewhere), torch.tensor(128.0).as_subclass(Elsewhere))
+    assert counters.read() == (3, 128.0)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import halfstep
 from halfstep.scale import norm
 from halfstep.scale.norm import _one_pass, _two_passes, elements, global_norm, read_with_torch
 from tests.scale.sync import NoSync
@@ -32,6 +33,32 @@ def first_reader(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm, "READERS", {name: norm.READERS[name] for name in kept})
         yield
+
+
+def test_what_reads_step_after_step_keeps_its_own_tables(monkeypatch):
+    given = []
+
+    def reading(grads, scratch):
+        given.append(scratch)
+        return read_with_torch(grads)
+
+    monkeypatch.setattr(norm, "READERS", {"noting": norm.Reader(lambda grads: True, reading)})
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="fp16")
+        for _ in range(2):
+            session.backward(model(torch.ones(1, 2)).sum())
+            session.step()
+        session.close()
+    first, again, other, other_again = (
+        given[0],
+        given[1],
+        given[-3],
+        given[-2],
+    )  # each session reads once more at its end
+    assert first is again
+    assert other is other_again
+    assert first is not other
 
 
 class TestNorm:
