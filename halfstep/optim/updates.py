@@ -55,7 +55,7 @@ class UpdateWatch:
             options = options_of(self._optimizer, group)
             coming: dict[tuple[Any, ...], Coming] = {}
             for p in group["params"]:
-                if id(p) in given and p.numel():
+                if id(p) in given and p.numel() and self._fits(p, given[id(p)]):
                     self._gather(p, given[id(p)], options, factor, coming)
             yield from coming.values()
 
@@ -69,6 +69,11 @@ class UpdateWatch:
         self._held.clear()
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = None
+
+    def _fits(self, p: Parameter, grad: Tensor) -> bool:
+        """Returns whether the update of `p` can be computed; where not, the step says why."""
+        states = [t for t in self._optimizer.state.get(p, {}).values() if isinstance(t, Tensor) and t.dim()]
+        return grad.device == p.device and all(t.shape == p.shape for t in [grad, *states])
 
     def _gather(
         self, p: Parameter, grad: Tensor, options: Options, factor: Tensor | None, coming: dict[Any, Coming]
