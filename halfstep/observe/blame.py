@@ -22,7 +22,7 @@ from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.recorder import OTHERS, OpRecorder
 from halfstep.observe.replay import Inputs, noting_inputs, run_to_the_loss, untouched
 from halfstep.observe.words import say
 from halfstep.plan.fit import named
@@ -114,6 +114,8 @@ def blame(
             evidence, _, advice = NOT_SEEN.partition(": ")
             tell(Finding("warning", "not seen", "the closure", evidence, advice))
             return None
+        if run.found.kind == OTHERS:
+            return say(run.found, subject.plan, (), scale=scale)
         found, lower = run.found, run.lower
         if lower is None and found.may_be_scale and not math.isfinite(run.loss):
             lower = _passing_from_the_start(subject, closure, rewind, scale, params)

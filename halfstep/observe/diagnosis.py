@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.formats import BF16, FP16, FP32, Format
 from halfstep.observe.origin import Origin, reached_from
-from halfstep.observe.recorder import Leaf, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import OpCall
 
@@ -114,6 +114,8 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
     phase = "forward" if note is None else note.phase
     if leaf.kind == "gradient":
         return Diagnosis.stale([leaf.name])
+    if leaf.kind == OTHERS:
+        return Diagnosis(OTHERS, "", leaf.name, "backward" if note is None else phase, note=note, leaf=leaf)
     if leaf.kind in ("data", "unseen"):
         kind = "input data" if leaf.kind == "data" else UNSEEN
         return Diagnosis(kind, module, operator, phase, line, note=note, leaf=leaf)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from halfstep.observe.badness import badness
-from halfstep.observe.recorder import Leaf, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 
 NORMALISERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "cross_entropy")
 
@@ -39,7 +39,7 @@ def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
         return _earliest(recorder, reached_from(writers))
     leaf = recorder.leaf(bad[0])
     assert leaf is not None
-    return Origin(None, leaf if leaf.kind == "gradient" else replace(leaf, kind="unseen"))
+    return Origin(None, leaf if leaf.kind in ("gradient", OTHERS) else replace(leaf, kind="unseen"))
 
 
 def reached_from(notes: Iterable[Note]) -> list[Note]:

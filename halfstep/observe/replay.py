@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import SessionError
+from halfstep.observe.alone import alone
 
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
@@ -26,13 +27,14 @@ def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Ite
     """Puts all back at its end; the function it gives does so in between, so that the next run starts the same.
 
     `params` are whose gradients are put aside: within, `p.grad` is None at the start of each run. Hooks that act on
-    finished gradients, as of an optimizer that steps in the backward pass, are off.
+    finished gradients, as of an optimizer that steps in the backward pass, are off, and DistributedDataParallel is.
     """
     state = _State(roots, params)
     with ExitStack() as stack:
         for param in params:
             stack.callback(_without_hooks(param))
         stack.callback(state.finish)
+        stack.enter_context(alone(roots))
         state.rewind()
         yield state.rewind
 

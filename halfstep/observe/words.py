@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from halfstep.formats import BF16, FP16, Format
 from halfstep.observe.diagnosis import Diagnosis
 from halfstep.observe.origin import NORMALISERS
+from halfstep.observe.recorder import OTHERS
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
@@ -23,6 +24,7 @@ _OF_TENSORS = {
         "out)"
     ),
     "weights": "load the last checkpoint whose weights are finite, and find the step that spoiled them",
+    OTHERS: "see the verdict of the other processes: one of them has the fault, or its batch has",
 }
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
@@ -119,6 +121,11 @@ def _seen(found: Diagnosis) -> str:
         return f"the gradients of {', '.join(found.names[:3])}{more} were not finite when the backward pass began"
     if found.leaf is not None:
         leaf = found.leaf
+        if leaf.kind == OTHERS:
+            what = "the gradients" if found.phase == "backward" else "what"
+            return (
+                f"{what} that {leaf.name} brought hold {leaf.bad}, and those that this process gave to it were finite"
+            )
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {_dtype(leaf.dtype)} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"

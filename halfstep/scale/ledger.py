@@ -19,9 +19,10 @@ _LOW = (torch.float16, torch.bfloat16)
 class Collected:
     """The gradients of one step as they lie in `p.grad`: gradient times `inverse` is the true gradient.
 
-    `scale` is the one that the last backward used (fp32). `losses` are the ids of the losses that went in; `found` says
-    whether one of them is known to have overflowed although its gradients may no longer show it (0-dim bool, None where
-    nothing was noted); the step must be skipped where `found` or the present gradients are non-finite.
+    `scale` is the one that the last backward used (fp32), `scales` has by its id that of each loss's own last one.
+    `losses` are the ids of the losses that went in; `found` says whether one of them is known to have overflowed
+    although its gradients may no longer show it (0-dim bool, None where nothing was noted); the step must be skipped
+    where `found` or the present gradients are non-finite.
     """
 
     params: list[Parameter]
@@ -30,6 +31,7 @@ class Collected:
     found: Tensor | None
     losses: tuple[int, ...]
     flags: Mapping[int, Tensor] = field(repr=False)
+    scales: Mapping[int, Tensor] = field(repr=False)
     true: bool = field(repr=False)
 
     @property
@@ -74,6 +76,7 @@ class GradientLedger:
         self._flags: dict[int, Tensor] = {}
         self._losses: tuple[int, ...] = ()
         self._losses_before: tuple[int, ...] = ()
+        self._scales: dict[int, Tensor] = {}
         self._source: tuple[Tensor, int] | None = None
         self._mark: tuple[int, int] | None = None
         self.left_over = False
@@ -108,6 +111,7 @@ class GradientLedger:
             self._flag(loss_id, found)
         if self._stash:
             self._add_apart(loss_id, scale)
+        self._scales[loss_id] = self._scale
         self._mark = self._marked()
 
     def undo_backward(self) -> None:
@@ -143,11 +147,12 @@ class GradientLedger:
         for flag in self._flags.values():
             here = flag if flag.device == device else flag.to(device, non_blocking=True)
             found = here if found is None else found | here
-        return Collected(params, grads, self._scale, found, self._losses, dict(self._flags), self._true)
+        flags, scales = dict(self._flags), dict(self._scales)
+        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true)
 
     def consumed(self) -> None:
         """Ends the step. What stays in `p.grad` is stale: a later backward adds to it, its overflows are settled."""
-        self._flags, self._losses, self._stale = {}, (), True
+        self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
 
     def close(self) -> None:
         """Leaves true gradients in `p.grad`; autograd will again make new ones in the dtype of the parameter."""
@@ -157,7 +162,7 @@ class GradientLedger:
 
     def _forget(self) -> None:
         """Starts anew: nothing is held, and what a caller put into `p.grad` counts as a true gradient."""
-        self._flags, self._losses, self._stale = {}, (), True
+        self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
         self._scale, self._source, self._true = self._one, None, False
         self._mark = None
 

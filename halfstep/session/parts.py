@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
-from halfstep.scale.ledger import GradientLedger
+from halfstep.scale.ledger import Collected, GradientLedger
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,15 @@ class Part:
     def parameters(self) -> list[nn.Parameter]:
         """Returns what the optimizer updates, in its order."""
         return _parameters(self.optimizer)
+
+
+@dataclass(frozen=True, eq=False)
+class LastStep:
+    """The last step with gradients of a loss: whether it was skipped, the loss's scale in it, and whose they were."""
+
+    skipped: Tensor
+    scale: Tensor
+    parts: tuple[Part, ...]
 
 
 def make_part(
@@ -92,6 +101,16 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
         raise SessionError(
             "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
         )
+    return found
+
+
+def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:
+    """Returns what a step was for each loss, by its id."""
+    found: dict[int, LastStep] = {}
+    for part, held in zip(parts, collected, strict=True):
+        for loss_id, scale in held.scales.items():
+            others = found[loss_id].parts if loss_id in found else ()
+            found[loss_id] = LastStep(skipped, scale, (*others, part))
     return found
 
 

@@ -55,7 +55,7 @@ from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.aside import Aside
-from halfstep.session.parts import Part, make_part, memory_of, parts_to_step
+from halfstep.session.parts import LastStep, Part, last_steps, make_part, memory_of, parts_to_step
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -104,7 +104,7 @@ class Session:
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._guardian: Guardian | None = None
-        self._last: StepRecord | None = None
+        self._last: dict[int, LastStep] = {}  # by loss id
         self._aside = Aside(
             self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
         )
@@ -303,12 +303,12 @@ class Session:
         self._awaiting = [part for part in self._awaiting if part not in parts]
         if not self._awaiting:
             self._buffers.after_step()
-        self._last = record
         for sink in self._sinks:
             sink(record)
         self._probes.stepped(self._steps)
         if self._guardian is not None:
-            self._guardian.after_step(record, self._skips)
+            scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
+            self._guardian.after_step(record, parts, scales)
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -359,6 +359,7 @@ class Session:
                 part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
         self._overflows = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
+        self._last.update(last_steps(parts, collected, found))
         self._buffers.restore(found)
         if not self._constant_one:
             self._scales.update(collected, [reading.found for reading in readings])
@@ -384,8 +385,13 @@ class Session:
         """Returns which operation made the first value that is not finite and that mattered; None where all are finite.
 
         The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the
-        same random numbers, at the loss scale of the last step where that was skipped. A cure was tried on a copy of
-        the model. Weights, buffers, gradients, optimizer, scale and random state are afterwards as before.
+        same random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was
+        tried on a copy of the model. Weights, buffers, gradients, optimizer, scale and random state are afterwards as
+        before.
+
+        Under DistributedDataParallel a process may call it alone, between steps: nothing is sent. A model whose forward
+        itself sends (sharded, or with SyncBatchNorm) is to be blamed on all processes at once, with batches that all
+        fail, or in one process.
 
         Raises:
             SessionError: the session is closed, or the closure is no function that computes and returns the loss.
@@ -393,7 +399,7 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        scale, held = self._scale_to_explain(loss_id), self._held()
+        scale, held = self._scale_to_explain(loss_id), self._held(loss_id)
         with self._aside.out_of_the_books():
             verdict = blame(self._aside.subject(), closure, scale=scale, held=held, tell=self.tell)
         if verdict is not None:
@@ -405,19 +411,20 @@ class Session:
             self._guardian.close()
 
     def _scale_to_explain(self, loss_id: int) -> float:
-        """Returns the scale of the last step where it was skipped, else the one that the next would have."""
-        now = self._scales.read(loss_id)
-        return max(now, float(self._last.scale)) if self._last is not None and bool(self._last.skipped) else now
+        """Returns the scale of a loss in its last step where that was skipped, else the one that it has now."""
+        now, last = self._scales.read(loss_id), self._last.get(loss_id)
+        return max(now, float(last.scale)) if last is not None and bool(last.skipped) else now
 
-    def _held(self) -> Held:
+    def _held(self, loss_id: int) -> Held:
+        last = self._last.get(loss_id)
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         bad = [
             names.get(id(p), "a parameter")
-            for part in self._parts
+            for part in (self._parts if last is None else last.parts)
             for p in part.parameters()
             if p.grad is not None and bool(read([p.grad]).found)
         ]
-        skipped = self._last is not None and bool(self._last.skipped)
+        skipped = last is not None and bool(last.skipped)
         return Held(tuple(bad), any(part.ledger.left_over for part in self._parts), skipped)
 
     def low_parameters(self) -> list[nn.Parameter]:
