@@ -52,7 +52,6 @@ class Placed:
             or type(grad) is not Tensor
             or grad.dtype is not self.grad_dtype
             or grad.layout is not torch.strided
-            or grad.is_complex()
             or state is not self.state
             or param.data_ptr() != self.address
             or param.shape != self.shape

@@ -171,6 +171,21 @@ def test_clipping_divides_by_the_norm_and_a_millionth_as_torch_does():
     session.close()
 
 
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16")])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.ASGD])
+@pytest.mark.parametrize(("max_norm", "moved"), [(1.5, 1.5), (3.0, 3.0), (6.0, 3.0)])
+def test_clipping_measures_the_true_gradient(name, low, loss_scale, build, max_norm, moved):
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    session = halfstep.initialize(model, build(model.parameters(), lr=1.0), name, low=low, loss_scale=loss_scale)
+    session.backward(model(torch.full((1, 1), 3.0)).sum())
+    assert session.step(max_norm=max_norm).grad_norm.item() == 3.0
+    session.close()
+    assert model.weight.item() == pytest.approx(-moved, rel=1e-5)
+
+
 def test_a_step_counts_as_one_for_schedulers(recwarn):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

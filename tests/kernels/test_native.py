@@ -1,5 +1,6 @@
 """The compiled loops against the eager reference: the same bits over optimizers, masters, formats, shapes and skips."""
 
+import functools
 import hashlib
 import logging
 import math
@@ -14,6 +15,7 @@ from torch.optim import SGD, AdamW
 
 from halfstep.kernels import build, native
 from halfstep.kernels.batch import Batch
+from halfstep.optim.own import options_of
 from halfstep.scale.norm import read_with_torch
 from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, own_run
 
@@ -102,13 +104,97 @@ def test_autograd_notices_that_a_weight_was_written():
         loss.backward()
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-8, 2.0**-24, 2.0**-25, 65504.0, 65519.99, 65520.0, 1e6, -3e-5])
-def test_fp16_weights_are_stored_as_torch_casts_them(value):
-    run = own_run(SGD, {"lr": 1.0}, "none", torch.float16, "native")
-    run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(21))]
-    run.store.track(run.params[0])
-    run.step([torch.full((21,), -value)])
-    assert_same_bits([run.params[0]], [(torch.zeros(21) + value).half()])
+def fp16_borders():
+    """Every fp16 number, what lies just in the middle of two neighbours, and the fp32 numbers around each of those."""
+    numbers = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    numbers = numbers[numbers.isfinite()]
+    after = torch.cat([numbers[1:], torch.tensor([65536.0])])
+    middles = (numbers + after) / 2
+    values = torch.cat(
+        [numbers, middles, middles.nextafter(numbers), middles.nextafter(after), torch.tensor([1e6, math.inf])]
+    )
+    return torch.cat([values, -values[values != 0]])  # an update of zero has no minus sign
+
+
+@pytest.fixture(scope="class", params=["this processor", "any processor"])
+def processor(request, tmp_path_factory):
+    """Compiled for this processor, or for the least that its kind has: without its instructions for fp16."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "any processor":
+            home = tmp_path_factory.mktemp("home")
+            patch.setattr(build, "_FLAGS", tuple(flag for flag in build._FLAGS if flag != "-march=native"))
+            patch.setattr(Path, "home", lambda: home)
+            patch.setattr(native, "_loops", functools.cache(native._loops.__wrapped__))
+            patch.setattr(native, "library", functools.cache(build.library.__wrapped__))
+        yield
+
+
+@pytest.mark.usefixtures("processor")
+class TestFp16:
+    """Weights in fp16, whose rounding the compiled loops do themselves."""
+
+    def stored(self, weights, grads, lr=1.0):
+        run = own_run(SGD, {"lr": lr}, "none", torch.float16, "native")
+        run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(weights)]
+        run.store.track(run.params[0])
+        run.step([grads])
+        return run.params[0].detach()
+
+    def test_every_border_is_rounded_as_torch_rounds_it(self):
+        values = fp16_borders()
+        assert_same_bits([self.stored(torch.zeros(values.shape), -values)], [values.half()])
+
+    def test_every_border_is_rounded_alike_at_the_end_of_a_block(self):
+        values = fp16_borders()[7::97]
+        stored = [self.stored(torch.zeros(1), -value.view(1)) for value in values]
+        assert_same_bits([torch.cat(stored)], [values.half()])
+
+    def test_every_number_is_read_as_it_is(self):
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+        numbers = numbers[~numbers.isnan()]
+        assert_same_bits([self.stored(numbers.clone(), torch.zeros(numbers.shape), lr=0.0)], [numbers])
+
+    def test_nan_stays_nan(self):
+        for size in (1, 40):
+            assert self.stored(torch.zeros(size), torch.full((size,), math.nan)).isnan().all()
+
+
+def test_the_peak_of_amsgrad_keeps_a_nan():
+    grads = [torch.tensor([1.0, math.nan, 2.0] * 7)]
+    found = []
+    for name in ("native", "eager"):
+        run = own_run(AdamW, {"lr": 1e-2, "amsgrad": True}, None, implementation=name)
+        run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(21))]
+        run.step(grads)
+        run.step([torch.ones(21)])
+        found.append(run.optimizer.state[run.params[0]]["max_exp_avg_sq"])
+    assert found[0].isnan().tolist() == [False, True, False] * 7
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_a_learning_rate_in_a_tensor_has_the_bits_of_the_reference(cls, dtype):
+    runs = [
+        own_run(cls, {"lr": torch.tensor(0.1, dtype=dtype)}, "split", implementation=n) for n in ("native", "eager")
+    ]
+    for run in runs:
+        run.params = run.params[:4]  # dense ones
+        for seed in range(3):
+            run.step(grads_of(run, seed, torch.bfloat16))
+    assert_same_bits(runs[0].everything(), runs[1].everything())
+    before = own_run(cls, {"lr": 0.1}, "split", implementation="native").params[0]
+    assert not torch.equal(runs[0].params[0], before)
+
+
+def test_the_loops_use_the_threads_that_torch_does(two_threads):
+    run = own_run(SGD, {"lr": 0.1})
+    batch = Batch("full", [torch.ones(3)], [], [torch.ones(3)])
+    table = native.Table(batch)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        table.point(batch, options_of(run.optimizer, run.optimizer.param_groups[0]), None, FALSE)
+        assert table.tensors.threads == threads
 
 
 class TestRead:
@@ -188,8 +274,6 @@ class TestRead:
 class TestFits:
     def test_float64_weights_and_half_dense_ones_are_left_to_others(self):
         options = own_run(*ADAMS[0]).optimizer
-        from halfstep.optim.own import options_of
-
         adam = options_of(options, options.param_groups[0])
         for weight, fits in ((torch.ones(3), True), (torch.ones(3).double(), False), (torch.ones(4, 4)[:, ::2], False)):
             assert native.fits(Batch("full", [weight], [], [weight]), adam) is fits
