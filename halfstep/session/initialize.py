@@ -115,7 +115,7 @@ def _say_that_it_steps_itself(name: str) -> None:
     """Says, once a process, what an optimizer of this name costs."""
     _LOG.warning(
         "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
-        "(master 'copy', 2 bytes a parameter more than 'split'), and waits for the device at each step; "
-        "torch.optim.Adam, AdamW and SGD have one",
+        "(2 bytes a parameter more than split masters take), and waits for the device at each step; torch.optim.Adam, "
+        "AdamW and SGD have one",
         name,
     )
