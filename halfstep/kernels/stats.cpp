@@ -285,14 +285,13 @@ void count_updates(const Tensors& b, const Common& c, float l2, double decay, in
                    const Core& core, Piece& piece) {
   const uint64_t fraction = b.format == kFloat ? 23 : b.format == kBfloat ? 7 : 10;
   const uint32_t smallest = b.format == kHalf ? 127 - 14 : 1;
-  alignas(64) float opened[kBlock], kept[kBlock], gradient[kBlock], change[kBlock];
+  alignas(64) float opened[kBlock], kept[kBlock], room[kBlock], change[kBlock];
   alignas(64) uint64_t found[kBlock];
   for (int64_t at = start; at < start + size; at += kBlock) {
     const int64_t n = at + kBlock < start + size ? kBlock : start + size - at;
     const float *weight = open_weights(b, t, at, n, opened), *stored = weight;
-    if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, 1, kept, n), stored = kept;
-    open_gradient(b, c, t, at, n, gradient);
-    if (l2 != 0) add_block(n, l2, weight, gradient);
+    if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, kept, n), stored = kept;
+    const float* gradient = open_gradient(b, c, t, at, n, l2, weight, room);
     std::memset(change, 0, sizeof change);
     core(t, at, n, gradient, change);
     if (decay != 0)
@@ -346,7 +345,7 @@ void halfstep_add_adam_updates(const Tensors* tensors, const Common* common, dou
                                int32_t decoupled, int64_t* const* rows, int64_t sample, int64_t length) {
   const Tensors& b = *tensors;
   const Adam o = adam_of(b, *common, beta1, beta2, eps, decoupled, 1);
-  add_updates(b, *common, o.adds ? o.l2 : 0, decoupled ? decay_of(*common) : 0, rows, sample, length,
+  add_updates(b, *common, o.l2, decoupled ? decay_of(*common) : 0, rows, sample, length,
               [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
     alignas(64) float first[kBlock], second[kBlock], peak[kBlock];
     std::memcpy(first, b.firsts[t] + at, n * sizeof(float));
@@ -362,7 +361,7 @@ void halfstep_add_sgd_updates(const Tensors* tensors, const Common* common, doub
   const Tensors& b = *tensors;
   const Sgd o = sgd_of(*common, momentum, dampening, nesterov);
   add_updates(b, *common, o.l2, 0, rows, sample, length,
-              [&](int64_t t, int64_t at, int64_t n, float* gradient, float* change) {
+              [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
     alignas(64) float buffer[kBlock];
     if (b.firsts) std::memcpy(buffer, b.firsts[t] + at, n * sizeof(float));
     update_block(o, b.fresh && *b.fresh[t] == 1, n, change, gradient, b.firsts ? buffer : nullptr);

@@ -107,13 +107,15 @@ __attribute__((noinline)) float scaled_squares(const T* __restrict x, int64_t n,
 }
 
 // The sum of squares, infinite or NaN exactly where an element is: where some may have overflowed or vanished they are
-// taken again of elements times a power of two with which none does.
+// taken again of elements times a power of two with which none does. The next block begins with that `unit`.
 template <typename T>
-double squares(const T* x, int64_t n) {
-  const float sum = scaled_squares(x, n, 1.0f);
-  if (sum > 1e-28f && sum < 1e38f) return double(sum);
-  const float unit = sum <= 1e-28f ? 0x1p100f : 0x1p-100f;
-  return double(scaled_squares(x, n, unit)) / unit / unit;
+double squares(const T* x, int64_t n, float& unit) {
+  for (;;) {
+    const float sum = scaled_squares(x, n, unit);
+    const bool vanished = sum <= 1e-28f && unit <= 1, overflowed = !(sum < 1e38f) && unit >= 1;
+    if (!vanished && !overflowed) return double(sum) / unit / unit;
+    unit *= vanished ? 0x1p100f : 0x1p-100f;
+  }
 }
 
 }  // namespace
@@ -133,12 +135,13 @@ void halfstep_read(int64_t tensors, const void* const* grads, const int64_t* num
     const Part& part = parts[i];
     const void* grad = grads[part.tensor];
     double sum = 0;
+    float unit = 1;
     for (int64_t at = part.begin; at < part.end; at += kRead) {
       const int64_t n = at + kRead < part.end ? kRead : part.end - at;
       switch (formats[part.tensor]) {
-        case kFloat: sum += squares((const uint32_t*)grad + at, n); break;
-        case kBfloat: sum += squares((const BFloat16*)grad + at, n); break;
-        default: sum += squares((const Float16*)grad + at, n);
+        case kFloat: sum += squares((const uint32_t*)grad + at, n, unit); break;
+        case kBfloat: sum += squares((const BFloat16*)grad + at, n, unit); break;
+        default: sum += squares((const Float16*)grad + at, n, unit);
       }
     }
     sums[i] = sum;
@@ -159,7 +162,7 @@ namespace {
 
 // Opens each block of weights and gradients, has `core` update it, and stores it again.
 template <typename Core>
-void for_each_block(const Tensors& b, const Common& c, const Core& core) {
+void for_each_block(const Tensors& b, const Common& c, float l2, const Core& core) {
   const std::vector<Part> parts = parts_of(b.tensors, b.numels);
   const int64_t count = int64_t(parts.size());
   const int threads = threads_for(b.tensors, b.numels, b.threads);
@@ -167,12 +170,11 @@ void for_each_block(const Tensors& b, const Common& c, const Core& core) {
   for (int64_t i = 0; i < count; i++) {
     const int64_t t = parts[i].tensor;
     alignas(64) float opened[kBlock];
-    alignas(64) float gradient[kBlock];
+    alignas(64) float room[kBlock];
     for (int64_t at = parts[i].begin; at < parts[i].end; at += kBlock) {
       const int64_t n = at + kBlock < parts[i].end ? kBlock : parts[i].end - at;
       float* w = open_weights(b, t, at, n, opened);
-      open_gradient(b, c, t, at, n, gradient);
-      core(t, at, n, w, gradient);
+      core(t, at, n, w, open_gradient(b, c, t, at, n, l2, w, room));
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
@@ -191,8 +193,7 @@ void halfstep_adam(const Tensors* tensors, const Common* common, double beta1, d
   if (*c.found) return;
   for (int64_t t = 0; t < b.tensors; t++) *b.steps[t] += 1;
   const Adam o = adam_of(b, c, beta1, beta2, eps, decoupled, 0);
-  for_each_block(b, c, [&](int64_t t, int64_t at, int64_t n, float* w, float* g) {
-    if (o.adds) add_block(n, o.l2, w, g);
+  for_each_block(b, c, o.l2, [&](int64_t t, int64_t at, int64_t n, float* w, const float* g) {
     update_block(o, t, n, w, g, b.firsts[t] + at, b.seconds[t] + at, b.peaks ? b.peaks[t] + at : nullptr);
   });
 }
@@ -203,8 +204,7 @@ void halfstep_sgd(const Tensors* tensors, const Common* common, double momentum,
   const Common& c = *common;
   if (*c.found) return;
   const Sgd o = sgd_of(c, momentum, dampening, nesterov);
-  for_each_block(b, c, [&](int64_t t, int64_t at, int64_t n, float* w, float* g) {
-    if (o.adds) add_block(n, o.l2, w, g);
+  for_each_block(b, c, o.l2, [&](int64_t t, int64_t at, int64_t n, float* w, const float* g) {
     update_block(o, b.fresh && *b.fresh[t] == 1, n, w, g, b.firsts ? b.firsts[t] + at : nullptr);
   });
   if (b.fresh)

@@ -88,12 +88,23 @@ void load(const T* __restrict from, float factor, float* __restrict to, int64_t 
   for (int64_t i = 0; i < n; i++) to[i] = number(widened(from[i])) * factor;
 }
 
-void load(int32_t format, const void* base, int64_t at, float factor, float* to, int64_t n) {
+template <typename T>
+void load_adding(const T* __restrict from, float factor, float l2, const float* __restrict weight,
+                 float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] = number(widened(from[i])) * factor + weight[i] * l2;
+}
+
+template <typename Call>
+void in_format(int32_t format, const void* base, int64_t at, const Call& call) {
   switch (format) {
-    case kFloat: return load((const uint32_t*)base + at, factor, to, n);
-    case kBfloat: return load((const BFloat16*)base + at, factor, to, n);
-    default: return load((const Float16*)base + at, factor, to, n);
+    case kFloat: return call((const uint32_t*)base + at);
+    case kBfloat: return call((const BFloat16*)base + at);
+    default: return call((const Float16*)base + at);
   }
+}
+
+inline void load(int32_t format, const void* base, int64_t at, float* to, int64_t n) {
+  in_format(format, base, at, [&](auto* from) { load(from, 1, to, n); });
 }
 
 void join(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict to, int64_t n) {
@@ -109,31 +120,35 @@ inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, f
   if (b.layout == kSplit)
     join((const uint16_t*)b.weights[t] + at, (const int16_t*)b.extras[t] + at, room, n);
   else
-    load(b.format, b.weights[t], at, 1, room, n);
+    load(b.format, b.weights[t], at, room, n);
   return room;
 }
 
-inline void open_gradient(const Tensors& b, const Common& c, int64_t t, int64_t at, int64_t n, float* gradient) {
-  const float factor = c.factor ? *c.factor : 1;
-  load(b.grad_formats[t], b.grads[t], at, c.maximize ? -factor : factor, gradient, n);
+// Returns `n` true gradients with `l2` times the full weights added: in place where they lie so, else in `room`.
+inline const float* open_gradient(const Tensors& b, const Common& c, int64_t t, int64_t at, int64_t n, float l2,
+                                  const float* weight, float* room) {
+  const float unscale = c.factor ? *c.factor : 1, factor = c.maximize ? -unscale : unscale;
+  if (b.grad_formats[t] == kFloat && factor == 1 && l2 == 0) return (const float*)b.grads[t] + at;
+  in_format(b.grad_formats[t], b.grads[t], at, [&](auto* from) {
+    if (l2 != 0)
+      load_adding(from, factor, l2, weight, room, n);
+    else
+      load(from, factor, room, n);
+  });
+  return room;
 }
 
 // ---- the updates of one block: not inlined, or the compiler forgets that the pointers do not overlap -------------
 
 struct Adam {
   float beta1, take1, beta2, take2, eps, decay, l2;
-  bool adds;
   std::vector<float> sizes, roots;  // of each tensor
 };
 
 struct Sgd {
   float lr, momentum, take, l2;
-  bool adds, nesterov;
+  bool nesterov;
 };
-
-__attribute__((noinline)) void add_block(int64_t n, float l2, const float* __restrict w, float* __restrict g) {
-  for (int64_t k = 0; k < n; k++) g[k] = g[k] + w[k] * l2;
-}
 
 template <bool kPeaks>
 __attribute__((noinline)) void adam_block(int64_t n, const Adam& o, float size, float root, float* __restrict w,
@@ -168,7 +183,7 @@ Adam adam_of(const Tensors& b, const Common& c, double beta1, double beta2, doub
   const double lr = rate(c);
   const float decay = decoupled ? float(1 - lr * c.weight_decay) : 1;
   Adam o{float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps), decay,
-         float(c.weight_decay), c.weight_decay != 0 && !decoupled, {}, {}};
+         decoupled ? 0 : float(c.weight_decay), {}, {}};
   double last = -1;
   for (int64_t t = 0; t < b.tensors; t++) {
     const double step = *b.steps[t] + ahead;
@@ -185,7 +200,7 @@ Adam adam_of(const Tensors& b, const Common& c, double beta1, double beta2, doub
 }
 
 Sgd sgd_of(const Common& c, double momentum, double dampening, int32_t nesterov) {
-  return {float(rate(c)), float(momentum), float(1 - dampening), float(c.weight_decay), c.weight_decay != 0, nesterov != 0};
+  return {float(rate(c)), float(momentum), float(1 - dampening), float(c.weight_decay), nesterov != 0};
 }
 
 // `peak` is null without amsgrad.

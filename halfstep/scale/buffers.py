@@ -123,9 +123,9 @@ class _Group:
         self._slots = slots
         self._aliases = [slot.alias for slot in slots if slot.alias is not None]
         first = self._aliases[0]
-        self._snapshot = torch.empty(sum(t.numel() for t in self._aliases), dtype=first.dtype, device=first.device)
-        self._after = torch.empty_like(self._snapshot)
-        self._kept = torch._C._nn.unflatten_dense_tensors(self._snapshot, self._aliases)
+        self.snapshot = torch.empty(sum(t.numel() for t in self._aliases), dtype=first.dtype, device=first.device)
+        self._after = torch.empty_like(self.snapshot)
+        self._kept = torch._C._nn.unflatten_dense_tensors(self.snapshot, self._aliases)
         self._chosen = torch._C._nn.unflatten_dense_tensors(self._after, self._aliases)
 
     @torch.no_grad()
@@ -134,15 +134,16 @@ class _Group:
 
     @torch.no_grad()
     def restore(self, found: Tensor) -> None:
-        found = found.to(self._snapshot.device, non_blocking=True)
+        found = found.to(self.snapshot.device, non_blocking=True)
         buffers = [self._now(slot, alias) for slot, alias in zip(self._slots, self._aliases, strict=True)]
         torch._foreach_copy_(self._chosen, buffers)
-        torch.where(found, self._snapshot, self._after, out=self._after)
+        torch.where(found, self.snapshot, self._after, out=self._after)
         torch._foreach_copy_(buffers, self._chosen)
 
     def _now(self, slot: _Slot, alias: Tensor) -> Tensor:
         """Returns what is to be put back: the buffer, or the one that forward has put in its place."""
-        buffer = slot.buffers.get(slot.name)
+        here = slot.name in slot.buffers
+        buffer = slot.buffers[slot.name] if here else None  # the registry of a scripted module has no `get`
         if buffer is None or slot.holds(buffer) or not _restorable(buffer):
             return alias
         same = (buffer.shape, buffer.dtype, buffer.device) == (alias.shape, alias.dtype, alias.device)

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -223,6 +224,16 @@ class TestRead:
         assert not found
         assert flags.shape == (len(NUMELS),)
         assert not flags.any()
+
+    @pytest.mark.parametrize("blocks", [*itertools.permutations([0.0, 1e-44, 1e-30, 1.0, 1e25, 1e36], 3)])
+    def test_blocks_of_any_magnitude_follow_each_other(self, blocks):
+        grad = torch.cat([torch.full((4096,), value) for value in blocks])
+        norm, found, _ = native.read([grad])
+        torch.testing.assert_close(norm.double(), grad.double().square().sum().sqrt(), rtol=1e-6, atol=0)
+        assert not found
+        for bad in (math.inf, math.nan):
+            assert native.read([torch.cat([grad, torch.tensor([bad])])])[1]
+            assert native.read([torch.cat([torch.tensor([bad]), grad])])[1]
 
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     @pytest.mark.parametrize("where", [0, 63, 64, 4095, 4096, 16383, 16384, 69999])
