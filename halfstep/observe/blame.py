@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from halfstep.modes import uncompiled
 from halfstep.observe.badness import badness
 from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
-from halfstep.observe.origin import find_origin
+from halfstep.observe.origin import absorbed, find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, OpRecorder
-from halfstep.observe.replay import Inputs, noting_inputs, run_to_the_loss, untouched
-from halfstep.observe.words import say
+from halfstep.observe.replay import Inputs, leaves_kept, noting_inputs, run_to_the_loss, untouched
+from halfstep.observe.words import say, say_absorbed
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
@@ -182,7 +182,7 @@ def _look(
     subject: Subject, recorder: OpRecorder, loss: Tensor, params: list[nn.Parameter], scale: float
 ) -> Diagnosis | None:
     """Runs the backward pass and tells what is not finite in its gradients."""
-    with _leaves_kept(loss, params) as leaves:
+    with leaves_kept(loss, params) as leaves:
         for leaf in leaves:
             leaf.grad = None
         subject.backward(loss, scale)
@@ -192,35 +192,6 @@ def _look(
 def _of_sinks(subject: Subject, recorder: OpRecorder, sinks: Sequence[Tensor], scale: float) -> Diagnosis | None:
     origin = find_origin(recorder, sinks)
     return None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
-
-
-@contextmanager
-def _leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
-    leaves = {id(leaf): leaf for leaf in [*params, *_leaves(loss)]}
-    own = {id(p) for p in params}
-    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
-    for leaf, _ in kept:
-        leaf.grad = None
-    try:
-        yield list(leaves.values())
-    finally:
-        for leaf, grad in kept:
-            leaf.grad = grad
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 def _passing_scale(
@@ -249,7 +220,7 @@ def _passing_from_the_start(
 
 
 def _is_finite_at(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> bool:
-    with _leaves_kept(loss, params) as leaves:
+    with leaves_kept(loss, params) as leaves:
         for leaf in leaves:
             leaf.grad = None
         subject.backward(loss, scale)
@@ -266,6 +237,11 @@ def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding]
         len(run.recorder.notes),
         scale,
     )
+    lost = absorbed(run.recorder)
+    if lost is not None:
+        note = say_absorbed(run.recorder, lost)
+        _LOG.info("blame: %s", note)
+        tell(note)
     if held.bad or held.skipped:
         what = f"the gradients of {named(held.bad)} are not finite" if held.bad else "the last step was skipped"
         evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"

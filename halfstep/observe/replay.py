@@ -82,6 +82,35 @@ def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
     return lambda: hooks.update(kept)
 
 
+@contextmanager
+def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
+    leaves = {id(leaf): leaf for leaf in [*params, *_leaves(loss)]}
+    own = {id(p) for p in params}
+    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield list(leaves.values())
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 class Inputs:
     """Whether the first module that each run of a closure calls gets the same tensors: others are another batch."""
 

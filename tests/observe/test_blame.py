@@ -651,3 +651,36 @@ def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
     assert session.blame(lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
     session.close()
+
+
+class HandNorm(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.gain = gain
+
+    def forward(self, x):
+        x = x * self.gain
+        return self.fc(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
+
+
+@pytest.mark.parametrize(("gain", "codes"), [(1e3, ["overflow absorbed"]), (10.0, [])])
+def test_an_overflow_that_ends_in_zeros_is_noted(gain, codes, caplog):
+    model, inputs = HandNorm(gain), torch.randn(8, 8)
+    findings = []
+
+    class Sink:
+        def __call__(self, record):
+            pass
+
+        def record(self, record):
+            findings.append(record)
+
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", low="fp16", sinks=[Sink()])
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert session.blame(lambda: model(inputs).square().mean()) is None
+    session.close()
+    found = [finding for finding in findings if isinstance(finding, halfstep.records.Finding)]
+    assert [finding.code for finding in found] == codes
+    assert all(finding.severity == "note" and "pow gave" in finding.evidence for finding in found)
+    assert caplog.text == ""

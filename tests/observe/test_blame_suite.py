@@ -78,6 +78,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch knows one of the faults itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the default backend imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of an LSTM
 @pytest.mark.parametrize("fault", ROWS)
