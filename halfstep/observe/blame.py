@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.modes import uncompiled
 from halfstep.observe.badness import badness
-from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling_cure
+from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling_cure, untried_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.origin import absorbed, find_origin
 from halfstep.observe.places import Places
@@ -132,7 +132,7 @@ def blame(
             if fails_again():  # else what was tried may have run on another batch
                 return verdict
         found = replace(found, repeats=False, untried="the closure does not repeat")
-        return say(found, subject.plan, _untried(subject, found), scale=run.scale)
+        return say(found, subject.plan, untried_cure(subject.plan, found, subject.roots), scale=run.scale)
 
 
 def _is_repeated(
@@ -251,13 +251,6 @@ def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding]
     return None
 
 
-def _untried(subject: Subject, found: Diagnosis) -> tuple[Edit, ...]:
-    """Returns the edit that changes least; none where it is not known that fp32 would have a result."""
-    if not found.repeats and found.exact is None and not found.stored_overflow:
-        return ()
-    return next(iter(candidates(subject.plan, found, subject.roots)), ())
-
-
 def _try_cures(
     subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float, at: float
 ) -> Verdict:
@@ -267,7 +260,8 @@ def _try_cures(
     """
     full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
     if isinstance(full, str):
-        return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=at)
+        likely = untried_cure(subject.plan, found, subject.roots)
+        return say(replace(found, untried=full), subject.plan, likely, scale=at)
     found = replace(found, full_loss=full.loss, full=full.found, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=at)

@@ -25,7 +25,7 @@ from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.blame import LEAST, NOT_SEEN, Subject
-from halfstep.observe.cures import candidates, scaling_cure
+from halfstep.observe.cures import scaling_cure, untried_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.growth import degree
 from halfstep.observe.origin import find_origin
@@ -342,7 +342,7 @@ class Guardian:
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, next(iter(candidates(plan, found, self._subject.roots)), ()), scale=scale)
+            verdict = say(found, plan, untried_cure(plan, found, self._subject.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind="scale too high", lower_scale=lower.scale)
         limit = f"its floor is {self._floor:g}" if plan.scale.kind == "dynamic" else f"it stays at {scale:g}"

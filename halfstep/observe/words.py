@@ -113,7 +113,9 @@ def _evidence(found: Diagnosis, scale: float) -> str:
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
         return f"at {lower:g} all gradients are finite"
-    return f"at {lower:g} it would fit" if found.exact is not None else f"what it gives at {lower:g} was not seen"
+    if found.exact is None:
+        return f"what it gives at {lower:g} was not seen"
+    return f"it needs at most {lower:g}, and what comes later in the backward pass may need less"
 
 
 def _elsewhere(found: Diagnosis) -> str:
@@ -182,6 +184,8 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
         elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
+    elif found.untried and found.kind not in _OF_TENSORS:
+        words.append(f"no edit is known to cure it, since none was tried ({found.untried})")
     return "; ".join(words)
 
 
@@ -246,6 +250,9 @@ def _about_infinity(name: str) -> str:
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     lower = found.lower_scale
+    if found.untried and lower is not None:
+        loses = ", where it loses small gradients" if lower < 1 else ""
+        return [f"a dynamic loss scale comes down from {lower:g} by itself{loses}"]
     if plan is None or lower is None or plan.scale.kind != "dynamic":
         if lower is not None and lower < 1:
             return [

@@ -305,7 +305,7 @@ class Session:
             self._buffers.after_step()
         for sink in self._sinks:
             sink(record)
-        self._probes.stepped(self._steps)
+        self._probes.stepped(self._steps, parts, [part for part in self._parts if not part.needs_closure])
         if self._guardian is not None:
             scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
             self._guardian.after_step(record, parts, scales)
@@ -468,6 +468,9 @@ class Session:
         log: Callable[[Observation], object] | None = None,
     ) -> Probe:
         """Returns a probe that measures tensors of the model at the next step and then at every `every`-th one.
+
+        Where only some of several optimizers make such a step, those after it are looked at too until each has made
+        one, 8 in all; an observation has the number of the step that it was read at, and weights are read at the first.
 
         `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"), for what matches and all below it.
         `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as it lies in `p.grad` at the step),
