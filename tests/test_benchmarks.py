@@ -232,3 +232,39 @@ def test_the_summary_has_a_row_for_each_accuracy_run_that_time_did_not_reach(sum
     assert {(figure["verdict"], figure["why"]) for figure in found["figures"]} == {("open", "out of time")}
     assert len(found["figures"]) == 8
     assert "cifar_resnet O2 fp16: validation loss above fp32's" in out
+
+
+def test_the_recommended_scale_trains_a_job_that_scale_1_does_not(tmp_path, data_dir):
+    path = tmp_path / "found.json"
+    script = FOLDER / "recommended_scale.py"
+    ran = run(script, "--data", data_dir, "--steps", 60, "--seeds", 1, "--json", path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(path.read_text())
+    by_name = {(row["plan"], row["recommended"]): row for row in found["rows"]}
+    assert by_name.keys() == {(plan, recommended) for plan in ("O1", "O2") for recommended in (False, True)}
+    assert all(each["lost"]["decoder.2"] == 1.0 for each in found["predicted"])
+    assert all(each["smallest"] > 1 for each in found["predicted"])
+    assert all(row["skipped"] == 0 for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("recommended", "error", "entropy", "holds"),
+    [
+        (True, 1.02, 1.02, True),
+        (True, 1.03, 1.0, False),
+        (True, 1.0, 1.03, False),
+        (False, 1.5, 1.0, True),
+        (False, 1.4, 1.0, False),
+    ],
+)
+def test_a_scale_is_judged_by_reconstruction_and_cross_entropy(recommended, error, entropy, holds):
+    module = load("recommended_scale")
+    row = module.Row("O2", 1.0, recommended, 0.1, error, entropy, accuracy=0.7, skipped=0)
+    assert row.holds == holds
+
+
+def test_the_recommended_scale_says_where_its_data_come_from(tmp_path):
+    ran = run(FOLDER / "recommended_scale.py", "--data", tmp_path)
+    assert ran.returncode == 1
+    assert "torchvision.datasets.FashionMNIST" in ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -103,9 +103,9 @@ def test_scales_follow_the_rule_of_the_largest_gradient():
     scales = weighed([4.0, 0.5]).scale("fp16")
     assert scales.largest == 65504 / 4
     assert scales.largest_gradient == 4.0
-    assert scales.recommended == 1024.0  # the power of two below 65504 / 4 / 8
+    assert scales.recommended == 128.0  # the power of two below 65504 / 4 / 64
     assert scales.settles == (8192.0, 8192.0)
-    assert scales.edit == Scaling("static", init=1024.0)
+    assert scales.edit == Scaling("static", init=128.0)
 
 
 def test_a_dynamic_scale_settles_between_the_limits_of_the_steps():
