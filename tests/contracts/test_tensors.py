@@ -48,7 +48,7 @@ def test_a_gradient_that_does_not_lie_in_its_memory_is_named(tmp_path):
         session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
         session.backward(model(torch.ones(1, 4)).sum())
         model.weight.grad = distribute_tensor(model.weight.grad, mesh, [Shard(0)])
-        with pytest.raises(SessionError, match="'weight' is a DTensor"):
+        with pytest.raises(SessionError, match="'weight' is of type DTensor"):
             session.step()
         model.zero_grad()
         session.close()

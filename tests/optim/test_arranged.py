@@ -206,6 +206,30 @@ def test_a_gradient_of_another_shape_is_named():
     assert_same_bits(run.everything(), before)
 
 
+class Elsewhere(torch.Tensor):
+    """A gradient whose numbers do not lie in its own memory, as those of a DTensor."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+def test_a_gradient_that_a_later_step_brings_from_elsewhere_is_named():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.stepper._name_of = lambda p: "encoder.weight"
+    run.step(gradients(run.params, 0))
+    before = run.everything()
+    grads = gradients(run.params, 1)
+    grads[1] = Elsewhere(grads[1])
+    with pytest.raises(SessionError, match=r"'encoder.weight' is of type Elsewhere"):
+        run.step(grads)
+    assert_same_bits(run.everything(), before)
+
+
 def test_a_parameter_that_changes_its_group_is_noticed():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
     optimizer = SGD([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 1.0}])
