@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep.observe.badness import badness
 from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 
-NORMALISERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "cross_entropy")
+NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy")
 
 
 @dataclass(frozen=True, eq=False)
