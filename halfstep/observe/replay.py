@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import SessionError
 from halfstep.observe.alone import alone
+from halfstep.observe.badness import unwrapped
 
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
@@ -129,7 +130,7 @@ class Inputs:
             return
         self._noted = True
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            tensors = [leaf for leaf in tree_leaves(given) if _is_readable(leaf)]
+            tensors = [unwrapped(leaf) for leaf in tree_leaves(given) if _is_readable(leaf)]
             if self._first is None:
                 self._first = [t.clone() for t in tensors]
             elif len(tensors) != len(self._first) or not all(map(_is_same, tensors, self._first)):

@@ -684,3 +684,22 @@ def test_an_overflow_that_ends_in_zeros_is_noted(gain, codes, caplog):
     assert [finding.code for finding in found] == codes
     assert all(finding.severity == "note" and "pow gave" in finding.evidence for finding in found)
     assert caplog.text == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of what torch.func.jvp imports
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, x, loss: loss(torch.vmap(model)(x)),
+        lambda model, x, loss: torch.func.jvp(lambda y: loss(model(y)), (x,), (torch.ones_like(x),))[1],
+        lambda model, x, loss: loss(torch.func.functional_call(model, dict(model.named_parameters()), (x,))),
+    ],
+    ids=["vmap", "jvp", "functional_call"],
+)
+def test_a_model_under_transforms_of_torch_func_gets_its_verdict(run):
+    model, inputs, labels = Stacked(Gain(), nn.Identity()), rows(), targets()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    verdict = session.blame(lambda: run(model, inputs, lambda out: nn.functional.cross_entropy(out, labels)))
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "blocks.0", "mul")
+    assert verdict.cure == (Rule("blocks.0", FULL),)
+    session.close()

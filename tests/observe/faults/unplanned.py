@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tests.observe.faults.fault import BACKWARD, FORWARD, SCALE, Fault, set_at
 from tests.observe.faults.hosts import WIDTH, Stacked, rows
+from tests.observe.faults.plants import CustomBackward, SqrtOfZero, Steep
 
 INVALID, OVERFLOW, MASKED = "invalid", "overflow", "masked row"
 GRADIENT = "where its gradient has no value"
@@ -151,6 +152,8 @@ POLES = (
             lambda x: torch.where(x > 0.1, x, torch.exp(-x)), ("exp", FORWARD, OVERFLOW), "scale its inputs down"),
     no_edit("two exponentials in a line", lambda x: torch.exp(torch.exp(6 * x)) * 0 + x, lambda x: torch.exp(x) * 0 + x,
             ("exp", FORWARD, OVERFLOW), "scale its inputs down"),
+    no_edit("an exponential as a power", lambda x: torch.pow(2.0, 2e3 * x), lambda x: torch.pow(2.0, x),
+            ("pow", FORWARD, OVERFLOW), "scale its inputs down", low="bf16"),
     Fault("a weight of length zero", "mlp", of(Normed), "O1", "bf16",
           ("blocks.0.linear.parametrizations.weight.0", "weight_norm", FORWARD, INVALID), False, NOWHERE,
           set_at("blocks.0.is_mended", True), inputs=rows),
@@ -211,6 +214,12 @@ LOW = (
             ("div", FORWARD, INVALID)),
     Fault("an exponential of a spread", "mlp", of(Reparameterised), "O2", "fp16",
           ("blocks.0", "exp", FORWARD, OVERFLOW), inputs=rows),
+    Fault("an overflow that no scale cures before one that a scale does", "mlp",
+          lambda: Stacked(CustomBackward(), Steep(1e3)), "O2", "fp16", ("blocks.0", "mul", BACKWARD, OVERFLOW),
+          inputs=rows),
+    Fault("a gradient that no format has before one that a scale cures", "mlp",
+          lambda: Stacked(SqrtOfZero(), Steep(1e3)), "O2", "fp16", ("blocks.0", "sqrt", BACKWARD, INVALID), False,
+          GRADIENT, set_at("blocks.0.eps", 1e-4), inputs=rows),
     Fault("a module used twice", "mlp", of(Twice), "O1", "fp16", ("blocks.0.grow", "mul", FORWARD, OVERFLOW),
           inputs=rows),
 )  # fmt: skip
