@@ -33,6 +33,7 @@ class Casting:
         self._engine = OpEngine(effective(plan), plan.low.dtype, device.type) if table else None
         self._emulation: Mode | None = Emulation(plan.low) if emulate else None
         self._outermost: list[Gate] = []
+        self._begin: Callable[[], None] | None = None
 
     @property
     def emulates(self) -> bool:
@@ -108,6 +109,8 @@ class Casting:
         """Returns a context in which ops run as the plan's table says."""
         if self._engine is None:
             return nullcontext()
+        if self._begin is not None:
+            self._begin()
         return self._engine.region() if self._emulation is None else self._emulated_region(self._engine)
 
     @contextmanager
@@ -136,13 +139,15 @@ class Casting:
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Has `begin` called before each eager forward of modules that are in no other, for a while."""
+        """Has `begin` called before each eager forward of modules that are in no other, and before each region."""
         kept = [(gate, gate.begin) for gate in self._outermost]
+        own, self._begin = self._begin, begin
         for gate, _ in kept:
             gate.begin = begin
         try:
             yield
         finally:
+            self._begin = own
             for gate, before in kept:
                 gate.begin = before
 

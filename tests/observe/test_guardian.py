@@ -314,6 +314,35 @@ def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
     session.close()
 
 
+class Encoder(nn.Module):
+    """Used through another method than forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.linear(x).log().sub(torch.inf)
+
+
+def test_what_runs_in_autocast_alone_is_recorded():
+    model = Encoder()
+    session, optimizer = session_on(model, "O1", "bf16")
+
+    def training():
+        for _ in range(2 * WINDOW):
+            optimizer.zero_grad()
+            with session.autocast():
+                loss = model.encode(torch.ones(4, 8)).float().mean()
+            session.backward(loss)
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert caught.value.verdict.operator in ("log", "sub")
+    session.close()
+
+
 def test_some_skips_among_good_steps_are_no_alarm():
     model, optimizer, session = start("O2", "bf16")
     records = train(session, model, optimizer, range(40), poison=set(range(0, 40, 3)))
