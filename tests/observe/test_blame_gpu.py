@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.observe.guardian import WINDOW, Counter
+from halfstep.observe.counter import WINDOW, Counter
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
 from tests.observe.faults.plants import CustomBackward, Gain
 

@@ -14,7 +14,7 @@ import halfstep
 from halfstep import FP16, FULL, NumericsError, Rule, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
 from halfstep.observe import guardian
-from halfstep.observe.guardian import WINDOW, Counter
+from halfstep.observe.counter import WINDOW, Counter
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words

@@ -12,7 +12,7 @@ from torch import nn
 
 import halfstep
 from halfstep import NumericsError, Scaling, SetupError
-from halfstep.observe.guardian import WINDOW
+from halfstep.observe.counter import WINDOW
 
 DDP = nn.parallel.DistributedDataParallel
 COMES_DOWN = Scaling("dynamic", init=2.0**12)  # to its floor of 1, in 12 skips

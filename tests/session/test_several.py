@@ -11,7 +11,7 @@ from torch import nn
 import halfstep
 from halfstep import NumericsError
 from halfstep.observe import guardian
-from halfstep.observe.guardian import WINDOW
+from halfstep.observe.counter import WINDOW
 from halfstep.observe.probe import LONGEST
 
 
