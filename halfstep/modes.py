@@ -85,7 +85,7 @@ class _Uncompiled:
             # What we set turns into what was before. To set that again would undo a `with set_stance(...)` that the
             # user has entered since, whose end would then bring ours back.
             for field in fields(ours.stance):
-                setattr(ours.stance, field.name, getattr(ours.prev, field.name))
+                object.__setattr__(ours.stance, field.name, getattr(ours.prev, field.name))
 
 
 _UNCOMPILED = _Uncompiled()

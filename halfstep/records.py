@@ -102,6 +102,7 @@ VERDICT_KINDS = (
     "input data",
     "weights",
     "stale gradients",
+    "another process",  # what other processes sent is not finite, what this one computed is
 )
 
 

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "halfstep"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PACKAGES = [path for path in MODULES if path.name == "__init__.py"]
 TALKERS = ("cli", "report", "__main__.py")  # what a person sees is printed here and nowhere else
+TRAINING = ("kernels", "cast", "scale", "optim", "observe", "session")  # torch's defaults are the user's to set
 ALLOWED_IMPORTS = {"halfstep", "torch", "numpy", "msgspec", "tomli", "tomli_w"}
 
 
@@ -95,6 +96,21 @@ def test_no_module_reads_the_environment():
         return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
 
     assert places_where(MODULES, read) == []
+
+
+def test_what_training_makes_says_its_dtype_and_device():
+    names = ("empty", "ones", "zeros", "full", "tensor", "as_tensor", "asarray", "scalar_tensor")
+    makers = {f"torch.{name}" for name in names}
+    placed = makers | {"torch.arange", "torch.linspace", "torch.eye", "torch.sparse_coo_tensor"}
+
+    def left_to_defaults(node):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in placed:
+            return False
+        given = {keyword.arg for keyword in node.keywords}
+        return "device" not in given or (ast.unparse(node.func) in makers and "dtype" not in given)
+
+    training = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in TRAINING]
+    assert places_where(training, left_to_defaults) == []
 
 
 def test_import_brings_nothing_outside_the_allow_list():

@@ -24,6 +24,7 @@ from halfstep.plan.plan import Edit, OpChange, OpList, Plan
 from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
+from halfstep.plan.tied import together
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
@@ -262,8 +263,8 @@ def _words(edit: Edit) -> str:
     return f"keep {edit.pattern} full" if isinstance(edit, Rule) else f"a {edit.kind} loss scale"
 
 
-def _candidates(failure: Failure) -> Iterator[tuple[Edit, ...]]:
-    """Yields the edits that may let a step run, those that change least first."""
+def _candidates(failure: Failure, roots: Sequence[torch.nn.Module]) -> Iterator[tuple[Edit, ...]]:
+    """Yields the edits that may let a step run, those that change least first; what shares parameters is kept alike."""
     if isinstance(failure.error, OpError):
         yield from ((OpChange("deny", op),) for op in REFUSED)
     lists: tuple[OpList, ...] = ("promote", "deny")
@@ -273,8 +274,8 @@ def _candidates(failure: Failure) -> Iterator[tuple[Edit, ...]]:
     parts = failure.module.rpartition(":")[2].split(".") if failure.module else []
     for end in range(len(parts), 0, -1):
         name = ".".join(parts[:end])
-        yield (Rule(name, FULL),)
-        yield (Rule(name, WIDE),)
+        names = dict.fromkeys(each for root in roots for each in together(name, root))
+        yield from (tuple(Rule(each, policy) for each in names) for policy in (FULL, WIDE))
 
 
 def _is_op(name: str) -> bool:
@@ -294,7 +295,7 @@ def _tried(
     """Returns the first edits with which the step runs on a copy of the model, () where none is found."""
     if session.plan.ops == "none":
         return ()
-    for edits in _candidates(failure):
+    for edits in _candidates(failure, session._roots):
         try:
             plan = session.plan.edit(*edits)
         except PlanError:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from halfstep.cast.enter import owners
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.formats import BF16, FP32, Format, as_format
+from halfstep.observe.alone import wrappers_of
 from halfstep.observe.replay import untouched
 from halfstep.observe.rounding import rounded
 from halfstep.observe.watch import Place, parameters, step
@@ -28,6 +29,7 @@ from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import LARGEST_SCALE, Scaling
+from halfstep.plan.tied import together
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.initialize import initialize
@@ -57,8 +59,8 @@ def whatif(
     Raises:
         SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, it
             fails under `plan`, or the backward pass cannot run twice over one forward.
-        SetupError: a model that is in a session or cannot be trained in low precision (no floating parameters), or
-            `steps` is no count.
+        SetupError: a model that is in a session, or is wrapped in DistributedDataParallel where `plan` stores weights
+            low, or cannot be trained in low precision (no floating parameters); or `steps` is no count.
         FormatError: an unknown format, or none, or fp32.
         PlanError: an unknown plan, one that stores nothing low, or a loss scale that none can be.
     """
@@ -74,6 +76,11 @@ def whatif(
     if low_plan.ops == "none":
         raise PlanError(f"plan {low_plan.name} stores nothing low; give O1, O2, O3 or a plan in between")
     check_models([model], low_plan)
+    if low_plan.param == "low" and wrappers_of([model]):
+        raise SetupError(
+            "the model is wrapped in DistributedDataParallel, which stops reducing gradients where weights are stored "
+            f"low for a while, as {low_plan.name} does; ask what if before it is wrapped, or of plan='O1'"
+        )
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
         scouted = scout(closure, model, low_plan)
         rewind()
@@ -194,7 +201,7 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
     """
     name = module
     while name:
-        rules = tuple(Rule(each, policy) for each in dict.fromkeys((name, *_tied(name, model))))
+        rules = tuple(Rule(each, policy) for each in together(name, model))
         try:
             resolve(plan.edit(*rules), model)
         except PlanError:
@@ -202,13 +209,3 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
             continue
         return rules, f"keep {', '.join(rule.pattern for rule in rules)} full"
     return (), "a rule would keep the whole model full; deny the ops of its own forward instead"
-
-
-def _tied(name: str, model: nn.Module) -> Iterable[str]:
-    own = {id(p) for p in model.get_submodule(name).parameters()}
-    return (
-        other
-        for other, module in model.named_modules()
-        if any(p is not None and id(p) in own for p in module._parameters.values())
-        and not f"{other}.".startswith(f"{name}.")
-    )

@@ -15,6 +15,7 @@ from halfstep.plan.hardware import default_emulate
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.session.initialize import initialize
+from halfstep.session.parts import memory_of
 from halfstep.workloads.workload import Workload
 
 PEER = "torch.amp"
@@ -168,14 +169,7 @@ class AmpContender:
 
     def facts(self) -> Facts:
         """Returns the scaler's scale and the bytes of parameters, gradients and optimizer state."""
-        states = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        memory = {
-            "weights": sum(p.nbytes for p in self._parameters),
-            "masters": 0,
-            "gradients": sum(p.grad.nbytes for p in self._parameters if p.grad is not None),
-            "optimizer": sum(v.nbytes for v in states),
-        }
-        return Facts(self._skipped, self._scale, memory)
+        return Facts(self._skipped, self._scale, memory_of(self._parameters, [self.optimizer]))
 
     def close(self) -> None:
         """Has nothing to put back."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halfstep.modes import as_called
+
 METHODS = {"cuda": "the allocator's peak"}
 LIVE_TENSORS = "bytes of live tensors"
 
@@ -39,7 +41,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = as_called(func, args, kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._see(leaf.untyped_storage())

@@ -22,7 +22,6 @@ from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 
 Mode = AbstractContextManager[Any]
-Around = Callable[[], Mode]
 
 
 class Casting:
@@ -136,16 +135,16 @@ class Casting:
             self._emulation = own
 
     @contextmanager
-    def around_forwards(self, wrapped: Callable[[Around | None], Around]) -> Iterator[None]:
-        """Puts `wrapped(what is there)` around the forwards of modules that are in no other, for a while."""
-        kept = [(gate, gate.around) for gate in self._outermost]
-        for gate, around in kept:
-            gate.around = wrapped(around)
+    def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Has `begin` called before each eager forward of modules that are in no other, for a while."""
+        kept = [(gate, gate.begin) for gate in self._outermost]
+        for gate, _ in kept:
+            gate.begin = begin
         try:
             yield
         finally:
-            for gate, around in kept:
-                gate.around = around
+            for gate, before in kept:
+                gate.begin = before
 
 
 class Backward:

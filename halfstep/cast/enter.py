@@ -34,7 +34,8 @@ class Gate:
     `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
     `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
     `around` is a context for eager calls only (emulation), with which torch.compile runs `uncompiled` instead. `before`
-    is called before each eager training forward. `full` gives the fp32 value of a parameter whose stored form is low.
+    is called before each eager training forward, and `begin` before any eager one and its casts. `full` gives the fp32
+    value of a parameter whose stored form is low.
     """
 
     region: Callable[[], AbstractContextManager[Any]]
@@ -45,6 +46,7 @@ class Gate:
     full: Callable[[nn.Parameter], Tensor]
     around: Callable[[], AbstractContextManager[Any]] | None = None
     before: Callable[[], None] | None = None
+    begin: Callable[[], None] | None = None
     active: bool = True
     uncompiled: Callable[..., Any] | None = None
 
@@ -108,6 +110,8 @@ def owners(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if gate.begin is not None:
+        gate.begin()
     if gate.before is not None and module.training and torch.is_grad_enabled():
         gate.before()
     given = args, kwargs

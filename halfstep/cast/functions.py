@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import FunctionType, ModuleType
@@ -18,34 +18,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cast.ops import OpEngine
+from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import CASTABLE, cast_floats, map_tensors
+from halfstep.cast.turns import Turns
 from halfstep.errors import PlanError
 from halfstep.plan.optable import Category
 from halfstep.plan.plan import OpChanges
 
 Undo = Callable[[], None]
-_LOCK = threading.Lock()
+_TURNS = Turns()
 
 
 @dataclass(frozen=True)
 class _Patch:
     """What one session does to the calls of one function inside its regions."""
 
-    engine: OpEngine
+    switch: Switch
     category: Category
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._dtype(args, kwargs)
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        with torch.autocast(self.engine.device_type, dtype=self.engine.low, enabled=False):
+        with torch.autocast(self.switch.device_type, dtype=self.switch.low, enabled=False):
             return function(*args, **kwargs)
 
     def _dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
         """Returns what the arguments are cast to, None where they stay."""
         if self.category == "allow":
-            return self.engine.low
+            return self.switch.low
         if self.category == "deny":
             return torch.float32
         return _widest(args, kwargs) if self.category == "promote" else None
@@ -66,8 +67,8 @@ class _Place:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for patch in patches:
-                if patch.engine.active():
+            for patch in tuple(patches):  # a finalizer may take one out meanwhile
+                if patch.switch.is_on():
                     return patch.call(function, args, kwargs)
             return function(*args, **kwargs)
 
@@ -78,7 +79,7 @@ class _Place:
         setattr(self.holder, self.name, staticmethod(wrapper) if isinstance(self.holder, type) and bound else wrapper)
 
     def remove(self, patch: _Patch) -> None:
-        with _LOCK:
+        with _TURNS:
             self.patches.remove(patch)
             if self.patches or getattr(self.holder, self.name, None) is not self.wrapper:
                 return  # else somebody wrapped ours: it stays below theirs, and passes
@@ -96,7 +97,7 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
     Raises:
         PlanError: a module that cannot be imported, or that has no such function.
     """
-    wanted = [(*_find(op), _Patch(engine, category)) for category, op in _functions(changes)]
+    wanted = [(*_find(op), _Patch(engine.switch, category)) for category, op in _functions(changes)]
     places = [
         (_place(where, bound, patch), patch)
         for holder, name, patch in wanted
@@ -108,6 +109,7 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
             place, patch = places.pop()
             place.remove(patch)
 
+    weakref.finalize(engine, _TURNS.later, undo).atexit = False  # of a session that nobody closes
     return undo
 
 
@@ -162,7 +164,7 @@ def _find(op: str) -> tuple[Any, str]:
 
 def _place(holder: Any, name: str, patch: _Patch) -> _Place:
     """Adds a patch to a function, which is replaced unless it has been before."""
-    with _LOCK:
+    with _TURNS:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)
         if not isinstance(place, _Place) or place.wrapper is not current:

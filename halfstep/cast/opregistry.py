@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 
 from halfstep.cast.backward import ATTENTION, pays_off, wide_attention
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
+from halfstep.cast.turns import Turns
 from halfstep.errors import PlanError
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
 
@@ -81,7 +82,7 @@ class Registry:
     """Markers and kernels of the open engines, counted, so that the last close leaves the dispatcher as it was."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._turns = Turns()
         self._slots: dict[str, _Slot] = {}
         self._devices: dict[str, _Device] = {}
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
@@ -94,7 +95,7 @@ class Registry:
         Raises:
             PlanError: as many different tables as there are markers are open.
         """
-        with self._lock:
+        with self._turns:
             marker = self._marker(table)
             if not self._slots:
                 self._enter_process()
@@ -113,7 +114,7 @@ class Registry:
 
     def release(self, marker: str) -> None:
         """Gives a marker back; the last engine of a table takes its kernels out."""
-        with self._lock:
+        with self._turns:
             slot = self._slots[marker]
             slot.users -= 1
             if slot.users:
@@ -128,6 +129,10 @@ class Registry:
             self._tag_caches()
             if not self._slots:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
+
+    def abandon(self, marker: str) -> None:
+        """Gives a marker back for an engine that nobody has closed, from its finalizer."""
+        self._turns.later(partial(self.release, marker))
 
     def others(self, marker: str) -> tuple[str, ...]:
         """Returns the markers in use besides this one."""

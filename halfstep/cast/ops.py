@@ -6,8 +6,10 @@ alone, a kernel of halfstep's stands in the dispatcher (opregistry.py) and acts 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +19,19 @@ from halfstep.plan.optable import Action
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...]]
 Switched = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What tells whether the ops of a thread are cast to `low` by a table; it does not keep the table's engine."""
+
+    marker: str
+    device_type: str
+    low: torch.dtype
+
+    def is_on(self) -> bool:
+        """Tells whether this thread is in a region that casts."""
+        return torch.is_autocast_enabled(self.marker) and torch.is_autocast_enabled(self.device_type)
 
 
 class OpEngine:
@@ -39,20 +54,24 @@ class OpEngine:
         """
         if not self._marker:
             self._marker = REGISTRY.acquire(self._table)
+            self._finally = weakref.finalize(self, REGISTRY.abandon, self._marker)  # of a session that nobody closes
+            self._finally.atexit = False
 
     def close(self) -> None:
         """Takes the kernels out, where no other engine needs them."""
         if self._marker:
+            self._finally.detach()
             REGISTRY.release(self._marker)
             self._marker = ""
 
     def active(self) -> bool:
         """Tells whether this thread is in a region that casts, of this engine or of one with an equal table."""
-        return (
-            self._marker != ""
-            and torch.is_autocast_enabled(self._marker)
-            and torch.is_autocast_enabled(self.device_type)
-        )
+        return self._marker != "" and self.switch.is_on()
+
+    @property
+    def switch(self) -> Switch:
+        """What tells whether an open engine casts."""
+        return Switch(self._open_marker(), self.device_type, self.low)
 
     @contextmanager
     def region(self, enabled: bool = True) -> Iterator[None]:

@@ -162,6 +162,21 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t)
 
 
+def is_wrapped(t: Tensor) -> bool:
+    """Returns whether operations on `t` go to its class (a DTensor's, say), and its own memory holds nothing."""
+    return type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def resolved(t: Tensor) -> Tensor:
+    """Returns `t` with its elements in memory as they are, which is what kernels read, without torch's bits for that.
+
+    Autograd hands over gradients as negative or conjugate views.
+    """
+    if t.is_conj():
+        t = t.resolve_conj()
+    return t.resolve_neg() if t.is_neg() else t
+
+
 def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
     """Returns `t` itself where its memory runs as that of a dense `weight` does, else a copy that does.
 

@@ -24,9 +24,9 @@ def triton_can_read(grads: list[Tensor]) -> bool:
     return kernels is not None and bool(kernels.can_read(grads))
 
 
-def triton_read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Reads gradients that `triton_can_read` took: norm, test and flags."""
-    result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads)
+    result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
     return result
 
 
@@ -58,7 +58,7 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
     """
     try:
         kernels = importlib.import_module("halfstep.kernels.triton")
-        kernels.read([torch.ones(1, device=device)])
+        kernels.read([torch.ones(1, dtype=torch.float32, device=device)], Scratch())
         filled([0], device)
     except ImportError as error:
         why = f"Triton cannot be imported ({error}); pip install triton"

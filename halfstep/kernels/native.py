@@ -101,7 +101,7 @@ def address(numbers: array[int]) -> int | None:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE)
+    loops = library(_SOURCE, "halfstep_read", "halfstep_adam", "halfstep_sgd")
     if loops is not None:
         loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)
         loops.halfstep_adam.argtypes = (_P, _P, _D, _D, _D, _I)
@@ -114,7 +114,9 @@ def _loops() -> ctypes.CDLL | None:
 def can_read(grads: list[Tensor]) -> bool:
     """Returns whether `read` takes these gradients: dense blocks of fp32, bf16 or fp16 on a CPU, and a compiler."""
     for grad in grads:
-        if grad.dtype not in _FORMATS or not grad.is_cpu or grad.layout is not torch.strided:
+        if type(grad) is not Tensor or grad.dtype not in _FORMATS or not grad.is_cpu:
+            return False
+        if grad.layout is not torch.strided:
             return False
         if not (grad.is_contiguous() or is_dense(grad)):
             return False
@@ -129,7 +131,9 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """
     loops = _loops()
     assert loops is not None
-    norm, found, flags = torch.empty(()), torch.empty((), dtype=torch.bool), torch.empty(len(grads), dtype=torch.bool)
+    norm = torch.empty((), dtype=torch.float32, device="cpu")
+    found = torch.empty((), dtype=torch.bool, device="cpu")
+    flags = torch.empty(len(grads), dtype=torch.bool, device="cpu")
     places = pointers(grads)
     numels = array("q", [grad.numel() for grad in grads])
     formats = array("i", [_FORMATS[grad.dtype] for grad in grads])

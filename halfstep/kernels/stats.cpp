@@ -33,27 +33,6 @@ struct Sums {
   double total, squares, peak;
 };
 
-// The bits of the fp32 value that equals an element. Subnormals of fp16 go through an integer, which a processor that
-// flushes subnormal floats to zero leaves alone.
-inline uint32_t widened(uint32_t bits) { return bits; }
-
-struct BFloat16 {
-  uint16_t bits;
-};
-inline uint32_t widened(BFloat16 x) { return uint32_t(x.bits) << 16; }
-
-struct Float16 {
-  uint16_t bits;
-};
-inline uint32_t widened(Float16 x) {
-  const uint32_t magnitude = x.bits & 0x7fffu;
-  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
-  const uint32_t small = bits(float(int32_t(magnitude)) * 0x1p-24f);
-  const uint32_t normal = (magnitude << 13) + (112u << 23);
-  const uint32_t special = (magnitude << 13) | kInfinity;
-  return sign | (magnitude < 0x0400u ? small : magnitude >= 0x7c00u ? special : normal);
-}
-
 // Whole vectors, as compilers do less well with loops over lanes; cut up where they are longer than registers.
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -306,14 +285,13 @@ void count_updates(const Tensors& b, const Common& c, float l2, double decay, in
                    const Core& core, Piece& piece) {
   const uint64_t fraction = b.format == kFloat ? 23 : b.format == kBfloat ? 7 : 10;
   const uint32_t smallest = b.format == kHalf ? 127 - 14 : 1;
-  alignas(64) float opened[kBlock], kept[kBlock], gradient[kBlock], change[kBlock];
+  alignas(64) float opened[kBlock], kept[kBlock], room[kBlock], change[kBlock];
   alignas(64) uint64_t found[kBlock];
   for (int64_t at = start; at < start + size; at += kBlock) {
     const int64_t n = at + kBlock < start + size ? kBlock : start + size - at;
     const float *weight = open_weights(b, t, at, n, opened), *stored = weight;
     if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, kept, n), stored = kept;
-    open_gradient(b, c, t, at, n, gradient);
-    if (l2 != 0) add_block(n, l2, weight, gradient);
+    const float* gradient = open_gradient(b, c, t, at, n, l2, weight, room);
     std::memset(change, 0, sizeof change);
     core(t, at, n, gradient, change);
     if (decay != 0)
@@ -367,7 +345,7 @@ void halfstep_add_adam_updates(const Tensors* tensors, const Common* common, dou
                                int32_t decoupled, int64_t* const* rows, int64_t sample, int64_t length) {
   const Tensors& b = *tensors;
   const Adam o = adam_of(b, *common, beta1, beta2, eps, decoupled, 1);
-  add_updates(b, *common, o.adds ? o.l2 : 0, o.decays ? decay_of(*common) : 0, rows, sample, length,
+  add_updates(b, *common, o.l2, decoupled ? decay_of(*common) : 0, rows, sample, length,
               [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
     alignas(64) float first[kBlock], second[kBlock], peak[kBlock];
     std::memcpy(first, b.firsts[t] + at, n * sizeof(float));
@@ -383,7 +361,7 @@ void halfstep_add_sgd_updates(const Tensors* tensors, const Common* common, doub
   const Tensors& b = *tensors;
   const Sgd o = sgd_of(*common, momentum, dampening, nesterov);
   add_updates(b, *common, o.l2, 0, rows, sample, length,
-              [&](int64_t t, int64_t at, int64_t n, float* gradient, float* change) {
+              [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
     alignas(64) float buffer[kBlock];
     if (b.firsts) std::memcpy(buffer, b.firsts[t] + at, n * sizeof(float));
     update_block(o, b.fresh && *b.fresh[t] == 1, n, change, gradient, b.firsts ? buffer : nullptr);

@@ -50,7 +50,7 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
     flat = [_flat(t).to(rows.device) for t in tensors]
     kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
-    native = library(_SOURCE) if rows.device.type == "cpu" and kept else None
+    native = library(_SOURCE, "halfstep_add_stats") if rows.device.type == "cpu" and kept else None
     if native is None:
         for t, place in kept:
             _add_eager(t, rows[place], limit)

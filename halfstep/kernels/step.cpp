@@ -5,6 +5,9 @@
 
 #include "update.h"
 
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -82,31 +85,37 @@ int threads_for(int64_t tensors, const int64_t* numels, int32_t threads) {
 
 // ---- the read pass ----------------------------------------------------------------------------------------------
 
-inline float value(float x) { return x; }
-inline float value(uint16_t x) { return number(uint32_t(x) << 16); }
-
 template <typename T>
-__attribute__((noinline)) double squares_in_double(const T* x, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += double(value(x[i])) * double(value(x[i]));
-  return sum;
+inline float value(T x) {
+  return number(widened(x));
 }
 
-// The sum of squares, infinite or NaN exactly where an element is: where fp32 sums may have lost something they are
-// taken again in double, in which no square of a finite fp32 number overflows or vanishes.
+// The sum of the squares of elements times `unit`, in fp32.
 template <typename T>
-__attribute__((noinline)) double squares(const T* __restrict x, int64_t n) {
+__attribute__((noinline)) float scaled_squares(const T* __restrict x, int64_t n, float unit) {
   constexpr int kLanes = 64;
   float sums[kLanes] = {0};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int byte = 0; byte < kLanes * int(sizeof(T)); byte += 64) __builtin_prefetch((const char*)(x + i) + kAhead + byte);
-    for (int k = 0; k < kLanes; k++) sums[k] += value(x[i + k]) * value(x[i + k]);
+    for (int k = 0; k < kLanes; k++) sums[k] += (value(x[i + k]) * unit) * (value(x[i + k]) * unit);
   }
-  for (int k = 0; i < n; i++, k++) sums[k] += value(x[i]) * value(x[i]);
+  for (int k = 0; i < n; i++, k++) sums[k] += (value(x[i]) * unit) * (value(x[i]) * unit);
   for (int width = kLanes / 2; width; width /= 2)
     for (int k = 0; k < width; k++) sums[k] += sums[k + width];
-  return sums[0] > 1e-28f && sums[0] < 1e38f ? double(sums[0]) : squares_in_double(x, n);
+  return sums[0];
+}
+
+// The sum of squares, infinite or NaN exactly where an element is: where some may have overflowed or vanished they are
+// taken again of elements times a power of two with which none does. The next block begins with that `unit`.
+template <typename T>
+double squares(const T* x, int64_t n, float& unit) {
+  for (;;) {
+    const float sum = scaled_squares(x, n, unit);
+    const bool vanished = sum <= 1e-28f && unit <= 1, overflowed = !(sum < 1e38f) && unit >= 1;
+    if (!vanished && !overflowed) return double(sum) / unit / unit;
+    unit *= vanished ? 0x1p100f : 0x1p-100f;
+  }
 }
 
 }  // namespace
@@ -125,14 +134,14 @@ void halfstep_read(int64_t tensors, const void* const* grads, const int64_t* num
   for (int64_t i = 0; i < count; i++) {
     const Part& part = parts[i];
     const void* grad = grads[part.tensor];
-    float opened[kRead];
     double sum = 0;
+    float unit = 1;
     for (int64_t at = part.begin; at < part.end; at += kRead) {
       const int64_t n = at + kRead < part.end ? kRead : part.end - at;
       switch (formats[part.tensor]) {
-        case kFloat: sum += squares((const float*)grad + at, n); break;
-        case kBfloat: sum += squares((const uint16_t*)grad + at, n); break;
-        default: load_half((const uint16_t*)grad + at, opened, n), sum += squares(opened, n);
+        case kFloat: sum += squares((const uint32_t*)grad + at, n, unit); break;
+        case kBfloat: sum += squares((const BFloat16*)grad + at, n, unit); break;
+        default: sum += squares((const Float16*)grad + at, n, unit);
       }
     }
     sums[i] = sum;
@@ -153,7 +162,7 @@ namespace {
 
 // Opens each block of weights and gradients, has `core` update it, and stores it again.
 template <typename Core>
-void for_each_block(const Tensors& b, const Common& c, const Core& core) {
+void for_each_block(const Tensors& b, const Common& c, float l2, const Core& core) {
   const std::vector<Part> parts = parts_of(b.tensors, b.numels);
   const int64_t count = int64_t(parts.size());
   const int threads = threads_for(b.tensors, b.numels, b.threads);
@@ -161,12 +170,11 @@ void for_each_block(const Tensors& b, const Common& c, const Core& core) {
   for (int64_t i = 0; i < count; i++) {
     const int64_t t = parts[i].tensor;
     alignas(64) float opened[kBlock];
-    alignas(64) float gradient[kBlock];
+    alignas(64) float room[kBlock];
     for (int64_t at = parts[i].begin; at < parts[i].end; at += kBlock) {
       const int64_t n = at + kBlock < parts[i].end ? kBlock : parts[i].end - at;
       float* w = open_weights(b, t, at, n, opened);
-      open_gradient(b, c, t, at, n, gradient);
-      core(t, at, n, w, gradient);
+      core(t, at, n, w, open_gradient(b, c, t, at, n, l2, w, room));
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
@@ -185,9 +193,7 @@ void halfstep_adam(const Tensors* tensors, const Common* common, double beta1, d
   if (*c.found) return;
   for (int64_t t = 0; t < b.tensors; t++) *b.steps[t] += 1;
   const Adam o = adam_of(b, c, beta1, beta2, eps, decoupled, 0);
-  for_each_block(b, c, [&](int64_t t, int64_t at, int64_t n, float* w, float* g) {
-    if (o.decays) decay_block(n, o.decay, w);
-    if (o.adds) add_block(n, o.l2, w, g);
+  for_each_block(b, c, o.l2, [&](int64_t t, int64_t at, int64_t n, float* w, const float* g) {
     update_block(o, t, n, w, g, b.firsts[t] + at, b.seconds[t] + at, b.peaks ? b.peaks[t] + at : nullptr);
   });
 }
@@ -198,8 +204,7 @@ void halfstep_sgd(const Tensors* tensors, const Common* common, double momentum,
   const Common& c = *common;
   if (*c.found) return;
   const Sgd o = sgd_of(c, momentum, dampening, nesterov);
-  for_each_block(b, c, [&](int64_t t, int64_t at, int64_t n, float* w, float* g) {
-    if (o.adds) add_block(n, o.l2, w, g);
+  for_each_block(b, c, o.l2, [&](int64_t t, int64_t at, int64_t n, float* w, const float* g) {
     update_block(o, b.fresh && *b.fresh[t] == 1, n, w, g, b.firsts ? b.firsts[t] + at : nullptr);
   });
   if (b.fresh)

@@ -7,7 +7,6 @@ Hyper-parameters are arguments of the kernels that nothing is specialised on, so
 
 from __future__ import annotations
 
-import functools
 from array import array
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,8 +22,10 @@ from halfstep.kernels.tables import KINDS, Group, Tables, addresses, bits, block
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
 
-# Elements a program: on a Hopper GPU 98 KB of an update, or 48 KB of a read of bf16, are in flight a multiprocessor.
-_UPDATE_BLOCK, _UPDATE_WARPS = 1024, 4
+# Elements a program: on a Hopper GPU 86 KB of an update, or 48 KB of a read of bf16, are in flight a multiprocessor. In
+# an update a thread has 4 neighbours, 16 bytes of fp32: with more, fp32 and 16-bit elements would lie in the threads in
+# different ways and meet in shared memory, behind barriers.
+_UPDATE_BLOCK, _UPDATE_WARPS = 1024, 8
 _READ_BLOCK, _READ_WARPS = 4096, 4
 _EXACT = {"enable_fp_fusion": False}  # a * b + c rounds twice, as separate tensor operations do
 
@@ -40,21 +41,25 @@ def _pointer(address, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _load(address, start, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Loads elements of a kind as fp32; bf16 is the high half of the bits of one."""
-    if KIND == "bf16":
-        high = tl.load(_pointer(address, start, tl.int16, ALIGNED) + at, mask=mask)
-        value = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif KIND == "fp16":
-        value = tl.load(_pointer(address, start, tl.float16, ALIGNED) + at, mask=mask).to(tl.float32)
-    else:
-        value = tl.load(_pointer(address, start, tl.float32, ALIGNED) + at, mask=mask)
-    return value
+def _load_as(address, start, at, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    return tl.load(_pointer(address, start, TYPE, ALIGNED) + at, mask=mask)
 
 
 @triton.jit
-def _store(address, start, at, value, mask, ALIGNED: tl.constexpr):
-    tl.store(_pointer(address, start, tl.float32, ALIGNED) + at, value, mask=mask)
+def _store_as(address, start, at, value, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    tl.store(_pointer(address, start, TYPE, ALIGNED) + at, value.to(TYPE), mask=mask)
+
+
+@triton.jit
+def _load(address, start, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Loads elements of a kind as fp32; bf16 is the high half of the bits of one."""
+    if KIND == "bf16":
+        value = (_load_as(address, start, at, mask, tl.int16, ALIGNED).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        value = _load_as(address, start, at, mask, tl.float16, ALIGNED).to(tl.float32)
+    else:
+        value = _load_as(address, start, at, mask, tl.float32, ALIGNED)
+    return value
 
 
 @triton.jit
@@ -63,8 +68,8 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
     if LAYOUT == "copy":
         value = _load(extra, start, at, mask, "fp32", ALIGNED)
     elif LAYOUT == "split":
-        high = tl.load(_pointer(weight, start, tl.int16, ALIGNED) + at, mask=mask)
-        rest = tl.load(_pointer(extra, start, tl.int16, ALIGNED) + at, mask=mask)
+        high = _load_as(weight, start, at, mask, tl.int16, ALIGNED)
+        rest = _load_as(extra, start, at, mask, tl.int16, ALIGNED)
         value = ((high.to(tl.int32) << 16) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         value = _load(weight, start, at, mask, KIND, ALIGNED)
@@ -78,16 +83,15 @@ def _store_weight(
     """Stores the weight in its kind, rounded half away from zero in bf16, and what is kept beside it."""
     if KIND == "bf16":
         bits = value.to(tl.int32, bitcast=True)
-        high = ((bits + 0x8000) >> 16).to(tl.int16)
-        tl.store(_pointer(weight, start, tl.int16, ALIGNED) + at, high, mask=mask)
+        _store_as(weight, start, at, (bits + 0x8000) >> 16, mask, tl.int16, ALIGNED)
         if LAYOUT == "split":
-            tl.store(_pointer(extra, start, tl.int16, ALIGNED) + at, bits.to(tl.int16), mask=mask)
+            _store_as(extra, start, at, bits, mask, tl.int16, ALIGNED)
     elif KIND == "fp16":
-        tl.store(_pointer(weight, start, tl.float16, ALIGNED) + at, value.to(tl.float16), mask=mask)
+        _store_as(weight, start, at, value, mask, tl.float16, ALIGNED)
     else:
-        _store(weight, start, at, value, mask, ALIGNED)
+        _store_as(weight, start, at, value, mask, tl.float32, ALIGNED)
     if LAYOUT == "copy":
-        _store(extra, start, at, value, mask, ALIGNED)
+        _store_as(extra, start, at, value, mask, tl.float32, ALIGNED)
 
 
 @triton.jit
@@ -174,13 +178,13 @@ def _adam_block(
     if AMSGRAD:
         highest = _load(peak, start, at, mask, "fp32", ALIGNED)
         highest = tl.where((v > highest) | (v != v), v, highest)
-        _store(peak, start, at, highest, mask, ALIGNED)
+        _store_as(peak, start, at, highest, mask, tl.float32, ALIGNED)
     else:
         highest = v
     w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
     _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
-    _store(mean, start, at, m, mask, ALIGNED)
-    _store(square, start, at, v, mask, ALIGNED)
+    _store_as(mean, start, at, m, mask, tl.float32, ALIGNED)
+    _store_as(square, start, at, v, mask, tl.float32, ALIGNED)
 
 
 @triton.jit(
@@ -246,7 +250,7 @@ def _sgd_block(
     if MOMENTUM:
         held = _load(buffer, start, at, mask, "fp32", ALIGNED)
         held = tl.where(first == 1, g, held * momentum + g * rest)
-        _store(buffer, start, at, held, mask, ALIGNED)
+        _store_as(buffer, start, at, held, mask, tl.float32, ALIGNED)
         if NESTEROV:
             g = g + held * momentum
         else:
@@ -350,29 +354,24 @@ def _read_kernel(
 # fmt: on
 
 
-@functools.cache
-def _tables_of_reads() -> Scratch:
-    """Returns where the tables of reads are kept; each is a function of its key alone."""
-    return Scratch()
-
-
 def can_read(grads: list[Tensor]) -> bool:
     """Returns whether `read` takes these gradients: dense fp32, bf16 or fp16 ones on one device."""
     return bool(grads) and all(
-        grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided for grad in grads
+        type(grad) is Tensor and grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided
+        for grad in grads
     )
 
 
 @torch.no_grad()
-def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient.
 
     Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the test a 0-dim bool, the flags a
     bool tensor; all stay on the device. The sums have one order, so that equal gradients give equal bits. The test is
-    exact: squares that overflow fp32 do not trip it.
+    exact: squares that overflow fp32 do not trip it. Tables of addresses are kept in `scratch`.
     """
     device = grads[0].device
-    tables = Tables(device, _tables_of_reads())
+    tables = Tables(device, scratch)
     held = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
     flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
     squares: list[Tensor] = []
@@ -412,9 +411,9 @@ def fits(batch: Batch, options: Options) -> bool:
 def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
     """Makes one update of `batch` as `halfstep.optim.update.Implementation.run` describes, in one pass over memory."""
     tables = Tables(batch.device, scratch)
-    states = list(batch.states.values())
-    fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
-    rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
+    if "triton" not in batch.memory:
+        batch.memory["triton"] = _lasting(batch)
+    written, rows = batch.memory["triton"]
     grads = addresses(batch.grads)
     common = _Common(factor, found.view(torch.uint8), *_rate(options.lr, batch.device))
     with _on(batch.device):
@@ -432,7 +431,15 @@ def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor,
                 _launch_sgd(tensors, options, common, _compiled_for(batch, options, group, common))
     if batch.fresh:
         torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
-    torch.autograd.graph.increment_version([t for tensors in fixed for t in tensors])
+    torch.autograd.graph.increment_version(written)
+
+
+def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
+    """Returns what an update of the batch writes, and the rows of its table but for the first blocks."""
+    states = list(batch.states.values())
+    fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
+    rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
+    return [t for tensors in fixed for t in tensors], rows
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,6 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 extern "C" {
 
 struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a table is null where the batch has none
@@ -62,38 +58,53 @@ inline float number(uint32_t u) {
   return x;
 }
 
-// ---- fp16 -------------------------------------------------------------------------------------------------------
+struct BFloat16 {
+  uint16_t bits;
+};
 
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16;
-  const uint32_t rest = h & 0x7FFF;
-  if (rest >= 0x7C00) return number(sign | 0x7F800000 | (rest & 0x3FF) << 13);
-  if (rest >= 0x0400) return number(sign | ((rest << 13) + 0x38000000));
-  return number(sign | bits(float(rest) * 0x1p-24f));  // a subnormal is a whole number of 2^-24
-}
+struct Float16 {
+  uint16_t bits;
+};
 
-void load_half(const uint16_t* from, float* to, int64_t n) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
-#endif
-  for (; i < n; i++) to[i] = half_to_float(from[i]);
+// The bits of the fp32 value that equals an element. Subnormals of fp16 go through an integer, which a processor that
+// flushes subnormal floats to zero leaves alone. Without branches, so that loops over it are vectorised.
+inline uint32_t widened(uint32_t bits) { return bits; }
+
+inline uint32_t widened(BFloat16 x) { return uint32_t(x.bits) << 16; }
+
+inline uint32_t widened(Float16 x) {
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t small = bits(float(int32_t(magnitude)) * 0x1p-24f);
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t special = (magnitude << 13) | 0x7f800000u;
+  return sign | (magnitude < 0x0400u ? small : magnitude >= 0x7c00u ? special : normal);
 }
 
 // ---- blocks in ---------------------------------------------------------------------------------------------------
 
-void load(int32_t format, const void* base, int64_t at, float* __restrict to, int64_t n) {
-  if (format == kFloat) {
-    std::memcpy(to, (const float*)base + at, n * sizeof(float));
-  } else if (format == kBfloat) {
-    const uint16_t* from = (const uint16_t*)base + at;
-    for (int64_t i = 0; i < n; i++) to[i] = number(uint32_t(from[i]) << 16);
-  } else {
-    load_half((const uint16_t*)base + at, to, n);
+template <typename T>
+void load(const T* __restrict from, float factor, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] = number(widened(from[i])) * factor;
+}
+
+template <typename T>
+void load_adding(const T* __restrict from, float factor, float l2, const float* __restrict weight,
+                 float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] = number(widened(from[i])) * factor + weight[i] * l2;
+}
+
+template <typename Call>
+void in_format(int32_t format, const void* base, int64_t at, const Call& call) {
+  switch (format) {
+    case kFloat: return call((const uint32_t*)base + at);
+    case kBfloat: return call((const BFloat16*)base + at);
+    default: return call((const Float16*)base + at);
   }
+}
+
+inline void load(int32_t format, const void* base, int64_t at, float* to, int64_t n) {
+  in_format(format, base, at, [&](auto* from) { load(from, 1, to, n); });
 }
 
 void join(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict to, int64_t n) {
@@ -113,67 +124,54 @@ inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, f
   return room;
 }
 
-inline void open_gradient(const Tensors& b, const Common& c, int64_t t, int64_t at, int64_t n, float* gradient) {
-  load(b.grad_formats[t], b.grads[t], at, gradient, n);
-  if (c.factor) {
-    const float factor = *c.factor;
-    for (int64_t k = 0; k < n; k++) gradient[k] *= factor;
-  }
-  if (c.maximize)
-    for (int64_t k = 0; k < n; k++) gradient[k] = -gradient[k];
+// Returns `n` true gradients with `l2` times the full weights added: in place where they lie so, else in `room`.
+inline const float* open_gradient(const Tensors& b, const Common& c, int64_t t, int64_t at, int64_t n, float l2,
+                                  const float* weight, float* room) {
+  const float unscale = c.factor ? *c.factor : 1, factor = c.maximize ? -unscale : unscale;
+  if (b.grad_formats[t] == kFloat && factor == 1 && l2 == 0) return (const float*)b.grads[t] + at;
+  in_format(b.grad_formats[t], b.grads[t], at, [&](auto* from) {
+    if (l2 != 0)
+      load_adding(from, factor, l2, weight, room, n);
+    else
+      load(from, factor, room, n);
+  });
+  return room;
 }
 
 // ---- the updates of one block: not inlined, or the compiler forgets that the pointers do not overlap -------------
 
 struct Adam {
   float beta1, take1, beta2, take2, eps, decay, l2;
-  bool decays, adds;
   std::vector<float> sizes, roots;  // of each tensor
 };
 
 struct Sgd {
   float lr, momentum, take, l2;
-  bool adds, nesterov;
+  bool nesterov;
 };
 
-__attribute__((noinline)) void decay_block(int64_t n, float decay, float* __restrict w) {
-  for (int64_t k = 0; k < n; k++) w[k] *= decay;
-}
-
-__attribute__((noinline)) void add_block(int64_t n, float l2, const float* __restrict w, float* __restrict g) {
-  for (int64_t k = 0; k < n; k++) g[k] = g[k] + w[k] * l2;
-}
-
+template <bool kPeaks>
 __attribute__((noinline)) void adam_block(int64_t n, const Adam& o, float size, float root, float* __restrict w,
-                                          const float* __restrict g, float* __restrict m, float* __restrict v) {
-  const float beta1 = o.beta1, take1 = o.take1, beta2 = o.beta2, take2 = o.take2, eps = o.eps;
+                                          const float* __restrict g, float* __restrict m, float* __restrict v,
+                                          float* __restrict peak) {
+  const float beta1 = o.beta1, take1 = o.take1, beta2 = o.beta2, take2 = o.take2, eps = o.eps, decay = o.decay;
   for (int64_t k = 0; k < n; k++) {
     m[k] = m[k] * beta1 + g[k] * take1;
     v[k] = v[k] * beta2 + (g[k] * g[k]) * take2;
-    w[k] = w[k] - (m[k] / (std::sqrt(v[k]) / root + eps)) * size;
+    if (kPeaks) peak[k] = v[k] > peak[k] || v[k] != v[k] ? v[k] : peak[k];
+    w[k] = w[k] * decay - (m[k] / (std::sqrt(kPeaks ? peak[k] : v[k]) / root + eps)) * size;
   }
 }
 
-__attribute__((noinline)) void amsgrad_block(int64_t n, const Adam& o, float size, float root, float* __restrict w,
-                                             const float* __restrict g, float* __restrict m, float* __restrict v,
-                                             float* __restrict peak) {
-  const float beta1 = o.beta1, take1 = o.take1, beta2 = o.beta2, take2 = o.take2, eps = o.eps;
+template <bool kFresh>
+__attribute__((noinline)) void momentum_block(int64_t n, const Sgd& o, float* __restrict w, const float* __restrict g,
+                                              float* __restrict buffer) {
+  const float lr = o.lr, momentum = o.momentum, take = o.take;
+  const bool nesterov = o.nesterov;
   for (int64_t k = 0; k < n; k++) {
-    m[k] = m[k] * beta1 + g[k] * take1;
-    v[k] = v[k] * beta2 + (g[k] * g[k]) * take2;
-    peak[k] = v[k] > peak[k] || v[k] != v[k] ? v[k] : peak[k];
-    w[k] = w[k] - (m[k] / (std::sqrt(peak[k]) / root + eps)) * size;
+    buffer[k] = kFresh ? g[k] : buffer[k] * momentum + g[k] * take;
+    w[k] = w[k] - (nesterov ? g[k] + buffer[k] * momentum : buffer[k]) * lr;
   }
-}
-
-__attribute__((noinline)) void momentum_block(int64_t n, float momentum, float take, float* __restrict buffer,
-                                              const float* __restrict g) {
-  for (int64_t k = 0; k < n; k++) buffer[k] = buffer[k] * momentum + g[k] * take;
-}
-
-__attribute__((noinline)) void nesterov_block(int64_t n, float momentum, const float* __restrict buffer,
-                                              float* __restrict g) {
-  for (int64_t k = 0; k < n; k++) g[k] = g[k] + buffer[k] * momentum;
 }
 
 __attribute__((noinline)) void descend_block(int64_t n, float lr, float* __restrict w, const float* __restrict g) {
@@ -183,8 +181,9 @@ __attribute__((noinline)) void descend_block(int64_t n, float lr, float* __restr
 // The coefficients of the update that comes when `ahead` more are counted than now.
 Adam adam_of(const Tensors& b, const Common& c, double beta1, double beta2, double eps, bool decoupled, float ahead) {
   const double lr = rate(c);
-  Adam o{float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(1 - lr * c.weight_decay),
-         float(c.weight_decay), c.weight_decay != 0 && decoupled, c.weight_decay != 0 && !decoupled, {}, {}};
+  const float decay = decoupled ? float(1 - lr * c.weight_decay) : 1;
+  Adam o{float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps), decay,
+         decoupled ? 0 : float(c.weight_decay), {}, {}};
   double last = -1;
   for (int64_t t = 0; t < b.tensors; t++) {
     const double step = *b.steps[t] + ahead;
@@ -201,29 +200,25 @@ Adam adam_of(const Tensors& b, const Common& c, double beta1, double beta2, doub
 }
 
 Sgd sgd_of(const Common& c, double momentum, double dampening, int32_t nesterov) {
-  return {float(rate(c)), float(momentum), float(1 - dampening), float(c.weight_decay), c.weight_decay != 0, nesterov != 0};
+  return {float(rate(c)), float(momentum), float(1 - dampening), float(c.weight_decay), nesterov != 0};
 }
 
 // `peak` is null without amsgrad.
 inline void update_block(const Adam& o, int64_t t, int64_t n, float* w, const float* g, float* m, float* v, float* peak) {
   if (peak)
-    amsgrad_block(n, o, o.sizes[t], o.roots[t], w, g, m, v, peak);
+    adam_block<true>(n, o, o.sizes[t], o.roots[t], w, g, m, v, peak);
   else
-    adam_block(n, o, o.sizes[t], o.roots[t], w, g, m, v);
+    adam_block<false>(n, o, o.sizes[t], o.roots[t], w, g, m, v, nullptr);
 }
 
 // `buffer` is null without momentum; the first one is the gradient itself.
-inline void update_block(const Sgd& o, bool fresh, int64_t n, float* w, float* g, float* buffer) {
-  if (buffer) {
-    if (fresh)
-      std::memcpy(buffer, g, n * sizeof(float));
-    else
-      momentum_block(n, o.momentum, o.take, buffer, g);
-    if (o.nesterov)
-      nesterov_block(n, o.momentum, buffer, g);
-    else
-      std::memcpy(g, buffer, n * sizeof(float));
-  }
-  descend_block(n, o.lr, w, g);
+inline void update_block(const Sgd& o, bool fresh, int64_t n, float* w, const float* g, float* buffer) {
+  if (!buffer)
+    descend_block(n, o.lr, w, g);
+  else if (fresh)
+    momentum_block<true>(n, o, w, g, buffer);
+  else
+    momentum_block<false>(n, o, w, g, buffer);
 }
+
 }  // namespace

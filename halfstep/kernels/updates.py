@@ -65,7 +65,7 @@ def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE)
+    loops = library(_SOURCE, "halfstep_add_adam_updates", "halfstep_add_sgd_updates")
     if loops is not None:
         loops.halfstep_add_adam_updates.argtypes = (_P, _P, _D, _D, _D, _I, _P, _L, _L)
         loops.halfstep_add_sgd_updates.argtypes = (_P, _P, _D, _D, _I, _P, _L, _L)

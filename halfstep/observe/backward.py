@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from halfstep.formats import Format
+from halfstep.modes import as_called
 from halfstep.observe.rounding import rounded
 from halfstep.plan.matching import uncompiled
 
@@ -99,7 +100,7 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operation and rounds what it computed."""
-        result = func(*args, **(kwargs or {}))
+        result = as_called(func, args, kwargs or {})
         node = torch._C._current_autograd_node()
         if node is None or not self._rounds(func, node._sequence_nr()):
             return result

@@ -58,6 +58,13 @@ def measure(tensor: Tensor) -> tuple[float, float] | None:
         return None if finite.numel() == 0 else (float(finite.min()), float(finite.max()))
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Returns the tensor inside those that torch.func's transforms wrap around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _is_finite(values: Tensor) -> bool:
     """Reads the tensor once: the extremes are NaN where any element is, and `isfinite` takes twenty times as long."""
     low, high = torch.aminmax(values)
@@ -65,9 +72,9 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _values(tensor: Tensor) -> Tensor | None:
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+    values = unwrapped(tensor).detach()
+    if values.is_meta or values._is_zerotensor() or not (values.is_floating_point() or values.is_complex()):
         return None
-    values = tensor.detach()
     if values.layout is not torch.strided:
         values = values._values() if values.is_sparse else values.values()
     if values.numel() == 0:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.modes import uncompiled
 from halfstep.observe.badness import badness
-from halfstep.observe.cures import candidates, scaling_cure
+from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling_cure, untried_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
-from halfstep.observe.origin import find_origin
+from halfstep.observe.origin import absorbed, find_origin
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OpRecorder
-from halfstep.observe.replay import Inputs, noting_inputs, run_to_the_loss, untouched
-from halfstep.observe.words import say
+from halfstep.observe.recorder import OTHERS, OpRecorder
+from halfstep.observe.replay import Inputs, leaves_kept, noting_inputs, run_to_the_loss, untouched
+from halfstep.observe.words import say, say_absorbed
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Verdict
+from halfstep.records import Finding, Verdict
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (
@@ -38,7 +38,6 @@ NOT_SEEN = (
 )
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
-_OF_TENSORS = ("input data", "stale gradients", "weights")  # what no format changes
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
 _CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
 
@@ -79,17 +78,23 @@ class Held:
 class _Run:
     """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is).
 
-    `lower` is the loss scale that a dynamic one has to come down to before all is finite (None: none is needed).
+    `scale` is the loss scale at which that was found, `lower` the one that a dynamic scale has to come down to before
+    all is finite (None: none is needed).
     """
 
     loss: float
     recorder: OpRecorder
     found: Diagnosis | None
+    scale: float
     lower: float | None = None
 
 
-def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held) -> Verdict | None:
+def blame(
+    subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held, tell: Callable[[Finding], None]
+) -> Verdict | None:
     """Returns what made the closure's loss or gradients non-finite at a loss scale; None, with a notice, where all are.
+
+    `tell` gets what stands in the way of a verdict: a failure that the closure does not reproduce, or that is not seen.
 
     Raises:
         SessionError: what the closure returned is no loss. After any error all is as it was.
@@ -101,13 +106,17 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
             restart()
             inputs.begin_run()
 
-        run, lower = _first_run(subject, closure, scale, params)
+        run = _first_run(subject, closure, scale, params)
         if run.found is None:
-            return _nothing_found(run, scale, held)
+            return _nothing_found(run, scale, held, tell)
         if run.found.kind == UNSEEN:
             _LOG.warning(NOT_SEEN)
+            evidence, _, advice = NOT_SEEN.partition(": ")
+            tell(Finding("warning", "not seen", "the closure", evidence, advice))
             return None
-        found = run.found
+        if run.found.kind == OTHERS:
+            return say(run.found, subject.plan, (), scale=scale)
+        found, lower = run.found, run.lower
         if lower is None and found.may_be_scale and not math.isfinite(run.loss):
             lower = _passing_from_the_start(subject, closure, rewind, scale, params)
         if lower is not None and inputs.same:
@@ -116,14 +125,14 @@ def blame(subject: Subject, closure: Callable[[], Any], *, scale: float, held: H
 
         def fails_again() -> bool:
             rewind()
-            return _is_repeated(subject, closure, scale, params, found, inputs)
+            return _is_repeated(subject, closure, run.scale, params, found, inputs)
 
         if fails_again():
-            verdict = _try_cures(subject, closure, rewind, found, scale)
+            verdict = _try_cures(subject, closure, rewind, found, scale, run.scale)
             if fails_again():  # else what was tried may have run on another batch
                 return verdict
         found = replace(found, repeats=False, untried="the closure does not repeat")
-        return say(found, subject.plan, _untried(subject, found), scale=scale)
+        return say(found, subject.plan, untried_cure(subject.plan, found, subject.roots), scale=run.scale)
 
 
 def _is_repeated(
@@ -136,7 +145,7 @@ def _is_repeated(
 ) -> bool:
     """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
     try:
-        again, _ = _first_run(subject, closure, scale, params, least=scale)
+        again = _first_run(subject, closure, scale, params, least=scale)
     except StopIteration:  # of an iterator over batches
         return False
     return again.found is not None and again.found.is_at(found) and inputs.same
@@ -148,54 +157,41 @@ def _parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _first_run(
     subject: Subject, closure: Callable[[], Any], scale: float, params: list[nn.Parameter], *, least: float = 1.0
-) -> tuple[_Run, float | None]:
-    """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed."""
+) -> _Run:
+    """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed.
+
+    Where none passes, what fails at the least one is the fault: what a lower scale cures would be gone by then.
+    """
     recorder = OpRecorder(Places(subject.roots))
     with subject.recording(recorder):
         loss = run_to_the_loss(closure, params)
         finite = badness(loss) is None
-        with _leaves_kept(loss, params) as leaves:
-            if finite:
-                subject.backward(loss, scale)
-            sinks = [leaf.grad for leaf in leaves if leaf.grad is not None] if finite else [loss]
-            origin = find_origin(recorder, sinks)
-    value = float(loss.detach())
-    if origin is None:
-        return _Run(value, recorder, None), None
-    found = diagnose(recorder, origin, subject.plan, subject.full, scale)
-    lower = None
-    if found.may_be_scale and finite:
-        lower = _passing_scale(subject, loss, params, scale, least)
-    return _Run(value, recorder, found), lower
+        found = _look(subject, recorder, loss, params, scale) if finite else _of_sinks(subject, recorder, [loss], scale)
+    run = _Run(float(loss.detach()), recorder, found, scale)
+    if found is None or not found.may_be_scale or not finite:
+        return run
+    lower = _passing_scale(subject, loss, params, scale, least)
+    if lower is not None or scale <= least:
+        return replace(run, lower=lower)
+    with subject.recording(recorder):
+        below = _look(subject, recorder, loss, params, least)
+    return run if below is None else replace(run, found=below, scale=least)
 
 
-@contextmanager
-def _leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
-    leaves = {id(leaf): leaf for leaf in [*params, *_leaves(loss)]}
-    own = {id(p) for p in params}
-    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
-    for leaf, _ in kept:
-        leaf.grad = None
-    try:
-        yield list(leaves.values())
-    finally:
-        for leaf, grad in kept:
-            leaf.grad = grad
+def _look(
+    subject: Subject, recorder: OpRecorder, loss: Tensor, params: list[nn.Parameter], scale: float
+) -> Diagnosis | None:
+    """Runs the backward pass and tells what is not finite in its gradients."""
+    with leaves_kept(loss, params) as leaves:
+        for leaf in leaves:
+            leaf.grad = None
+        subject.backward(loss, scale)
+        return _of_sinks(subject, recorder, [leaf.grad for leaf in leaves if leaf.grad is not None], scale)
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found
+def _of_sinks(subject: Subject, recorder: OpRecorder, sinks: Sequence[Tensor], scale: float) -> Diagnosis | None:
+    origin = find_origin(recorder, sinks)
+    return None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
 
 
 def _passing_scale(
@@ -224,14 +220,14 @@ def _passing_from_the_start(
 
 
 def _is_finite_at(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> bool:
-    with _leaves_kept(loss, params) as leaves:
+    with leaves_kept(loss, params) as leaves:
         for leaf in leaves:
             leaf.grad = None
         subject.backward(loss, scale)
         return all(leaf.grad is None or badness(leaf.grad) is None for leaf in leaves)
 
 
-def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
+def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding], None]) -> Verdict | None:
     """Says what was looked at where the closure's numbers are all finite."""
     if held.bad and held.left_over:
         return say(Diagnosis.stale(held.bad), None, (), scale=scale)
@@ -241,35 +237,34 @@ def _nothing_found(run: _Run, scale: float, held: Held) -> Verdict | None:
         len(run.recorder.notes),
         scale,
     )
+    lost = absorbed(run.recorder)
+    if lost is not None:
+        note = say_absorbed(run.recorder, lost)
+        _LOG.info("blame: %s", note)
+        tell(note)
     if held.bad or held.skipped:
         what = f"the gradients of {named(held.bad)} are not finite" if held.bad else "the last step was skipped"
-        _LOG.warning(
-            "blame: %s, but the closure does not reproduce it: its loss and its gradients are finite. Give the batch "
-            "that failed (an iterator has moved on), and the model as it was then",
-            what,
-        )
+        evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"
+        advice = "give the batch that failed (an iterator has moved on), and the model as it was then"
+        _LOG.warning("blame: %s; %s", evidence, advice)
+        tell(Finding("warning", "not reproduced", "the closure", evidence, advice))
     return None
 
 
-def _untried(subject: Subject, found: Diagnosis) -> tuple[Edit, ...]:
-    """Returns the edit that changes least; none where it is not known that fp32 would have a result."""
-    if not found.repeats and found.exact is None and not found.stored_overflow:
-        return ()
-    return next(iter(candidates(subject.plan, found)), ())
-
-
 def _try_cures(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float, at: float
 ) -> Verdict:
-    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did."""
+    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did.
+
+    `scale` is the loss scale of the session, `at` the one at which the fault was found.
+    """
     full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
     if isinstance(full, str):
-        return say(replace(found, untried=full), subject.plan, _untried(subject, found), scale=scale)
-    found = replace(found, full_loss=full.loss, full_fails=full.found is not None, tried=True)
-    if found.kind not in _OF_TENSORS and full.found is not None and full.found.is_beside(found):
-        found = replace(found, in_full=full.found)
+        likely = untried_cure(subject.plan, found, subject.roots)
+        return say(replace(found, untried=full), subject.plan, likely, scale=at)
+    found = replace(found, full_loss=full.loss, full=full.found, tried=True)
     if full.found is not None or found.kind in ("input data", "stale gradients"):
-        return say(found, subject.plan, (), scale=scale)
+        return say(found, subject.plan, (), scale=at)
     search = _Search(subject, closure, rewind, scale, full.loss)
     cure = search.narrow(found)
     lower = None if cure is not None else _below_one(subject, closure, rewind, found, scale)
@@ -278,9 +273,9 @@ def _try_cures(
         return say(found, subject.plan, scaling_cure(subject.plan.scale, lower), scale=scale)
     cure = cure or search.whole(found)
     if cure is None:
-        return say(found, subject.plan, (), scale=scale)
+        return say(found, subject.plan, (), scale=at)
     edits, loss = cure
-    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=scale)
+    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=at)
 
 
 def _below_one(
@@ -290,7 +285,7 @@ def _below_one(
     if not found.may_be_scale or subject.plan.ops == "none":
         return None
     rewind()
-    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=LEAST)[1]
+    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=LEAST).lower
 
 
 @dataclass
@@ -306,11 +301,14 @@ class _Search:
 
     def narrow(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
-        return self._within(found, candidates(self.subject.plan, found)[:-1], (), _FAULTS)
+        return self._within(found, self._narrow(found), (), _FAULTS)
 
     def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edit that makes all of the model full, where it cures."""
-        return self._if_cured((candidates(self.subject.plan, found) or [()])[-1])
+        return self._if_cured(WHOLE if WHOLE in candidates(self.subject.plan, found, self.subject.roots) else ())
+
+    def _narrow(self, found: Diagnosis) -> list[tuple[Edit, ...]]:
+        return narrow_candidates(self.subject.plan, found, self.subject.roots)
 
     def _within(
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
@@ -326,7 +324,7 @@ class _Search:
                 moved = edits, run.found
         if moved is None or faults <= 1:
             return None
-        return self._within(moved[1], candidates(self.subject.plan, moved[1])[:-1], kept + moved[0], faults - 1)
+        return self._within(moved[1], self._narrow(moved[1]), kept + moved[0], faults - 1)
 
     def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
         run = self._run(edits) if edits else None
@@ -364,9 +362,9 @@ def _tried(
             params = _parameters(trial.roots)
             at = _scale_under(plan.scale, scale)
             least = plan.scale.min if plan.scale.kind == "dynamic" else at
-            run, lower = _first_run(trial, closure, at, params, least=least)
-            if lower is not None:  # a scale that will come down cures it by itself
-                run = replace(run, found=None, lower=lower)
+            run = _first_run(trial, closure, at, params, least=least)
+            if run.lower is not None:  # a scale that will come down cures it by itself
+                run = replace(run, found=None)
             reached = any(p.grad is not None for p in params)
             return run if reached or run.found is not None else "the closure does not call the session's models"
     except (HalfstepError, RuntimeError, TypeError, NotImplementedError, StopIteration) as error:

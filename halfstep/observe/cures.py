@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from halfstep.errors import PlanError
 from halfstep.observe.diagnosis import Diagnosis
@@ -11,30 +14,59 @@ from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
+from halfstep.plan.tied import together
 
 FULL_OUT = Policy("full", "full", "full")
+WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
+_WAY_DOWN = 2.0**12  # how much less than the estimate for one operation those after it may need
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
+_OF_FORMATS = ("overflow", "invalid", "masked row")  # what a wider format may cure
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
 
-def candidates(plan: Plan, found: Diagnosis) -> list[tuple[Edit, ...]]:
-    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can."""
-    if plan.ops == "none" or found.kind not in ("overflow", "invalid", "masked row"):
+def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can.
+
+    Modules of the models `roots` that share a parameter get the same rule.
+    """
+    if plan.ops == "none" or found.kind not in _OF_FORMATS:
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
         edits.append((OpChange("deny", found.operator),))
     for name in _upwards(found.module):
-        edits += [(Rule(name, FULL),), (Rule(name, FULL_OUT),)] if name else []
-    return [*edits, (Rule("", FULL),)] if found.module is not None else edits
+        names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
+        edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)] if name else []
+    return [*edits, WHOLE] if found.module is not None else edits
+
+
+def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns those that leave a part of the model low; for an operation outside of it the edit of `autocast`."""
+    if found.module is None:
+        known = plan.ops != "none" and found.kind in _OF_FORMATS and _is_cheap(found.operator)
+        return [(OpChange("deny", found.operator),)] if known else []
+    return [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
+
+
+def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
+    """Returns the edit that changes least where it is known, untried, that fp32 has a result; none elsewhere."""
+    rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
+    if found.exact is None and not found.stored_overflow and not rounded:
+        return ()
+    edits = candidates(plan, found, roots)
+    return next((each for each in edits if not (rounded and isinstance(each[0], OpChange))), ())
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
-    """Returns the loss scale in place of one that was too high, where `lower` passes, or is `estimated` to."""
-    if scaling.kind != "dynamic":
+    """Returns the loss scale in place of one that was too high, where `lower` passes, or is `estimated` to.
+
+    From an estimate a scale is to come down by itself: it is that of one operation, and later ones may need less.
+    """
+    if not estimated and scaling.kind != "dynamic":
         return (Scaling("static", init=lower / _ROOM),)
-    floor = min(scaling.min, lower / _ROOM if estimated else lower, 1.0)
-    return (replace(scaling, init=lower, min=floor, max=max(scaling.max, lower)),)
+    own = scaling if scaling.kind == "dynamic" else Scaling("dynamic")
+    floor = min(own.min, lower / _WAY_DOWN if estimated else lower, 1.0)
+    return (replace(own, init=lower, min=floor, max=max(own.max, lower)),)
 
 
 def _is_cheap(operator: str) -> bool:

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.formats import BF16, FP16, FP32, Format
-from halfstep.observe.origin import Origin
-from halfstep.observe.recorder import Leaf, Note, OpRecorder
+from halfstep.observe.origin import Origin, reached_from
+from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import OpCall
 
-# operations with a pole: a finite argument whose result is infinite in every format
-_POLES = (
-    "div", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "pow", "xlogy", "lgamma",
-    "digamma", "float_power", "special_log_ndtr", "true_divide", "addcdiv",
-)  # fmt: skip
 UNSEEN = "unseen"  # no verdict: what failed ran where the recorder could not see it
 _DEPTH = 6  # how far back the addition of an eps is looked for
 
@@ -29,10 +24,10 @@ class Diagnosis:
     """What is known of a failure; `module` is "" for the model itself and None where no module called the operation.
 
     `exact` is the largest true result in fp32 (None: not known), `eps` a constant that rounded to zero, `mask` the
-    constant of a mask that became infinite, `met_mask` that a mask's infinity was computed with. `repeats` says that a
-    second run failed in the same place, `tried` that the closure could be run on a copy; then `full_fails` and
-    `full_loss` are what fp32 gave, `in_full` a fault in another place that it met there, and `cured_loss` the loss
-    under the cure (None: no edit that was tried cures it). `untried` says why nothing could be tried.
+    constant of a mask that became infinite, `infinity` says where the infinity of a mask came from that was computed
+    with ("": none was). `repeats` says that a second run failed in the same place, `tried` that the closure could be
+    run on a copy; then `full_loss` is what fp32 gave, `full` how it failed there (None: it did not), and `cured_loss`
+    the loss under the cure (None: no edit that was tried cures it). `untried` says why nothing could be tried.
     """
 
     kind: str
@@ -47,15 +42,14 @@ class Diagnosis:
     exact: float | None = None
     eps: float | None = None
     mask: float | None = None
-    met_mask: bool = False
+    infinity: str = ""
     stored_overflow: bool = False
     names: tuple[str, ...] = ()
     lower_scale: float | None = None
     repeats: bool = True
     tried: bool = False
     untried: str = ""
-    full_fails: bool = False
-    in_full: Diagnosis | None = None
+    full: Diagnosis | None = None
     full_loss: float | None = None
     cured_loss: float | None = None
 
@@ -73,10 +67,13 @@ class Diagnosis:
             other.phase,
         )
 
-    def is_beside(self, other: Diagnosis) -> bool:
-        """Tells whether a run in another format failed in another place."""
-        own = (self.module, self.operator, self.phase, self.line)
-        return own != (other.module, other.operator, other.phase, other.line)
+    @property
+    def in_full(self) -> Diagnosis | None:
+        """How the closure failed in fp32 where that was in another place, which is then another fault."""
+        if self.full is None or self.kind in ("input data", "stale gradients", "weights"):
+            return None
+        own = (self.module or "", self.operator, self.line)
+        return None if own == (self.full.module or "", self.full.operator, self.full.line) else self.full
 
     @staticmethod
     def stale(names: Sequence[str]) -> Diagnosis:
@@ -106,9 +103,7 @@ def diagnose(
         exact=None if note.exact is None or not note.exact.finite else note.exact.largest,
         eps=_vanished(note, plan.low) if kind == "invalid" else None,
         mask=mask,
-        met_mask=any(math.isinf(s) for s in note.scalars)
-        or any(parent.masked for parent in note.parents)
-        or any(leaf.masked for leaf in note.leaves),
+        infinity=_infinity(recorder, note),
     )
 
 
@@ -119,6 +114,8 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
     phase = "forward" if note is None else note.phase
     if leaf.kind == "gradient":
         return Diagnosis.stale([leaf.name])
+    if leaf.kind == OTHERS:
+        return Diagnosis(OTHERS, "", leaf.name, "backward" if note is None else phase, note=note, leaf=leaf)
     if leaf.kind in ("data", "unseen"):
         kind = "input data" if leaf.kind == "data" else UNSEEN
         return Diagnosis(kind, module, operator, phase, line, note=note, leaf=leaf)
@@ -136,25 +133,28 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
         return "masked row", next((m.exact.value for m in _masks(note) if m.exact is not None), None)
     if note.exact is not None and note.exact.constant:
         return "overflow", note.exact.value
-    by_zero = any(note.zeros) or 0.0 in note.scalars or (note.exact is not None and note.exact.by_zero)
-    if by_zero and not {recorder.operator(note), note.aten.rstrip("_")}.isdisjoint(_POLES):
-        return "invalid", None
-    if note.exact is not None and note.exact.finite:
-        return "overflow", None
     assert note.bad is not None
+    if note.exact is not None and (note.exact.defined or note.exact.pole):
+        return ("invalid" if note.exact.pole else "overflow"), None
     met_mask = bool(note.parents or note.leaves)
     return ("invalid" if note.bad.nan or met_mask else "overflow"), None
 
 
 def _masks(note: Note) -> list[Note]:
-    found: list[Note] = []
-    waiting = list(note.parents)
-    while waiting:
-        parent = waiting.pop()
-        if parent not in found:
-            found.append(parent)
-            waiting += parent.parents
-    return [each for each in found if each.exact is not None and each.exact.constant]
+    return [each for each in reached_from(note.parents) if each.exact is not None and each.exact.constant]
+
+
+def _infinity(recorder: OpRecorder, note: Note) -> str:
+    """Returns where the infinity of a mask came from that an operation computed with; "" for none."""
+    met = [each for each in reached_from(note.parents) if each.aten != "scalar_tensor"]  # of torch.where and a number
+    for each in (*met, note):
+        leaf = next((leaf for leaf in each.leaves if leaf.masked), None)
+        if leaf is not None:
+            return f"{leaf.kind} {leaf.name}".strip()
+        if each is not note or any(math.isinf(s) for s in note.scalars):
+            line = recorder.line(each)
+            return recorder.operator(each) + (f" in {line}" if line else "")
+    return ""
 
 
 def _format(note: Note) -> Format | None:
@@ -162,15 +162,15 @@ def _format(note: Note) -> Format | None:
 
 
 def _vanished(note: Note, low: Format) -> float | None:
-    """Returns a constant near zero that was added, or taken as a bound, before a division, and that is 0 in `low`."""
+    """Returns a number near zero that was added, or taken as a bound, before an operation, and that is 0 in `low`."""
     if low not in (FP16, BF16):
         return None
     waiting = [(source, 0) for source in note.sources if source is not None]
     while waiting:
         source, depth = waiting.pop(0)
-        for scalar in source.scalars if source.dtype is low.dtype else ():
-            if 0 < abs(scalar) <= low.smallest_subnormal / 2 and math.isfinite(scalar):
-                return scalar
+        eps = source.vanished if source.dtype is low.dtype else None
+        if eps is not None and abs(eps) <= low.smallest_subnormal / 2:
+            return eps
         if depth < _DEPTH:
             waiting += [(each, depth + 1) for each in source.sources if each is not None]
     return None

@@ -1,6 +1,6 @@
 """The guardian: sees from counters that steps are skipped for no good reason, and has the next step recorded.
 
-The counters are read one step late, once in eight steps, so that nothing waits for the device.
+Skips are read one step late, once in eight steps of an optimizer, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,12 @@ from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.blame import LEAST, NOT_SEEN, Subject
-from halfstep.observe.cures import candidates, scaling_cure
+from halfstep.observe.cures import scaling_cure, untried_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.growth import degree
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.recorder import OTHERS, OpRecorder
 from halfstep.observe.words import say
 from halfstep.records import StepRecord, Verdict
 
@@ -48,38 +47,75 @@ _PATIENCE = 2**12
 _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
 _LONGEST_PAUSE = 64  # windows
+_OTHERS = 32  # steps of other optimizers before the one that is waited for
 _LOG = logging.getLogger("halfstep")
 
 
-class Counters:
-    """Reads the number of skips and the scale of a session after every eighth step, on CUDA at the step after it."""
+class Counter:
+    """Counts the skips in each eight steps of the same optimizers, without waiting for the device.
+
+    It reads them and the scales after the eighth, and gives them at the step after it, or when they have come. `wait`
+    is how many times it is then not asked, `pause` how many that is after a look that found nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_host = device.type != "cuda"
+        self._skipped: list[Tensor] = []
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
         self._values: tuple[float, float] | None = None
+        self._wait, self._pause = 0, 1
 
-    def take(self, skips: Tensor, scale: Tensor) -> None:
-        """Begins to read two 0-dim tensors; not while a CUDA graph is captured, which would read at each replay."""
+    def count(self, skipped: Tensor, scales: Sequence[Tensor]) -> tuple[int, float] | None:
+        """Takes a step, whether it was skipped and its scales, 0-dim tensors; returns what of the last eight has come.
+
+        That is how many were skipped, and the least scale at the last of them. A step that a CUDA graph captures does
+        not count: what would be read are the numbers of its replays.
+        """
+        if not self._on_host and torch.cuda.is_current_stream_capturing():
+            self._skipped, self._pending = [], None
+            return None
+        found = self._read()
+        self._skipped.append(skipped)
+        if len(self._skipped) == WINDOW:
+            self._begin_to_read(scales)
+            self._skipped = []
+        return found
+
+    def rest(self) -> None:
+        """Has the next looks left out, twice as many each time."""
+        self._wait, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+
+    def is_resting(self) -> bool:
+        """Tells whether the look that is due now is to be left out."""
+        self._wait -= 1
+        return self._wait >= 0
+
+    def _begin_to_read(self, scales: Sequence[Tensor]) -> None:
         if self._on_host:
-            self._values = (float(skips.numpy()), float(scale.numpy()))
+            skipped = sum(float(each.cpu().numpy()) for each in self._skipped)
+            self._values = skipped, min(float(scale.cpu().numpy()) for scale in scales)
             return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        both = torch.stack((skips.to(torch.float64), scale.to(torch.float64)))
-        host = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(both, non_blocking=True)
+        both = torch.stack((torch.stack(self._skipped).sum().to(torch.float32), torch.stack(tuple(scales)).min()))
+        host = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._pending = (host, event)
 
-    def read(self) -> tuple[int, float] | None:
-        """Returns skips and scale as they were when reading began; None where there are none yet."""
-        if self._pending is not None and not torch.cuda.is_current_stream_capturing():
+    def _read(self) -> tuple[int, float] | None:
+        if self._pending is not None:
             host, event = self._pending
             if not event.query():  # type: ignore[no-untyped-call]
                 return None
             self._values, self._pending = (float(host[0]), float(host[1])), None
-        return None if self._values is None else (int(self._values[0]), self._values[1])
+        values, self._values = self._values, None
+        return None if values is None else (int(values[0]), values[1])
+
+
+class Stepped(Protocol):
+    """An optimizer of a session."""
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Returns what it updates."""
 
 
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
@@ -142,14 +178,13 @@ class Armed:
         self._finally = weakref.finalize(self, _take_off, self.recorder, self._thread)  # of a session never closed
         self._finally.atexit = False
 
-    def around(self, inner: Callable[[], AbstractContextManager[Any]] | None) -> AbstractContextManager[Any]:
-        """Begins to record where a forward is for training; returns the context that was around it before."""
+    def forward_begins(self) -> None:
+        """Begins to record where a forward is for training; called before the session casts what is given to it."""
         recorder, training = self.recorder, torch.is_grad_enabled()
         recorder.on = not recorder.ended and (recorder.on or training)
         recorder.spent += _TRAINING if training else _EVALUATION if recorder.on else _PASSING
         if recorder.ended or recorder.spent > self.patience:
             self.give_up()
-        return nullcontext() if inner is None else inner()
 
     def leave(self) -> None:
         """Takes the recorder off."""
@@ -161,9 +196,10 @@ class Armed:
 class Guardian:
     """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
 
-    Where `WINDOW` steps in a row were skipped, or one was while the scale lies at `floor`, the next steps are recorded,
-    one at a time, until one is skipped; `WINDOW` of them at most.
-    It is then told apart what a falling scale cures, which is normal, from what it does not.
+    Steps of the same optimizers with gradients of the same losses are watched apart from others. Where `WINDOW` of them
+    in a row were skipped, or one was while a scale lies at `floor`, the next ones are recorded, one at a time, until
+    one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which is normal, from
+    what it does not.
     """
 
     def __init__(
@@ -177,36 +213,48 @@ class Guardian:
     ) -> None:
         self._subject, self._arm, self._tell = subject, arm, tell
         self._on_failure = on_failure
-        self._counters = Counters(device)
+        self._device = device
         scaling = subject.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._seen = (0, 0)  # steps and skips at the last reading
+        self._counters: dict[object, Counter] = {}  # by optimizers and losses
         self._armed: tuple[Armed, Callable[[], None]] | None = None
+        self._about: object = None  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
-        self._wait, self._pause = 0, 1  # windows until the next look, and how many after a look that found nothing
+        self._others = 0  # steps of others while one is waited for
         self._patience = _PATIENCE
         self._said: set[object] = set()
 
-    def after_step(self, record: StepRecord, skips: Tensor) -> None:
+    def after_step(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
         """Looks at the counters where it is time, or at what was recorded.
+
+        `parts` have stepped, on gradients of the losses of `scales`, which has the loss scale of each by its id.
 
         Raises:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure.
         """
+        key = (tuple(map(id, parts)), tuple(sorted(scales)))
         if self._armed is not None:
-            self._conclude(record)
+            self._after_recorded(key, record, parts)
             return
-        phase = record.step % WINDOW
-        if phase == 0:
-            self._counters.take(skips, record.scale)
-        elif phase == 1 and record.step > WINDOW:
-            found = self._counters.read()
-            if found is not None and self._is_alarming(record.step - 1, *found):
-                self._left = WINDOW
-                self._arm_next()
+        counter = self._counters.setdefault(key, Counter(self._device))
+        found = counter.count(record.skipped, list(scales.values()) or [record.scale])
+        if found is not None and not counter.is_resting() and self._is_alarming(*found):
+            self._about, self._left = key, WINDOW
+            self._arm_next()
+
+    def _after_recorded(self, key: object, record: StepRecord, parts: Sequence[Stepped]) -> None:
+        """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded."""
+        if key == self._about:
+            self._conclude(record, parts)
+            return
+        self._others += 1
+        if self._others > _OTHERS:
+            self._look_later()
+            self.close()
 
     def _arm_next(self) -> None:
         self._left -= 1
+        self._others = 0
         self._armed = self._arm()
         self._armed[0].give_up = self._give_up
         self._armed[0].patience = self._patience
@@ -230,7 +278,7 @@ class Guardian:
             _LOG.warning(notice)
 
     def _look_later(self) -> None:
-        self._wait, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        self._counters[self._about].rest()
 
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
@@ -240,19 +288,14 @@ class Guardian:
             armed.leave()
             disarm()
 
-    def _is_alarming(self, steps: int, skips: int, scale: float) -> bool:
-        taken, more = steps - self._seen[0], skips - self._seen[1]
-        self._seen = (steps, skips)
-        if self._wait > 0:
-            self._wait -= 1
-            return False
-        return more >= taken or (more > 0 and scale <= self._floor)
+    def _is_alarming(self, skips: int, scale: float) -> bool:
+        return skips >= WINDOW or (skips > 0 and scale <= self._floor)
 
-    def _conclude(self, record: StepRecord) -> None:
+    def _conclude(self, record: StepRecord, parts: Sequence[Stepped]) -> None:
         """Ends the recording, and raises or warns where the recorded step failed for good."""
         assert self._armed is not None
         armed, _ = self._armed
-        params = [p for root in self._subject.roots for p in root.parameters() if p.grad is not None]
+        sinks = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
         recorder, was_on = armed.recorder, armed.recorder.on
         self.close()
         if bool(record.skipped) and (armed.lost or not was_on):
@@ -263,7 +306,6 @@ class Guardian:
                 return
             self._look_later()
             return
-        sinks = [p.grad for p in params if p.grad is not None]
         losses = [record.loss] if record.loss is not None else []
         try:
             origin = find_origin(recorder, losses) or find_origin(recorder, sinks)
@@ -273,7 +315,7 @@ class Guardian:
                 self._say_unseen(recorder)
                 self._look_later()
                 return
-            judged = self._judge(found, scale)
+            judged = self._judge(found, scale, among_others=recorder.communicated)
         except Exception:  # what only explains a failure is never to be one
             _LOG.warning(NOT_SEEN, exc_info=True)
             self._look_later()
@@ -281,20 +323,26 @@ class Guardian:
         if judged is not None:
             self._report(*judged, record.step)
 
-    def _judge(self, found: Diagnosis, scale: float) -> tuple[Verdict, str] | None:
+    def _judge(self, found: Diagnosis, scale: float, *, among_others: bool) -> tuple[Verdict, str] | None:
         """Returns the verdict on the recorded step, and what a lower loss scale would do, in words.
 
-        None where a lower one, which will come, is the cure.
+        None where a lower one, which will come, is the cure, or may be that of another process: to end training at the
+        same step, none of them does before the scale, which they share, is at its floor.
         """
         plan = self._subject.plan
         found = replace(found, untried="session.blame(closure) would")
         lower = _Lower.estimate(found, plan.low, scale)
         comes_down = plan.scale.kind == "dynamic" and scale > self._floor
+        if comes_down and among_others:
+            _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", scale)
+            return None
+        if found.kind == OTHERS:
+            return say(found, plan, (), scale=scale), ""
         if comes_down and lower.may_help and (lower.scale is None or lower.is_a_guess or lower.scale >= self._floor):
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, next(iter(candidates(plan, found)), ()), scale=scale)
+            verdict = say(found, plan, untried_cure(plan, found, self._subject.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind="scale too high", lower_scale=lower.scale)
         limit = f"its floor is {self._floor:g}" if plan.scale.kind == "dynamic" else f"it stays at {scale:g}"

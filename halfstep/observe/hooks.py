@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -56,6 +57,7 @@ class StepHooks:
             for name, module in modules.items()
             if name not in self.closed_to_hooks
         ]
+        self.take_off: Callable[[], None] = partial(_take_off, self._handles)  # keeps neither modules nor these hooks
         self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
         self._again: dict[str, int] = {}  # by module: the part of this backward pass that computed it first
@@ -69,9 +71,7 @@ class StepHooks:
     def remove(self) -> None:
         """Takes all hooks off; those on tensors of a graph that is still held do nothing from now on."""
         self.active = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.take_off()
 
     def _output(self, name: str, output: Any) -> None:
         if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -113,3 +113,8 @@ class StepHooks:
     def _is_known(self, t: Tensor) -> bool:
         """Returns whether `t` is what the module before has returned, unchanged."""
         return any(held() is t and version == t._version for held, version in self._newest)
+
+
+def _take_off(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

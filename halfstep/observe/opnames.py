@@ -33,7 +33,14 @@ PUBLIC: Mapping[str, str] = {
     "_index_put_impl": "index_put",
     "_native_multi_head_attention": "multi_head_attention_forward",
     "linalg_vector_norm": "norm",
-    "_ctc_loss": "ctc_loss",
+    "_weight_norm_interface": "weight_norm",
+    "_cdist_forward": "cdist",
+    "_pdist_forward": "pdist",
+    "_prelu_kernel": "prelu",
+    "_trilinear": "bilinear",
+    "_fft_r2c": "fft",
+    "_fft_c2c": "fft",
+    "_fft_c2r": "fft",
 }
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm", "cudnn_batch_norm", "_batch_norm", "miopen_batch_norm")
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "add", "_to_copy", "_addmm_activation", "mul", "sum")
@@ -73,7 +80,9 @@ def public_name(aten: str, *, call: Collection[str] = (), function: str = "", mo
         return "batch_norm"
     if aten.startswith("_scaled_dot_product"):
         return "scaled_dot_product_attention"
-    return PUBLIC.get(aten, aten.rstrip("_") if not aten.startswith("__") else aten.strip("_"))
+    if {"linalg_vector_norm", "clamp_min_"} <= set(call):
+        return "cosine_similarity"
+    return PUBLIC.get(aten, aten.strip("_") if _is_torch_op(aten.strip("_")) else aten.rstrip("_"))
 
 
 _MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", "copy_", "reshape", "_unsafe_view")

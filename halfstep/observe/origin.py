@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from halfstep.observe.badness import badness
-from halfstep.observe.recorder import Leaf, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 
-_NORMALISERS = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product_attention", "cross_entropy")
+NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,17 @@ def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
         return _earliest(recorder, reached_from(writers))
     leaf = recorder.leaf(bad[0])
     assert leaf is not None
-    return Origin(None, leaf if leaf.kind == "gradient" else replace(leaf, kind="unseen"))
+    return Origin(None, leaf if leaf.kind in ("gradient", OTHERS) else replace(leaf, kind="unseen"))
+
+
+def absorbed(recorder: OpRecorder) -> Note | None:
+    """Returns the first operation that overflowed in a forward pass and was computed with, where all ended finite."""
+    used = {source.index for note in recorder.notes for source in note.sources if source is not None}
+    return next((note for note in recorder.notes if _overflowed(note) and note.index in used), None)
+
+
+def _overflowed(note: Note) -> bool:
+    return note.phase == "forward" and not note.masked and note.exact is not None and note.exact.finite
 
 
 def reached_from(notes: Iterable[Note]) -> list[Note]:
@@ -64,7 +74,9 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
         if not note.parents and not note.leaves:
             return Origin(note)
         assert note.bad is not None
-        if note.bad.nan and recorder.operator(note) in _NORMALISERS and note.phase == "forward":
+        above = any(each.bad is not None and each.bad.above for each in note.parents)
+        above = above or any(each.bad.above for each in note.leaves)
+        if note.bad.nan and not above and recorder.operator(note) in NORMALISERS and note.phase == "forward":
             return Origin(note, masked=True)
         rounded = [mask for mask in reached_from(note.parents) if mask.exact is not None and mask.exact.constant]
         return Origin(rounded[0] if rounded else note)
@@ -73,7 +85,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
     """Returns the first operation after a copy or a cast of what came from outside."""
-    while recorder.operator(note) in ("to", "clone", "copy", "detach"):
+    while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:
             break

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.kernels.batch import is_wrapped
+
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -28,8 +30,7 @@ def readable(t: Tensor) -> Tensor | None:
     """Returns `t`, or of a DTensor this process's part, where its elements lie in memory, else None."""
     local = getattr(t, "to_local", None)
     t = local() if local is not None else t
-    wrapped = type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-    if wrapped or t.is_meta or t.layout not in _LAYOUTS or torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if is_wrapped(t) or t.is_meta or t.layout not in _LAYOUTS or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return None
     return t
 

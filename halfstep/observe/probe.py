@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,9 +16,10 @@ from torch.nn import Parameter
 from halfstep.kernels.updates import Updates
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending
-from halfstep.observe.window import Window
+from halfstep.observe.window import Window, undo_all
 from halfstep.records import UPDATE, Observation
 
+LONGEST = 8  # steps that are looked at one after the other until each optimizer has made one
 KEPT = 20_000  # rows, of 2 KiB each, that wait for a flush
 _LOG = logging.getLogger("halfstep")
 
@@ -37,8 +39,9 @@ class Watch(Protocol):
 class Probe:
     """Looks at some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
-    It looks at the first step after it was made, and then at those whose number `every` divides. Between them nothing
-    is attached. What it sees stays on the device; `flush()` reads it on the host, all at once.
+    It looks at the first step after it was made, and then at those whose number `every` divides. Where only some of
+    several optimizers make that step, it goes on with the next ones until each has stepped, `LONGEST` in all. Between
+    them nothing is attached. What it sees stays on the device; `flush()` reads it on the host, all at once.
     """
 
     def __init__(
@@ -56,7 +59,11 @@ class Probe:
         self._arriving: deque[Pending] = deque()  # for `deliver`
         self._said: set[str] = set()
         self.window: Window | None = None
+        self._stepped: set[int] = set()  # optimizers, since the look began
+        self._looked = 0  # steps since then
         self.attached = True
+        self.undo: list[Callable[[], None]] = []  # of the window that is open
+        weakref.finalize(self, undo_all, self.undo).atexit = False
         self._open()
 
     def flush(self) -> list[Observation]:
@@ -77,19 +84,30 @@ class Probe:
             self.window = None
         self._hand_over(wait=True)
 
-    def stepped(self, step: int) -> None:
-        """Ends the step number `step`, and prepares the next one where that is one to look at."""
+    def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
+        """Ends the step number `step`, which `parts` `of` a session made; prepares the next where it is looked at."""
         window, self.window = self.window, None
         if window is not None:
             window.close()
             self._say_what_is_missing(window, step)
             self._keep(window.pending(step))
+            self._stepped.update(map(id, parts))
+            self._looked += 1
         self._hand_over(wait=False)
         if (step + 1) % self._every == 0:
             self._open()
+        elif window is not None and self._looked < LONGEST and any(id(part) not in self._stepped for part in of):
+            self._go_on()
 
     def _open(self) -> None:
-        self.window = Window(self._modules, self._kinds, self._sample)
+        self._stepped.clear()
+        self._looked = 0
+        self.window = Window(self._modules, self._kinds, self._sample, self.undo)
+
+    def _go_on(self) -> None:
+        kinds = self._kinds - {"weight"}  # those of all were read at the first step
+        if kinds:
+            self.window = Window(self._modules, kinds, self._sample, self.undo)
 
     def _keep(self, pending: Pending) -> None:
         if not len(pending):
@@ -124,7 +142,7 @@ class Probe:
             self._say("scripted", f"a probe sees no activation of scripted modules, which take no hooks: {names}")
         if window.captured:
             self._say("captured", "a probe does not see steps that are captured in a CUDA graph or replayed from one")
-        elif window.hooks is not None and not window.hooks.saw_any:
+        elif window.hooks is not None and not window.hooks.saw_any and self._looked == 0:
             self._say(
                 "no activation",
                 f"a probe saw no activation in step {step}: no forward of the modules it looks at was called with "
@@ -154,6 +172,7 @@ class Probes:
     def add(self, probe: Probe) -> None:
         """Tells the probe all that comes from now on."""
         self._attached.append(probe)
+        weakref.finalize(self, undo_all, probe.undo).atexit = False  # of a session that nobody closes
 
     def detach(self) -> None:
         """Ends all probes."""
@@ -194,13 +213,13 @@ class Probes:
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         return _updating(windows, make, params, grads, factor) if windows else nullcontext()
 
-    def stepped(self, step: int) -> None:
-        """Ends a step."""
+    def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
+        """Ends the step number `step`, which `parts` `of` the session made."""
         if not self._attached:
             return
         self._attached = [probe for probe in self._attached if probe.attached]
         for probe in self._attached:
-            probe.stepped(step)
+            probe.stepped(step, parts, of)
 
     @property
     def looking(self) -> bool:

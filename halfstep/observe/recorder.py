@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,14 @@ from halfstep.observe.badness import Badness, badness, measure
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.rerun import Exact, recompute
-from halfstep.observe.schemas import aten_name, is_overwritten, is_uninitialised, is_view, scalars
+from halfstep.observe.schemas import aten_name, is_collective, is_overwritten, is_uninitialised, is_view, scalars
 from halfstep.records import OpCall
 
+OTHERS = "another process"  # kind of a Leaf
+_NO_MASKS = ("parameter", OTHERS)  # kinds
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_BOUNDING = ("add", "sub", "clamp", "maximum", "minimum")
+_SMALL = 1e-4  # an eps is smaller
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
@@ -35,9 +39,10 @@ class Note:
 
     `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
     result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
-    its arguments that were not finite came from. `constant` is an infinite or huge number among its arguments. `fresh`
-    says that nothing it read explains what it wrote; `call` and `exact` are there for these alone. `root` says that it
-    made the gradient that a backward pass begins with, or belongs to the pass's first node.
+    its arguments that were not finite came from; `masked` says that it is, or hands on, the infinity of a mask. `call`
+    and `exact` are there where nothing that it read explains what it wrote. `vanished` is a number near zero that it
+    added, or took as a bound, where its result is 0 in places. `root` says that it made the gradient that a backward
+    pass begins with, or belongs to the pass's first node; `received` that it brought values from other processes.
     """
 
     index: int
@@ -49,6 +54,7 @@ class Note:
     function: str
     node: str | None = None
     root: bool = False
+    received: bool = False
     forward: Note | None = None
     dtype: torch.dtype | None = None
     scalars: tuple[float, ...] = ()
@@ -59,16 +65,15 @@ class Note:
     masked: bool = False
     call: OpCall | None = None
     exact: Exact | None = None
-    zeros: tuple[bool, ...] = ()
-    formats: tuple[str, ...] = ()
+    vanished: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
     """A tensor that was not finite when it was first seen.
 
-    `kind` is "parameter", "buffer", "gradient" (these have a `name`), "data", or "unseen": computed from parameters,
-    but where the recorder did not see it (in another thread, say).
+    `kind` is "parameter", "buffer", "gradient" (these have a `name`), "data", "unseen": computed from parameters, but
+    where the recorder did not see it (in another thread, say), or `OTHERS`: received by the collective `name`.
     """
 
     kind: str
@@ -120,6 +125,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self.on = on
+        self.communicated = False  # with other processes
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
         self._nodes: dict[int, list[Note]] = {}  # by the number that autograd gave the node of an operation
@@ -154,11 +160,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if bad is None:
             return None
         computed = "unseen" if tensor.grad_fn is not None else "data"
-        kind, name, _ = self.places.tensor(tensor) or (computed, "", tensor)
-        return Leaf(kind, name, bad, tuple(tensor.shape), tensor.dtype, kind != "parameter" and _is_mask(tensor, bad))
+        kind, name, _ = self._received(tensor) or self.places.tensor(tensor) or (computed, "", tensor)
+        return Leaf(kind, name, bad, tuple(tensor.shape), tensor.dtype, kind not in _NO_MASKS and _is_mask(tensor, bad))
+
+    def _received(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
+        last = self.last_writer(tensor)
+        return (OTHERS, last.aten.rstrip("_"), tensor) if last is not None and last.received else None
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         note = self._begin(func, args, kwargs)
+        note.received = is_collective(func)
+        self.communicated = self.communicated or note.received
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         note.sources = tuple(self.last_writer(t) for t in tensors)
         if note.root:
@@ -173,6 +185,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         result = self._compute(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
+        note.vanished = _vanished(note, outputs)
         self._look(note, func, (args, kwargs), read, outputs)
         return result
 
@@ -182,6 +195,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         """Notes what the operation wrote, and where it is not finite, why."""
         found = [(out, badness(out)) for out in outputs]
+        if note.received:  # what is given, it brings, if not at once
+            given_bad = next((bad for bad in (badness(each.values) for each in read) if bad is not None), None)
+            found = [(out, bad or given_bad) for out, bad in found]
         bad = [each for _, each in found if each is not None]
         if bad and not is_uninitialised(func):
             note.bad = sum(bad[1:], bad[0])
@@ -211,13 +227,18 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             bad = None if is_overwritten(func, given, each.tensor) else badness(each.values)
             if bad is None:
                 continue
-            writers = [w for w in self.writers(each.memory) if w is not note] or self._never_written(each.memory, bad)
+            writers = [w for w in self.writers(each.memory) if w is not note]
+            if not writers and not note.received:
+                writers = self._never_written(each.memory, bad)
             parents += writers
             if not writers:
                 leaf = self.leaf(each.values)
                 if leaf is not None:
-                    named = self.places.tensor(each.memory)
-                    leaves.append(leaf if named is None else Leaf(named[0], named[1], *_rest(leaf)))
+                    named = self._received(each.memory) or self.places.tensor(each.memory)
+                    if note.received and self.last_writer(each.memory) is not None:  # and that was finite
+                        named = (OTHERS, note.aten.rstrip("_"), each.memory)
+                    leaves.append(leaf if named is None else _as(leaf, named))
+        leaves.sort(key=lambda leaf: leaf.kind == OTHERS)
         note.parents, note.leaves = tuple(parents), tuple(leaves)
         assert note.bad is not None
         harmless = all(p.masked for p in parents) and all(leaf.masked for leaf in leaves)
@@ -228,19 +249,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if note.masked or not harmless:
             return
         tensors, values = [each.tensor for each in read], [each.values for each in read]
-        note.zeros = tuple(bool((t == 0).any()) if _is_dense(t) and t.is_floating_point() else False for t in values)
-        note.formats = tuple(str(t.dtype).removeprefix("torch.") for t in values)
         note.call = OpCall(
             module=note.module or "",
             operator=note.aten,
             phase=note.phase,
-            input_formats=note.formats,
+            input_formats=tuple(str(t.dtype).removeprefix("torch.") for t in values),
             output_formats=tuple(str(t.dtype).removeprefix("torch.") for t in outputs),
             input_ranges=tuple(measure(t) for t in values),
             output_ranges=tuple(measure(t) for t in outputs),
             line=note.line,
         )
-        if not parents and not leaves:
+        if not parents and not leaves and not note.received:
             note.exact = recompute(func, given, tensors, values, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
@@ -342,8 +361,18 @@ class Recorded:
         self._mode.__exit__(*error)
 
 
-def _rest(leaf: Leaf) -> tuple[Badness, tuple[int, ...], torch.dtype, bool]:
-    return leaf.bad, leaf.shape, leaf.dtype, leaf.masked and leaf.kind != "parameter"
+def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
+    return replace(leaf, kind=named[0], name=named[1], masked=leaf.masked and named[0] not in _NO_MASKS)
+
+
+def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
+    """Returns a number near zero that was added, or taken as a bound, by an operation that gave 0 all the same."""
+    if not note.aten.startswith(_BOUNDING):
+        return None
+    made = [source.scalars for source in note.sources if source is not None and source.aten == "scalar_tensor"]
+    small = [s for scalars in (note.scalars, *made) for s in scalars if 0 < abs(s) < _SMALL]
+    zero = bool(small) and any(bool((t == 0).any()) for t in outputs if _is_dense(t))
+    return small[0] if zero else None
 
 
 def _memory(tensor: Tensor) -> list[int]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import SessionError
+from halfstep.observe.alone import alone
+from halfstep.observe.badness import unwrapped
 
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
@@ -26,13 +28,14 @@ def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Ite
     """Puts all back at its end; the function it gives does so in between, so that the next run starts the same.
 
     `params` are whose gradients are put aside: within, `p.grad` is None at the start of each run. Hooks that act on
-    finished gradients, as of an optimizer that steps in the backward pass, are off.
+    finished gradients, as of an optimizer that steps in the backward pass, are off, and DistributedDataParallel is.
     """
     state = _State(roots, params)
     with ExitStack() as stack:
         for param in params:
             stack.callback(_without_hooks(param))
         stack.callback(state.finish)
+        stack.enter_context(alone(roots))
         state.rewind()
         yield state.rewind
 
@@ -80,6 +83,35 @@ def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
     return lambda: hooks.update(kept)
 
 
+@contextmanager
+def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
+    leaves = {id(leaf): leaf for leaf in [*params, *_leaves(loss)]}
+    own = {id(p) for p in params}
+    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield list(leaves.values())
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 class Inputs:
     """Whether the first module that each run of a closure calls gets the same tensors: others are another batch."""
 
@@ -98,7 +130,7 @@ class Inputs:
             return
         self._noted = True
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            tensors = [leaf for leaf in tree_leaves(given) if _is_readable(leaf)]
+            tensors = [unwrapped(leaf) for leaf in tree_leaves(given) if _is_readable(leaf)]
             if self._first is None:
                 self._first = [t.clone() for t in tensors]
             elif len(tensors) != len(self._first) or not all(map(_is_same, tensors, self._first)):

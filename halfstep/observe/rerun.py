@@ -1,4 +1,4 @@
-"""One operation computed a second time in fp32, from the values that it read: what its result would have been."""
+"""One operation computed again in fp32 and fp64, from the values that it read: what its result would have been."""
 
 from __future__ import annotations
 
@@ -13,6 +13,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.observe.badness import badness
 
 _LOW = (torch.float16, torch.bfloat16)
+_WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex64}
+_GROWING = (
+    "exp",
+    "exp2",
+    "expm1",
+    "special_expm1",
+    "sinh",
+    "cosh",
+    "prod",
+    "cumprod",
+    "i0",
+    "special_i0",
+    "special_i1",
+    "matrix_exp",
+    "linalg_matrix_exp",
+    "linalg_matrix_power",
+    "poisson_nll_loss",
+    "kl_div",
+)  # whose result may lie beyond fp64 too
+_POWERS = ("pow", "float_power")  # as well, where they have no pole at zero
 _MASK = 1e4  # a constant of this size or more in a sum, a choice or a product says "never"
 _SPREAD = 0.01
 
@@ -21,16 +41,17 @@ _SPREAD = 0.01
 class Exact:
     """What an operation gives in fp32: the largest magnitude, and whether all of it is finite there.
 
-    `constant` says that what does not fit the low format is a mask's constant, such as -1e9: below zero and the same
-    wherever it is, whatever small was added to it. `value` is that constant. `by_zero` says that an integer 0 is among
-    the arguments.
+    `defined` says that it is finite in fp64, `pole` that it is not, and would not be in any wider format. `constant`
+    says that what does not fit the low format is a mask's constant, such as -1e9: below zero and the same wherever it
+    is, whatever small was added to it. `value` is that constant.
     """
 
     largest: float
     finite: bool
     constant: bool = False
     value: float = 0.0
-    by_zero: bool = False
+    defined: bool = True
+    pole: bool = False
 
 
 def recompute(
@@ -43,41 +64,55 @@ def recompute(
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
+    found = _computed(func, given, tensors, read, torch.float32)
+    floats = [t for t in found if (t.is_floating_point() or t.is_complex()) and t.numel()]
+    if len(found) != len(out) or not floats:
+        return None
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in floats]
+    finite = [t[torch.isfinite(t)] for t in parts]
+    largest = max((float(t.abs().max()) for t in finite if t.numel()), default=0.0)
+    if any(badness(t) is not None for t in floats):
+        wider = _computed(func, given, tensors, read, torch.float64)
+        defined = bool(wider) and all(badness(t) is None for t in wider)
+        return Exact(largest, False, defined=defined, pole=bool(wider) and not defined and _has_poles(func, read))
+    constant = _constant(found[0], out[0]) if len(floats) == 1 and not floats[0].is_complex() else None
+    if constant is not None and not _is_written(constant, given, tensors, out[0]):
+        constant = None
+    return Exact(largest, True, constant is not None, constant or 0.0)
+
+
+def _computed(
+    func: Any,
+    given: tuple[Sequence[Any], dict[str, Any]],
+    tensors: list[Tensor],
+    read: list[Tensor],
+    wide: torch.dtype,
+) -> list[Tensor]:
+    """Returns the results of an operation whose floating arguments are at least as wide as `wide`; none of an error."""
     values = {id(tensor): before for tensor, before in zip(tensors, read, strict=True)}
+    narrow = _LOW if wide is torch.float32 else (*_LOW, torch.float32)
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
             before = values.get(id(value), value)
-            wide = before.float() if before.dtype in _LOW else before
-            return wide.clone() if wide is value and func._schema.is_mutable else wide
-        return torch.float32 if value in _LOW else value
+            dtype = wide if before.dtype in narrow else before.dtype
+            dtype = dtype if wide is torch.float32 else _WIDER.get(dtype, dtype)
+            return before.to(dtype, copy=func._schema.is_mutable)
+        return wide if value in narrow else value
 
     args, kwargs = tree_map(widen, given)
     try:
-        found = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return [leaf.detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return None
-    found = [t.detach() for t in found]
-    floats = [t for t in found if t.is_floating_point() and t.numel()]
-    if len(found) != len(out) or not floats:
-        return None
-    finite = [t[torch.isfinite(t)] for t in floats]
-    largest = max((float(t.abs().max()) for t in finite if t.numel()), default=0.0)
-    whole = all(badness(t) is None for t in floats)
-    constant = _constant(found[0], out[0]) if whole and len(floats) == 1 else None
-    if constant is not None and not _is_written(constant, given, tensors, out[0]):
-        constant = None
-    return Exact(largest, whole, constant is not None, constant or 0.0, _has_zero(func, given))
+        return []
 
 
-def _has_zero(func: Any, given: tuple[Sequence[Any], dict[str, Any]]) -> bool:
-    """Tells whether an integer 0 stands where a tensor or any number may (no dimension does)."""
-    args, kwargs = given
-    named = [*zip((each for each in func._schema.arguments if not each.kwarg_only), args, strict=False)]
-    named += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
-    return any(
-        isinstance(value, int) and value == 0 and str(each.type) in ("Tensor", "number") for each, value in named
-    )
+def _has_poles(func: Any, read: list[Tensor]) -> bool:
+    """Tells whether an operation that is infinite in fp64 has no value there, and did not just grow that large."""
+    name = func._schema.name.rpartition("::")[2].rstrip("_")
+    if name in _POWERS:
+        return any(t.layout is torch.strided and bool((t == 0).any()) for t in read)
+    return name not in _GROWING
 
 
 def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], out: Tensor) -> bool:

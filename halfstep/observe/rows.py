@@ -87,7 +87,8 @@ class StepRows:
             for device, buffer in self._buffers.items()
         ]
         device = self._scales[0].device if self._scales else torch.device("cpu")
-        values = [torch.ones((), device=device), *(scale.to(device, non_blocking=True) for scale in self._scales)]
+        one = torch.ones((), dtype=torch.float32, device=device)
+        values = [one, *(scale.to(device, non_blocking=True) for scale in self._scales)]
         scales = _on_its_way(torch.stack(values)) if self._scales else None
         events = []
         for found in {buffer.device for buffer in [*self._buffers.values(), *self._scales] if buffer.is_cuda}:
@@ -155,7 +156,7 @@ def _on_its_way(values: Tensor) -> Tensor:
     """Returns values that are on the host when the events of their stream have passed; on other devices, themselves."""
     if not values.is_cuda:
         return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return host.copy_(values, non_blocking=True)
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 )
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _UNINITIALISED = tuple(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
@@ -43,6 +44,11 @@ def is_overwritten(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], te
     if func._schema.name in _OVERWRITING:
         return bool(args) and args[0] is tensor
     return any(each.is_out and kwargs.get(each.name) is tensor for each in func._schema.arguments)
+
+
+def is_collective(func: Any) -> bool:
+    """Tells whether an operation brings values from other processes; it may run on after the call, and never alone."""
+    return func.namespace in _COLLECTIVES
 
 
 def is_uninitialised(func: Any) -> bool:

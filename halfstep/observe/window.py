@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -21,9 +20,18 @@ Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first 
 
 
 class Window:
-    """Measures tensors of some `kinds` of some modules, by name; attached to the modules until `close`."""
+    """Measures tensors of some `kinds` of some modules, by name; attached to the modules until `close`.
 
-    def __init__(self, modules: Mapping[str, nn.Module], kinds: frozenset[str], sample: int | None) -> None:
+    What ends that is added to `undo`, and keeps neither the modules nor the window: a finalizer may have it.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        kinds: frozenset[str],
+        sample: int | None,
+        undo: list[Callable[[], None]],
+    ) -> None:
         self.kinds = kinds
         self.hooks: StepHooks | None = None
         self._modules = modules
@@ -32,15 +40,15 @@ class Window:
         self._rows = StepRows(sample)
         self._scale = 0
         self._weights_read = False
-        self._undo = ExitStack()
+        self._undo = undo
         if kinds & {"activation", "activation_grad"}:
-            self._undo.callback(run_uncompiled())
+            undo.append(run_uncompiled())
             self.hooks = StepHooks(
                 modules,
                 self._activations if "activation" in kinds else None,
                 self._activation_grad if "activation_grad" in kinds else None,
             )
-            self._undo.callback(self.hooks.remove)
+            undo.append(self.hooks.take_off)
 
     @cached_property
     def owners(self) -> Owners:
@@ -49,7 +57,9 @@ class Window:
 
     def close(self) -> None:
         """Leaves the modules as they were."""
-        self._undo.close()
+        if self.hooks is not None:
+            self.hooks.remove()
+        undo_all(self._undo)
 
     def pending(self, step: int) -> Pending:
         """Returns what was measured, on its way to the host."""
@@ -99,6 +109,12 @@ class Window:
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         self.captured = self.captured or capturing
         return capturing
+
+
+def undo_all(undo: list[Callable[[], None]]) -> None:
+    """Does what a list holds, the last first, and empties it."""
+    while undo:
+        undo.pop()()
 
 
 def owned(modules: Mapping[str, nn.Module]) -> Owners:

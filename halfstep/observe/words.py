@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from halfstep.formats import FP32, Format
+from halfstep.formats import BF16, FP16, Format
 from halfstep.observe.diagnosis import Diagnosis
+from halfstep.observe.origin import NORMALISERS
+from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import OpCall, Verdict
+from halfstep.records import Finding, OpCall, Verdict
+
+_OF_TENSORS = {
+    "stale gradients": (
+        "call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"
+    ),
+    "input data": (
+        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
+        "out)"
+    ),
+    "weights": "load the last checkpoint whose weights are finite, and find the step that spoiled them",
+    OTHERS: "see the verdict of the other processes: one of them has the fault, or its batch has",
+}
+_LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
+_NO_VALUE = (
+    (
+        ("mean", "var", "std", "var_mean", "std_mean"),
+        "of so few elements it has no value: leave it out where none are chosen",
+    ),
+    (
+        ("cross_entropy", "nll_loss"),
+        "no target counts, each is ignored or has weight 0, and a mean of nothing is NaN: leave such a batch out",
+    ),
+    (("ctc_loss",), "a target longer than its input has an infinite loss: zero_infinity=True, or longer inputs"),
+)  # operations, and what is to be done where they have no value in any format
 
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
@@ -23,9 +50,20 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
         where=found.line,
         cure=tuple(cure),
         evidence=_evidence(found, scale),
-        advice=_advice(found, plan, cure, scale),
+        advice=_advice(found, plan, cure),
         call=found.call,
     )
+
+
+def say_absorbed(recorder: OpRecorder, note: Note) -> Finding:
+    """Returns the finding that an operation overflowed though the loss and the gradients are finite."""
+    name, line, where = recorder.operator(note), recorder.line(note), note.module or "the model itself"
+    evidence = f"{name} gave {note.bad} in the forward pass, though the loss and its gradients are finite"
+    advice = (
+        "harmless where it is not used, or bounded; but what is divided by an infinity is 0: compare the loss under "
+        f"{spell(Rule(note.module, FULL)) if note.module else 'fp32'}"
+    )
+    return Finding("note", "overflow absorbed", f"{where}, {line}" if line else where, evidence, advice)
 
 
 def spell(edit: Edit) -> str:
@@ -66,7 +104,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     elif found.tried:
         parts.append(
             f"in fp32 the same closure fails too{_elsewhere(found)}"
-            if found.full_fails
+            if found.full is not None
             else f"in fp32 its loss is {found.full_loss:g}"
         )
     return "; ".join(parts)
@@ -75,7 +113,9 @@ def _evidence(found: Diagnosis, scale: float) -> str:
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
         return f"at {lower:g} all gradients are finite"
-    return f"at {lower:g} it would fit" if found.exact is not None else f"what it gives at {lower:g} was not seen"
+    if found.exact is None:
+        return f"what it gives at {lower:g} was not seen"
+    return f"it needs at most {lower:g}, and what comes later in the backward pass may need less"
 
 
 def _elsewhere(found: Diagnosis) -> str:
@@ -94,6 +134,11 @@ def _seen(found: Diagnosis) -> str:
         return f"the gradients of {', '.join(found.names[:3])}{more} were not finite when the backward pass began"
     if found.leaf is not None:
         leaf = found.leaf
+        if leaf.kind == OTHERS:
+            what = "the gradients" if found.phase == "backward" else "what"
+            return (
+                f"{what} that {leaf.name} brought hold {leaf.bad}, and those that this process gave to it were finite"
+            )
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {_dtype(leaf.dtype)} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"
@@ -130,8 +175,8 @@ def _inputs(call: OpCall | None) -> str:
     return f" from {', '.join(said[:4])}" if said else ""
 
 
-def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: float) -> str:
-    words = _words(found, plan, scale) if found.in_full is None else [_about_both(found.in_full)]
+def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
+    words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
         edits = ", ".join(map(spell, cure))
         words.insert(0, f"plan.edit({edits})")
@@ -139,51 +184,75 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], scale: fl
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
         elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
+    elif found.untried and found.kind not in _OF_TENSORS:
+        words.append(f"no edit is known to cure it, since none was tried ({found.untried})")
     return "; ".join(words)
 
 
-def _words(found: Diagnosis, plan: Plan | None, scale: float) -> list[str]:
+def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.kind == "scale too high":
         return _about_scale(found, plan)
-    if found.kind == "stale gradients":
-        return ["call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"]
-    if found.kind == "input data":
-        return ["clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"]
-    if found.kind == "weights":
-        return ["load the last checkpoint whose weights are finite, and find the step that spoiled them"]
+    if found.kind in _OF_TENSORS:
+        return [_OF_TENSORS[found.kind]]
     if found.kind == "masked row":
         return _about_masks(found)
     if found.eps is not None and found.low is not None:
         smallest = f"{found.low.smallest_subnormal:.0e}"
-        return [f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more"]
-    if found.full_fails:
-        return [_in_every_format(found)]
+        return [
+            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more "
+            "(gradients are divided by it: the loss scale stays higher with 1e-3)"
+        ]
+    if found.full is not None:
+        return [_in_every_format(found, found.full)]
+    words = []
     if found.kind == "invalid" and found.tried:
-        return [f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not"]
+        words.append(f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not")
     if found.mask is not None:
-        return [f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}"]
-    return []
+        words.append(f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}")
+    if found.tried and found.cured_loss is None:
+        words.append(
+            f"no edit that was tried reaches it: cast what {found.operator} gets to fp32 in the code (.float())"
+        )
+    return words
 
 
-def _in_every_format(found: Diagnosis) -> str:
-    if found.operator.startswith("empty"):
+def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
+    name, note = found.operator, found.note
+    if name.startswith("empty"):
         return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
-    if found.met_mask:
+    if note is not None and any(map(math.isnan, note.scalars)):
+        return f"the code itself gives NaN to {name}: see where that number comes from"
+    if found.infinity:
+        return f"{name} met an infinity from {found.infinity}: {_about_infinity(name)}"
+    if full.low in (FP16, BF16) and found.exact is not None:
         return (
-            f"{found.operator} met a mask's infinity: 0 times inf is NaN, so mask with masked_fill or torch.where; and "
-            "a target that is masked has an infinite loss"
+            f"no edit reaches it: the code itself casts what {name} gets to {found.low}, or takes weights as they are "
+            "stored; leave that cast out, or give it .float()"
         )
-    if found.exact is not None and found.low is not None and found.low is not FP32:
+    if found.kind == "overflow":
+        return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
+    if found.phase == "backward":
         return (
-            f"no edit reaches it: the code itself casts what {found.operator} gets to {found.low}; leave that cast out"
+            f"no format helps: keep what {name} gets away from where its gradient has no value (an eps in it, or "
+            "torch.where before it: one behind it leaves the gradient NaN)"
         )
-    if found.kind == "invalid":
-        return f"no format helps: keep what {found.operator} gets away from where it has no value (an eps, a clamp)"
-    return f"no format helps: the result of {found.operator} is too large for fp32 too; scale its inputs down"
+    known = next((words for names, words in _NO_VALUE if name in names), None)
+    return known or f"no format helps: keep what {name} gets away from where it has no value (an eps, a clamp)"
+
+
+def _about_infinity(name: str) -> str:
+    if name in _LOSSES:
+        return "a target that is masked has an infinite loss (label smoothing makes every class a target)"
+    if name in ("sub", "add", *NORMALISERS):
+        return "inf minus inf is NaN: mask with -inf, and leave each row an entry that is finite"
+    return "0 times inf is NaN: mask with masked_fill or torch.where, and let nothing multiply what is masked"
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     lower = found.lower_scale
+    if found.untried and lower is not None:
+        loses = ", where it loses small gradients" if lower < 1 else ""
+        return [f"a dynamic loss scale comes down from {lower:g} by itself{loses}"]
     if plan is None or lower is None or plan.scale.kind != "dynamic":
         if lower is not None and lower < 1:
             return [
@@ -209,4 +278,7 @@ def _about_masks(found: Diagnosis) -> list[str]:
             f"the mask's {found.mask:g} is -inf in the low format, and some row has nothing else: compute the scores "
             "full, or leave each row one entry"
         ]
-    return ["leave each row that is masked at least one entry, or set the result of masked rows to zero by torch.where"]
+    return [
+        "leave each row that is masked at least one entry, or give it scores of zero by torch.where before the softmax "
+        "and drop what comes of it"
+    ]

@@ -29,6 +29,7 @@ class Placed:
         "param",
         "shape",
         "state",
+        "stride",
         "tensors",
         "weight",
     )
@@ -37,7 +38,8 @@ class Placed:
         self.batch, self.index = batch, len(batch.grads) - 1
         self.param = param
         self.weight = weight = batch.weights[-1]  # keeps its memory alive, so that an equal address is the same memory
-        self.address, self.shape, self.contiguous = weight.data_ptr(), param.shape, weight.is_contiguous()
+        self.address, self.shape, self.stride = weight.data_ptr(), param.shape, param.stride()
+        self.contiguous = weight.is_contiguous()
         self.grad_dtype = batch.grads[-1].dtype
         self.state = state
         # With an alias, that keeps the memory alive: what `.data` is set to later cannot come to lie at its address.
@@ -47,13 +49,13 @@ class Placed:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
         if (
             param is not self.param
+            or type(grad) is not Tensor
             or grad.dtype is not self.grad_dtype
             or grad.layout is not torch.strided
-            or grad.is_complex()
             or state is not self.state
             or param.data_ptr() != self.address
             or param.shape != self.shape
-            or param.is_contiguous() is not self.contiguous
+            or param.stride() != self.stride
             or grad.shape != self.shape
         ):
             return False
@@ -61,6 +63,8 @@ class Placed:
             if self.state is None or self.state.get(name) is not tensor:
                 return False
             if tensor.data_ptr() != alias.data_ptr() or tensor.dtype is not alias.dtype:
+                return False
+            if tensor.stride() != alias.stride():
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)
@@ -87,13 +91,16 @@ class Arranged:
         groups = zip(optimizer.param_groups, all_options, strict=True)
         self._made_for = [(group, _ids(group), state_names(options)) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
-        self.lasting = len(self._order) == len(params)
+        self.lasting = len(self._order) == sum(p.numel() > 0 for p in params)
 
     def take(
         self, params: list[Parameter], grads: list[Tensor], all_options: Sequence[Options], optimizer: Optimizer
     ) -> bool:
         """Puts this step's gradients in place; returns False where parameters, groups or state are others now."""
         groups = optimizer.param_groups
+        if len(params) != len(self._order):  # parameters without elements stand nowhere
+            kept = [pair for pair in zip(params, grads, strict=True) if pair[0].numel() or pair[1].numel()]
+            params, grads = [p for p, _ in kept], [grad for _, grad in kept]
         if len(params) != len(self._order) or len(groups) != len(self._made_for):
             return False
         for (group, ids, names), now, options in zip(self._made_for, groups, all_options, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.optim.guard import original_step
 from halfstep.optim.lend import unscaled
 from halfstep.optim.masters import MasterStore, is_low
+from halfstep.optim.own import check_gradients
 
 
 class ForeignStepper:
@@ -25,14 +26,22 @@ class ForeignStepper:
     predicated = False
     syncs = True
 
-    def __init__(self, optimizer: Optimizer, store: MasterStore) -> None:
+    def __init__(
+        self, optimizer: Optimizer, store: MasterStore, name_of: Callable[[Parameter], str] | None = None
+    ) -> None:
         self._optimizer = optimizer
         self._store = store
+        self._name_of = name_of
         self._stand_ins: dict[Parameter, Parameter] = {}
         self.unrounded: dict[Parameter, Tensor] | None = None  # new values of low weights, for who puts a dict here
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
-        """Updates `params` from `grads` times `factor`, or does nothing where `found` is true; waits for the device."""
+        """Updates `params` from `grads` times `factor`, or does nothing where `found` is true; waits for the device.
+
+        Raises:
+            SessionError: a gradient does not fit its parameter; nothing was changed.
+        """
+        check_gradients(params, grads, self._name_of)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a skip is no reason for LR schedulers to warn
         if bool(found):
             return
@@ -64,7 +73,7 @@ class ForeignStepper:
         """Returns the fp32 Parameter that stands in for `p`: always the same object, as optimizers may remember it."""
         stand_in = self._stand_ins.get(p)
         if stand_in is None:
-            stand_in = self._stand_ins[p] = Parameter(torch.empty(0, device=p.device))
+            stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
             vars(stand_in).update(vars(p))  # marks that users put on parameters for their optimizers
         stand_in.data = self._store.full(p)
         state = self._optimizer.state.get(p, {})

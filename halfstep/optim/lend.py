@@ -37,7 +37,9 @@ def unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     if grad.is_sparse:
         values = unscaled(grad._values(), dtype, local)
         indices, coalesced = grad._indices(), grad.is_coalesced()
-        return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, values, grad.shape, device=grad.device, is_coalesced=coalesced, check_invariants=False
+        )
     full = grad.detach().to(dtype)
     return full if local is None else full * local
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense
+from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense, is_wrapped, resolved
 from halfstep.optim.arranged import Arranged, state_names
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.lend import lent
@@ -88,7 +88,7 @@ class OwnStepper:
         with lent(params, grads, factor):
             run_pre_hooks(optimizer)
             left = [p for p in self._members() if p.grad is not None and id(p) not in held]
-            self._step(left, [p.grad for p in left if p.grad is not None], None, found)
+            self._step(left, [resolved(p.grad) for p in left if p.grad is not None], None, found)
             run_post_hooks(optimizer)
 
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
@@ -122,9 +122,13 @@ class OwnStepper:
     def _by_group(self, params: list[Parameter], grads: list[Tensor]) -> list[list[Member]]:
         """Returns the parameters with elements, and their gradients, by param group, or refuses them."""
         name = type(self._optimizer).__name__
-        if not isinstance(self._optimizer, SGD) and any(grad.is_sparse for grad in grads):
-            raise SessionError(f"{name} takes no sparse gradients; use SparseAdam or sparse=False")
         check_gradients(params, grads, self._name_of)
+        for p, grad in zip(params, grads, strict=True):
+            if grad.is_sparse and not isinstance(self._optimizer, SGD):
+                raise SessionError(
+                    f"the gradient of {named(p, self._name_of)} is sparse, and {name} takes no sparse gradients; use "
+                    "SparseAdam or sparse=False"
+                )
         given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
         groups = self._optimizer.param_groups
         members = [[(p, given.pop(id(p))) for p in group["params"] if id(p) in given] for group in groups]
@@ -233,15 +237,24 @@ def check_gradients(
     """Refuses gradients that do not fit their parameters.
 
     Raises:
-        SessionError: a gradient has another shape or device; the parameter is named.
+        SessionError: a gradient has another shape or device, or is not what lies in memory; the parameter is named.
     """
     for p, grad in zip(params, grads, strict=True):
-        if grad.shape != p.shape or grad.device != p.device:
-            which = "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
+        if type(grad) is not Tensor and is_wrapped(grad):
             raise SessionError(
-                f"the gradient of {which} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+                f"the gradient of {named(p, name_of)} is of type {type(grad).__name__}, whose numbers do not lie in "
+                "its own memory; give the parameter a plain tensor (.to_local(), .full_tensor())"
+            )
+        if grad.shape != p.shape or grad.device != p.device:
+            raise SessionError(
+                f"the gradient of {named(p, name_of)} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
                 f"{tuple(p.shape)} on {p.device}; drop it (zero_grad) after a parameter was reshaped or moved"
             )
+
+
+def named(p: Parameter, name_of: Callable[[Parameter], str] | None) -> str:
+    """Returns what an error calls a parameter."""
+    return "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
 
 
 def options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Options:
@@ -271,8 +284,10 @@ def _step_count(state: StateDict, device: torch.device) -> Tensor:
     step = state.get("step")
     if step is None:
         step = state["step"] = torch.zeros((), dtype=torch.float32, device=device)  # a value from the host would wait
-    elif not isinstance(step, Tensor) or step.device != device or step.dtype is not torch.float32 or step.dim():
-        step = state["step"] = torch.as_tensor(step, dtype=torch.float32, device=device).reshape(())
+    elif not isinstance(step, Tensor):
+        step = state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
+    elif step.device != device or step.dtype is not torch.float32 or step.dim():
+        step = state["step"] = step.to(device, torch.float32).reshape(())
     return step
 
 

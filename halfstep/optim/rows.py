@@ -48,4 +48,4 @@ def widened(grad: Tensor) -> Tensor:
     if not is_low(grad) or grad.is_coalesced():
         return grad
     indices, values = grad._indices(), grad._values().float()
-    return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, grad.shape, device=grad.device, check_invariants=False)

@@ -75,7 +75,7 @@ def make_stepper(
         return PlainStepper(optimizer)
     if is_own(optimizer):
         return OwnStepper(optimizer, store, name_of=name_of)
-    return ForeignStepper(optimizer, store)
+    return ForeignStepper(optimizer, store, name_of)
 
 
 def is_own(optimizer: Optimizer) -> bool:

@@ -55,7 +55,7 @@ class UpdateWatch:
             options = options_of(self._optimizer, group)
             coming: dict[tuple[Any, ...], Coming] = {}
             for p in group["params"]:
-                if id(p) in given and p.numel():
+                if id(p) in given and p.numel() and self._fits(p, given[id(p)]):
                     self._gather(p, given[id(p)], options, factor, coming)
             yield from coming.values()
 
@@ -69,6 +69,11 @@ class UpdateWatch:
         self._held.clear()
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = None
+
+    def _fits(self, p: Parameter, grad: Tensor) -> bool:
+        """Returns whether the update of `p` can be computed; where not, the step says why."""
+        states = [t for t in self._optimizer.state.get(p, {}).values() if isinstance(t, Tensor) and t.dim()]
+        return grad.device == p.device and all(t.shape == p.shape for t in [grad, *states])
 
     def _gather(
         self, p: Parameter, grad: Tensor, options: Options, factor: Tensor | None, coming: dict[Any, Coming]
@@ -94,12 +99,18 @@ class UpdateWatch:
             zero = torch.zeros_like(weight, dtype=batch.dtype) if held is None else None
             tensors.append(in_layout_of(_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
         if isinstance(options, Adam):
-            step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
-            batch.steps.append(step.to(p.device, non_blocking=True))
+            count = state.get("step", 0.0)
+            if isinstance(count, Tensor):
+                step = count.to(p.device, torch.float32, non_blocking=True)
+            else:
+                step = torch.full((), float(count), dtype=torch.float32, device=p.device)
+            batch.steps.append(step)
         else:
             flag = self._stepper.fresh(p) if isinstance(self._stepper, OwnStepper) else None
             new = state.get("momentum_buffer") is None
-            batch.fresh.append(torch.full((), float(new), device=p.device) if flag is None or new else flag)
+            batch.fresh.append(
+                torch.full((), float(new), dtype=torch.float32, device=p.device) if flag is None or new else flag
+            )
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SetupError, StateError
+from halfstep.kernels.batch import is_wrapped
 from halfstep.plan.plan import Plan
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
-LOW_DTYPES = (torch.float16, torch.bfloat16)
 STATE_SCHEMA = 1
 _SHOWN = 5
 
@@ -83,8 +83,8 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
     """Refuses models that cannot run under the plan; `made_low` are low only because of a session about to end.
 
     Raises:
-        SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped for
-            distributed training before its weights were made low, or one without floating parameters.
+        SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped in
+            DistributedDataParallel before its weights were made low, or one without floating parameters.
     """
     excused = {id(p) for p in made_low}
     for model in models:
@@ -99,7 +99,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         low = [
             name
             for name, p in model.named_parameters()
-            if p.requires_grad and p.dtype in LOW_DTYPES and id(p) not in excused
+            if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4 and id(p) not in excused
         ]
         if low:
             raise SetupError(
@@ -122,12 +122,17 @@ def _refuse_lazy(model: nn.Module) -> None:
         )
 
 
+def _modules(models: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    return [item for model in models for item in model.named_modules()]
+
+
+def _shards(module: nn.Module) -> bool:
+    return any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__)
+
+
 def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
     for name, module in model.named_modules():
-        wrapped = isinstance(module, nn.parallel.DistributedDataParallel) or any(
-            cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__
-        )
-        if wrapped:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
             raise SetupError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}; at {plan.name} the weights change their "
                 "format, which would silently end its gradient reduction: call halfstep.initialize first and wrap after"
@@ -158,6 +163,34 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                     raise SetupError(
                         f"a parameter of shape {tuple(p.shape)} is in two optimizers; give it to one of them"
                     )
+
+
+def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses parameters whose memory the plan's steps could not read or write.
+
+    Raises:
+        SetupError: trained parameters are pieces of sharded ones or otherwise not what lies in memory, or parameters
+            that are trained or made low were made under `torch.inference_mode`; names them.
+    """
+    if plan.ops == "none":
+        return
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    by_name = [item for model in models for item in model.named_parameters()]
+    wrapped = [f"{name} ({type(p).__name__})" for name, p in by_name if id(p) in trained and is_wrapped(p)]
+    if not wrapped and (optimizers or plan.param == "low"):
+        wrapped = [f"{name or 'the model'} ({type(m).__name__})" for name, m in _modules(models) if _shards(m)]
+    if wrapped:
+        raise SetupError(
+            f"what is sharded over processes, or of another class whose numbers do not lie in memory as they are, "
+            f"cannot be trained at {plan.name}: {named(wrapped)}; use O0, whose steps are the optimizer's own, or wrap "
+            "in DistributedDataParallel after halfstep.initialize"
+        )
+    frozen = [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")]
+    if frozen:
+        raise SetupError(
+            f"parameters were made under torch.inference_mode(): {named(frozen)}; torch trains and changes no such "
+            "tensors: build the model outside of it, and run it under inference_mode as you like"
+        )
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:

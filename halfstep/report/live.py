@@ -60,7 +60,7 @@ class LiveLine:
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Prints verdicts and findings above the line."""
         if isinstance(record, (Verdict, Finding)):
-            self._console.print(str(record), markup=False)
+            self._console.print(str(record), markup=False, soft_wrap=True)  # a file has no width to wrap at
 
     def close(self) -> None:
         """Draws the last step, waiting for the device, and leaves the line; twice is once."""

@@ -22,6 +22,9 @@
     return `${Number((100 * share).toPrecision(3))}%`;
   }
 
+  // An axis of whole numbers over so many of them: where they are few, plotly would put labels between them.
+  const whole = span => (span < 6 ? {tick0: 0, dtick: 1} : {tickformat: "d"});
+
   const count = value => value.toLocaleString("en-US", {maximumFractionDigits: 0});
   const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -34,22 +37,28 @@
 
   function drawTimeline() {
     const {lines, skips, skipped, steps} = data.timeline;
-    const line = name => ({x: unpack(lines[name].x, Float64Array), y: unpack(lines[name].y, Float64Array)});
+    const line = name => ({x: unpack(lines[name].x, Float64Array), y: unpack(lines[name].y, Float64Array), mode: "lines"});
     const marks = (x, y, name, color, axis, symbol) => ({
       x, y: x.map(() => y), name, mode: "markers", type: "scatter", yaxis: axis,
       marker: {color, symbol, size: 8, line: {color, width: 1.5}}, hovertemplate: `%{x}: ${name}<extra></extra>`,
     });
     const loss = line("loss"), norm = line("grad_norm"), scale = line("scale");
     const lowest = values => values.reduce((low, value) => (value < low ? value : low), Infinity);
+    const highest = values => -lowest(values.map(value => -value));
     const firm = value => (isFinite(value) ? value : 1);
     const powers = scale.y.map(Math.log2);
     const traces = [
-      {...loss, name: "loss", mode: "lines", line: {color: BLUE, width: 1.3}, hovertemplate: "%{x}: loss %{y:.5g}<extra></extra>"},
-      {...norm, name: "gradient norm", mode: "lines", yaxis: "y2", line: {color: "#5b8f5b", width: 1.3},
+      {...loss, name: "loss", line: {color: BLUE, width: 1.3}, hovertemplate: "%{x}: loss %{y:.5g}<extra></extra>"},
+      {...norm, name: "gradient norm", yaxis: "y2", line: {color: "#5b8f5b", width: 1.3},
         hovertemplate: "%{x}: norm %{y:.5g}<extra></extra>"},
-      {x: scale.x, y: powers, customdata: scale.y, name: "loss scale", mode: "lines", yaxis: "y3",
+      {...scale, y: powers, customdata: scale.y, name: "loss scale", yaxis: "y3",
         line: {color: ORANGE, width: 1.6, shape: "hv"}, hovertemplate: "%{x}: scale %{customdata}<extra></extra>"},
     ];
+    for (const each of [...traces]) {  // a value between two that are not finite is no line
+      const alone = (_, at) => isFinite(each.y[at]) && !isFinite(each.y[at - 1]) && !isFinite(each.y[at + 1]);
+      const x = each.x.filter(alone), y = each.y.filter(alone);
+      if (x.length) traces.push({...each, x, y, mode: "markers", marker: {size: 5, color: each.line.color}, hoverinfo: "skip", hovertemplate: null});
+    }
     if (lines.loss.nonfinite.length) {
       traces.push(marks(lines.loss.nonfinite, firm(lowest(loss.y)), "loss not finite", RED, "y", "x-thin"));
     }
@@ -57,13 +66,14 @@
       const flat = lowest(powers);
       traces.push(marks(skips, isFinite(flat) ? flat - 0.6 : 0, "skipped", RED, "y3", "line-ns"));
     }
+    const powersSpan = highest(powers) - lowest(powers);
     const axis = (title, domain, more) => ({title: {text: title}, domain, zeroline: false, ...more});
     Plotly.newPlot("timeline", traces, {
       height: 560, font: FONT, margin: {l: 70, r: 20, t: 10, b: 45}, showlegend: false, hovermode: "closest",
-      xaxis: {title: {text: "step"}, anchor: "y3", zeroline: false},
+      xaxis: {title: {text: "step"}, anchor: "y3", zeroline: false, ...whole(steps)},
       yaxis: axis("loss", [0.62, 1]),
       yaxis2: axis("gradient norm", [0.31, 0.58], {type: "log", exponentformat: "power"}),
-      yaxis3: axis("loss scale; | skipped", [0, 0.27], {...POWER, tickformat: "d"}),
+      yaxis3: axis("loss scale; | skipped", [0, 0.27], {...POWER, ...whole(powersSpan)}),
     }, CONFIG);
     const shown = skips.length < skipped ? ` (${count(skips.length)} of them drawn)` : "";
     const broken = lines.loss.nonfinite.length ? " The loss was not finite at the red crosses." : "";
@@ -140,9 +150,9 @@
     ];
     const shade = (x0, x1, color) => ({type: "rect", x0, x1, yref: "paper", y0: 0, y1: 1, fillcolor: color, line: {width: 0}, layer: "below"});
     Plotly.react("histogram", traces, {
-      height: 420, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 52, b: 45},
-      legend: {x: 0.01, y: 0.98, bgcolor: "rgba(255,255,255,0.7)"}, showlegend: gradient,
-      xaxis: {title: {text: isUpdate ? "units in the last place of the weight" : "magnitude"}, range: [low, high], ...POWER, tickformat: "d", zeroline: false},
+      height: 420, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 52, b: 50},
+      legend: {orientation: "h", x: 1, xanchor: "right", y: -0.08, yanchor: "top"}, showlegend: gradient,
+      xaxis: {title: {text: isUpdate ? "units in the last place of the weight" : "magnitude"}, range: [low, high], ...POWER, tickformat: "d", zeroline: false, ticks: "outside"},
       yaxis: {title: {text: "share of the nonzero values"}, tickformat: ".3~%", rangemode: "tozero"},
       shapes: [shade(low, limits.zero, "rgba(198,40,40,0.08)"), shade(limits.zero, limits.normal, "rgba(224,134,0,0.06)"),
         ...walls.map(each => each.line)],
@@ -182,7 +192,7 @@
     const share = unpack(found.maps[measure], Float32Array);
     const shown = share.map(value => (value > 0 ? Math.max(LEAST, Math.log10(value)) : value === 0 ? EMPTY : NaN));
     const rows = values => modules.map((_, row) => values.subarray(row * columns.length, (row + 1) * columns.length));
-    const none = !share.some(value => value > 0);
+    const none = !share.some(value => value > 0), unseen = share.every(value => isNaN(value));
     const every = Math.ceil(modules.length / (none ? 4 : 60)), labelled = modules.filter((_, row) => row % every === 0);
     const short = name => escaped(name.length > 34 ? `…${name.slice(-33)}` : name);
     const first = columns.map(([from]) => from);
@@ -192,9 +202,10 @@
       colorbar: {tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14},
     }], {
       height: none ? 170 : Math.min(900, 150 + 16 * modules.length), font: FONT, margin: {l: 10, r: 10, t: 34, b: 45},
-      title: {text: none ? `${title}: none` : title, x: 0, xref: "paper", font: {size: 14}},
-      xaxis: {title: {text: "step"}, type: "linear", zeroline: false},
-      yaxis: {type: "category", autorange: "reversed", automargin: true, tickvals: labelled, ticktext: labelled.map(short)},
+      title: {text: unseen ? `${title}: no such value was observed` : none ? `${title}: none` : title, x: 0, xref: "paper", font: {size: 14}},
+      xaxis: {title: {text: "step"}, type: "linear", zeroline: false, ...whole(first.at(-1) - first[0]),
+        ...(unseen && {range: [first[0] - 0.5, first.at(-1) + 0.5]})},
+      yaxis: {type: "category", categoryarray: modules, range: [modules.length - 0.5, -0.5], automargin: true, tickvals: labelled, ticktext: labelled.map(short)},
     }, CONFIG);
   }
 

@@ -208,7 +208,8 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
         if last:
             yield "loss", f"{last[0]:.4g} at first, {last[-1]:.4g} at last"
     if run.observed:
-        yield "observed", f"{len(run.observed):,} steps, from {run.observed[0]:,} to {run.observed[-1]:,}"
+        several = f"{len(run.observed):,} steps, from {run.observed[0]:,} to {run.observed[-1]:,}"
+        yield "observed", several if len(run.observed) > 1 else f"step {run.observed[0]:,}"
     first = run.processes[0]
     yield "begun", datetime.fromtimestamp(first.start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     seconds = sum(process.end - process.start for process in run.processes)

@@ -67,7 +67,7 @@ class TensorBoard:
                 self._scalar(f"step/{name}", float(value), values.step, values.time)
 
     def _write_observation(self, seen: Observation) -> None:
-        tensor = f"{seen.kind}/{seen.module or 'model'}.{seen.name}"
+        tensor = f"{seen.kind}/{'.'.join(filter(None, [seen.module or 'model', seen.name]))}"
         stats = seen.stats
         limits = limits_of(seen.kind, self._low)
         if stats.nonzero:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+Buffers = dict[str, Tensor | None]
 _SMALL = 2**16  # elements
 
 
@@ -17,12 +18,14 @@ class BufferGuard:
     Every dense buffer of up to 65,536 elements is copied, whatever its dtype: version counters would miss
     `running_mean` and `running_var`, which `native_batch_norm` writes without counting, and all writes through `.data`.
     A larger one (a mask, a table of rotary frequencies) is copied in its first step and from then on only once its
-    version counter has moved. Nothing syncs. Buffers that are registered or replaced later are found.
+    version counter has moved. Nothing syncs. Buffers that are registered or replaced later are found; one that forward
+    replaces gets the value of the one before, where it has its shape and dtype.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
         self._modules = list(modules.values())
+        self._slots: list[_Slot] = []
         self._groups: list[_Group] = []
         self._first_seen: dict[int, tuple[Tensor, int]] = {}
         self._current = False
@@ -40,12 +43,11 @@ class BufferGuard:
         So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
         the load.
         """
-        groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-        for module in self._modules:
-            for buffer in module._buffers.values():
-                if buffer is not None and _restorable(buffer) and self._changes(buffer):
-                    groups.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
-        self._groups = [_Group(list(buffers.values())) for buffers in groups.values()]
+        held = [(module._buffers, name) for module in self._modules for name, _ in module._buffers.items()]
+        if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
+            self._arrange(held)
+        for group in self._groups:
+            group.take()
         self._current = False
 
     def restore(self, found: Tensor) -> None:
@@ -58,6 +60,28 @@ class BufferGuard:
             group.restore(found)
         self._current = False
 
+    def _is_as_it_was(self, slot: _Slot, held: tuple[Buffers, str]) -> bool:
+        if slot.buffers is not held[0] or slot.name != held[1]:
+            return False
+        buffer = slot.buffers[slot.name]
+        if slot.alias is None:
+            return not self._guarded(buffer)
+        return buffer is not None and slot.holds(buffer) and self._changes(buffer)
+
+    def _arrange(self, held: list[tuple[Buffers, str]]) -> None:
+        """Gives each buffer that is guarded a place in the copy of its device and dtype."""
+        self._slots = [_Slot(buffers, name) for buffers, name in held]
+        groups: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
+        for slot in self._slots:
+            buffer = slot.buffers[slot.name]
+            if buffer is not None and self._guarded(buffer):
+                slot.alias = buffer.data
+                groups.setdefault((buffer.device, buffer.dtype), []).append(slot)
+        self._groups = [_Group(slots) for slots in groups.values()]
+
+    def _guarded(self, buffer: Tensor | None) -> bool:
+        return buffer is not None and _restorable(buffer) and self._changes(buffer)
+
     def _changes(self, buffer: Tensor) -> bool:
         """Returns whether training may change the buffer: it is small, new, or its version counter has moved."""
         if buffer.numel() <= _SMALL:
@@ -69,25 +93,61 @@ class BufferGuard:
         return seen[1] != buffer._version
 
 
+class _Slot:
+    """A module's place for a buffer.
+
+    `alias` is the buffer that was last seen there, where it is guarded: another tensor on its memory, so that no other
+    buffer comes to lie at its address, and without its version counter. BatchNorm saves its statistics for backward,
+    and a counted write between one optimizer's step and another loss's backward would be an error there, which the op
+    itself avoids in the same way.
+    """
+
+    __slots__ = ("alias", "buffers", "name")
+
+    def __init__(self, buffers: Buffers, name: str) -> None:
+        self.buffers, self.name = buffers, name
+        self.alias: Tensor | None = None
+
+    def holds(self, buffer: Tensor) -> bool:
+        """Returns whether `buffer` lies in memory as the one does that was last seen."""
+        alias = self.alias
+        if alias is None or buffer.data_ptr() != alias.data_ptr():
+            return False
+        return buffer.shape == alias.shape and buffer.stride() == alias.stride()
+
+
 class _Group:
-    """The buffers of one device and dtype and one flat copy of them."""
+    """Buffers of one device and dtype, a copy of them, and room for them as they are after the step."""
 
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self.buffers = buffers
-        self.snapshot = _flat(buffers)
+    def __init__(self, slots: list[_Slot]) -> None:
+        self._slots = slots
+        self._aliases = [slot.alias for slot in slots if slot.alias is not None]
+        first = self._aliases[0]
+        self.snapshot = torch.empty(sum(t.numel() for t in self._aliases), dtype=first.dtype, device=first.device)
+        self._after = torch.empty_like(self.snapshot)
+        self._kept = torch._C._nn.unflatten_dense_tensors(self.snapshot, self._aliases)
+        self._chosen = torch._C._nn.unflatten_dense_tensors(self._after, self._aliases)
 
+    @torch.no_grad()
+    def take(self) -> None:
+        torch._foreach_copy_(self._kept, self._aliases)
+
+    @torch.no_grad()
     def restore(self, found: Tensor) -> None:
         found = found.to(self.snapshot.device, non_blocking=True)
-        chosen = torch.split(torch.where(found, self.snapshot, _flat(self.buffers)), [b.numel() for b in self.buffers])
-        # Through .data: BatchNorm saves its statistics for backward, and a counted write between one optimizer's step
-        # and another loss's backward would be an error there, which the op itself avoids in the same way.
-        targets = [buffer.data for buffer in self.buffers]
-        torch._foreach_copy_(targets, [c.view(b.shape) for c, b in zip(chosen, self.buffers, strict=True)])
+        buffers = [self._now(slot, alias) for slot, alias in zip(self._slots, self._aliases, strict=True)]
+        torch._foreach_copy_(self._chosen, buffers)
+        torch.where(found, self.snapshot, self._after, out=self._after)
+        torch._foreach_copy_(buffers, self._chosen)
 
-
-@torch.no_grad()
-def _flat(buffers: list[Tensor]) -> Tensor:
-    return torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    def _now(self, slot: _Slot, alias: Tensor) -> Tensor:
+        """Returns what is to be put back: the buffer, or the one that forward has put in its place."""
+        here = slot.name in slot.buffers
+        buffer = slot.buffers[slot.name] if here else None  # the registry of a scripted module has no `get`
+        if buffer is None or slot.holds(buffer) or not _restorable(buffer):
+            return alias
+        same = (buffer.shape, buffer.dtype, buffer.device) == (alias.shape, alias.dtype, alias.device)
+        return buffer.data if same else alias
 
 
 def _restorable(buffer: Tensor) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from halfstep.scale.norm import global_norm
+from halfstep.kernels.batch import Scratch, resolved
+from halfstep.scale.norm import read
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -18,9 +19,10 @@ _LOW = (torch.float16, torch.bfloat16)
 class Collected:
     """The gradients of one step as they lie in `p.grad`: gradient times `inverse` is the true gradient.
 
-    `scale` is the one that the last backward used (fp32). `losses` are the ids of the losses that went in; `found` says
-    whether one of them is known to have overflowed although its gradients may no longer show it (0-dim bool, None where
-    nothing was noted); the step must be skipped where `found` or the present gradients are non-finite.
+    `scale` is the one that the last backward used (fp32), `scales` has by its id that of each loss's own last one.
+    `losses` are the ids of the losses that went in; `found` says whether one of them is known to have overflowed
+    although its gradients may no longer show it (0-dim bool, None where nothing was noted); the step must be skipped
+    where `found` or the present gradients are non-finite.
     """
 
     params: list[Parameter]
@@ -29,6 +31,7 @@ class Collected:
     found: Tensor | None
     losses: tuple[int, ...]
     flags: Mapping[int, Tensor] = field(repr=False)
+    scales: Mapping[int, Tensor] = field(repr=False)
     true: bool = field(repr=False)
 
     @property
@@ -73,10 +76,12 @@ class GradientLedger:
         self._flags: dict[int, Tensor] = {}
         self._losses: tuple[int, ...] = ()
         self._losses_before: tuple[int, ...] = ()
+        self._scales: dict[int, Tensor] = {}
         self._source: tuple[Tensor, int] | None = None
         self._mark: tuple[int, int] | None = None
         self.left_over = False
-        self._one = torch.ones(())
+        self._scratch = Scratch()
+        self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._forget()
 
     def before_backward(self, loss_id: int, scale: Tensor) -> None:
@@ -106,6 +111,7 @@ class GradientLedger:
             self._flag(loss_id, found)
         if self._stash:
             self._add_apart(loss_id, scale)
+        self._scales[loss_id] = self._scale
         self._mark = self._marked()
 
     def undo_backward(self) -> None:
@@ -135,17 +141,18 @@ class GradientLedger:
             grad = param.grad
             if grad is not None:
                 params.append(param)
-                grads.append(grad.resolve_neg() if grad.is_neg() else grad)  # kernels read memory, not torch's sign bit
+                grads.append(resolved(grad))
         device = grads[0].device if grads else self._scale.device
         found = None
         for flag in self._flags.values():
             here = flag if flag.device == device else flag.to(device, non_blocking=True)
             found = here if found is None else found | here
-        return Collected(params, grads, self._scale, found, self._losses, dict(self._flags), self._true)
+        flags, scales = dict(self._flags), dict(self._scales)
+        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true)
 
     def consumed(self) -> None:
         """Ends the step. What stays in `p.grad` is stale: a later backward adds to it, its overflows are settled."""
-        self._flags, self._losses, self._stale = {}, (), True
+        self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
 
     def close(self) -> None:
         """Leaves true gradients in `p.grad`; autograd will again make new ones in the dtype of the parameter."""
@@ -155,7 +162,7 @@ class GradientLedger:
 
     def _forget(self) -> None:
         """Starts anew: nothing is held, and what a caller put into `p.grad` counts as a true gradient."""
-        self._flags, self._losses, self._stale = {}, (), True
+        self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
         self._scale, self._source, self._true = self._one, None, False
         self._mark = None
 
@@ -219,10 +226,11 @@ class GradientLedger:
         self._true, self._source = True, None
 
     def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
-        _, found = global_norm([param.grad for param in params if param.grad is not None], device=factor.device)
+        grads = [param.grad for param in params if param.grad is not None]
+        reading = read(grads, device=factor.device, scratch=self._scratch)
         self._widen(params)
         _multiply_(params, factor)
-        return found
+        return reading.found
 
     def _widen(self, params: Iterable[Parameter]) -> None:
         """Turns low gradients into fp32 ones, and has autograd add to them in fp32."""
@@ -258,7 +266,7 @@ class GradientLedger:
         """
         if not self._flags or self._mark == self._marked():
             return
-        norm, _ = global_norm([param.grad for param in held if param.grad is not None])
+        norm = read([param.grad for param in held if param.grad is not None], scratch=self._scratch).norm
         for loss, flag in self._flags.items():
             self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
 
@@ -278,8 +286,8 @@ def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
         grad = param.grad
         if grad is None:
             continue
-        if grad.is_neg():
-            grad = param.grad = grad.resolve_neg()
+        if resolved(grad) is not grad:
+            grad = param.grad = resolved(grad)
         if grad.requires_grad:
             with torch.enable_grad():
                 param.grad = grad * factor.to(grad.device, non_blocking=True)

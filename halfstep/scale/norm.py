@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels import devices, native
+from halfstep.kernels.batch import Scratch
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
@@ -34,23 +34,27 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reader:
-    """A way to read gradients: which it can take, and the call, which reads nothing on the host."""
+    """A way to read gradients: which it can take, and the call, which reads nothing on the host.
+
+    The call may keep in a Scratch what serves the next read of the same memory.
+    """
 
     fits: Callable[[list[Tensor]], bool]
-    read: Callable[[list[Tensor]], tuple[Tensor, Tensor, Tensor]]
+    read: Callable[[list[Tensor], Scratch], tuple[Tensor, Tensor, Tensor]]
 
 
-def read(grads: list[Tensor], *, device: torch.device | None = None) -> Reading:
+def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
     """Reads `grads` once with the first of `READERS` that takes them; the results are on `device`.
 
     Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; the sparse ones count with
     their duplicate indices summed. `device` is that of the first gradient by default, the CPU where there is none.
+    Who reads step after step, on one stream, gives the same `scratch` each time.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
     for reader in READERS.values():
         if reader.fits(grads):
-            found = reader.read(grads)
+            found = reader.read(grads, Scratch() if scratch is None else scratch)
             break
     if found[0].device == device:
         return Reading(*found)
@@ -72,11 +76,7 @@ def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) 
 
 @torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns norm, test and flags of any gradients from torch operations, on the device of the first.
-
-    On devices without a cheap float64 sum the norm of a piece of 65,536 elements whose squares overflow fp32 (elements
-    above 1.8e19) is replaced by its upper bound, largest element times sqrt(length).
-    """
+    """Returns norm, test and flags of any gradients from torch operations, on the device of the first."""
     device = grads[0].device if grads else torch.device("cpu")
     flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -96,7 +96,8 @@ def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             flags[i] = bad[start : start + count].any()
             start += count
     if not norms:
-        return torch.zeros((), device=device), torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
+        nothing = torch.zeros((), dtype=torch.float32, device=device)
+        return nothing, torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
     norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
     stacked = _stack(flags, device)
     return norm, stacked.any(), stacked
@@ -121,10 +122,14 @@ def elements(grad: Tensor) -> Tensor:
 
 def _norm_of_norms(norms: Tensor) -> Tensor:
     """Returns the L2 norm of non-negative numbers without overflow of their squares."""
-    largest = norms.amax()
-    unit = torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
+    unit = _units(norms.amax())
     scaled: Tensor = torch.linalg.vector_norm(norms / unit)
     return scaled * unit
+
+
+def _units(largest: Tensor) -> Tensor:
+    """Returns what to divide numbers by, of which these are the largest, before they are squared; never zero."""
+    return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -135,17 +140,18 @@ def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each piece's norm and whether it is finite, from a pass over the squares and one over the extremes.
+    """Returns each piece's norm and whether it is finite, from a pass over the extremes and one over the squares.
 
-    An L2 norm alone cannot tell an infinite gradient from one whose squares overflow; the extremes can.
+    The squares are those of elements over the piece's largest, which neither overflow nor, where they count, underflow.
     """
     wide = dtype if dtype is torch.float64 else torch.float32
-    norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=wide)))
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)
     largest = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)
-    roots = torch.tensor([math.sqrt(piece.numel()) for piece in pieces], dtype=wide).to(norms.device, non_blocking=True)
-    exact = torch.maximum(norms, largest)  # squares that underflow leave a norm below the largest element
-    return torch.where(torch.isfinite(norms), exact, largest * roots), torch.isfinite(largest)
+    units = _units(largest)
+    norms = [
+        torch.linalg.vector_norm(piece.to(wide) / unit) for piece, unit in zip(pieces, units.unbind(), strict=True)
+    ]
+    return torch.stack(norms) * units, torch.isfinite(largest)
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +163,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 READERS = {
-    "native": Reader(native.can_read, native.read),
+    "native": Reader(native.can_read, lambda grads, _: native.read(grads)),
     "triton": Reader(devices.triton_can_read, devices.triton_read),
-    "torch": Reader(lambda grads: True, read_with_torch),
+    "torch": Reader(lambda grads: True, lambda grads, _: read_with_torch(grads)),
 }

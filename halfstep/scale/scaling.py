@@ -74,7 +74,7 @@ class NoScale:
     active = False
 
     def __init__(self, device: torch.device) -> None:
-        self.value = torch.ones((), device=device)
+        self.value = torch.ones((), dtype=torch.float32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
         """Does nothing."""
@@ -98,7 +98,7 @@ class StaticScale:
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
         self._scale = float(scaling.init)
-        self.value = torch.full((), self._scale, device=device)
+        self.value = torch.full((), self._scale, dtype=torch.float32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
         """Does nothing."""
@@ -144,7 +144,7 @@ class DynamicScale:
             max=scaling.max,
             hysteresis=scaling.hysteresis,
         )
-        self.value = torch.full((), float(scaling.init), device=device)
+        self.value = torch.full((), float(scaling.init), dtype=torch.float32, device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
 

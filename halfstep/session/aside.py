@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -84,7 +83,7 @@ class Aside:
             stack.callback(release)
             weakref.finalize(armed, release).atexit = False  # of a session that is never closed
             stack.enter_context(self._under(armed.recorder))
-            stack.enter_context(self.casting.around_forwards(lambda inner: functools.partial(armed.around, inner)))
+            stack.enter_context(self.casting.before_forwards(armed.forward_begins))
             disarm = stack.pop_all().close
         return armed, disarm
 

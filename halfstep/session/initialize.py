@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,16 @@ from halfstep.formats import Format
 from halfstep.observe.guardian import OnFailure
 from halfstep.optim.steppers import is_own, needs_closure
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.fit import as_list, check_closures, check_models, check_optimizers, device_of, first_device, unwrap
+from halfstep.plan.fit import (
+    as_list,
+    check_closures,
+    check_models,
+    check_optimizers,
+    check_parameters,
+    device_of,
+    first_device,
+    unwrap,
+)
 from halfstep.plan.forwards import check_forwards
 from halfstep.plan.hardware import default_emulate
 from halfstep.plan.levels import customize
@@ -79,29 +89,33 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     earlier = [owner for owner in owners(m for root in roots for m in root.modules()) if isinstance(owner, Session)]
     check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
     check_optimizers(optimizers, models)
+    check_parameters(optimizers, models, chosen)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
     check_forwards(roots, resolve(chosen, roots))
     check_functions(chosen.op_changes)
-    chosen, no_split = _masters_for(optimizers, chosen)
+    foreign = [optimizer for optimizer in optimizers if not is_own(optimizer)]
+    if foreign and chosen.master == "split":
+        chosen = replace(chosen, master="copy")
     for session in earlier:
         _LOG.warning(
             "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
         )
         session.close()
-    for text in (notice, no_split):
-        if text:
-            _LOG.warning(text)
+    if notice:
+        _LOG.warning(notice)
+    for optimizer in foreign if chosen.param == "low" or (chosen.ops != "none" and device.type != "cpu") else ():
+        _say_that_it_steps_itself(type(optimizer).__name__)
     if emulate is None:
         emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
     return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)
 
 
-def _masters_for(optimizers: Sequence[Optimizer], plan: Plan) -> tuple[Plan, str | None]:
-    """Returns the plan with masters that all optimizers can step on, and what to say where that changed it."""
-    foreign = dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers if not is_own(optimizer))
-    if plan.master != "split" or not foreign:
-        return plan, None
-    return replace(plan, master="copy"), (
-        f"halfstep has no update of its own for {', '.join(foreign)}: it steps on fp32 copies of the weights (master "
-        "'copy'), which take 2 bytes a parameter more than split ones; torch.optim.Adam, AdamW and SGD have one"
+@functools.cache
+def _say_that_it_steps_itself(name: str) -> None:
+    """Says, once a process, what an optimizer of this name costs."""
+    _LOG.warning(
+        "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
+        "(2 bytes a parameter more than split masters take), and waits for the device at each step; torch.optim.Adam, "
+        "AdamW and SGD have one",
+        name,
     )

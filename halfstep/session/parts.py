@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
-from halfstep.scale.ledger import GradientLedger
+from halfstep.scale.ledger import Collected, GradientLedger
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,15 @@ class Part:
     def parameters(self) -> list[nn.Parameter]:
         """Returns what the optimizer updates, in its order."""
         return _parameters(self.optimizer)
+
+
+@dataclass(frozen=True, eq=False)
+class LastStep:
+    """The last step with gradients of a loss: whether it was skipped, the loss's scale in it, and whose they were."""
+
+    skipped: Tensor
+    scale: Tensor
+    parts: tuple[Part, ...]
 
 
 def make_part(
@@ -46,6 +55,25 @@ def make_part(
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )
+
+
+def memory_of(
+    parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0
+) -> dict[str, int]:
+    """Returns the bytes of weights, `masters`, gradients, and optimizer state."""
+    parameters = list(parameters)
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return {
+        "weights": sum(map(_bytes, parameters)),
+        "masters": masters,
+        "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(_bytes(value) for value in states if isinstance(value, Tensor)),
+    }
+
+
+def _bytes(t: Tensor) -> int:
+    """Returns the bytes of a dense tensor, and of the entries and their indices of a sparse one."""
+    return t._indices().nbytes + t._values().nbytes if t.is_sparse else t.nbytes
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
@@ -73,6 +101,16 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
         raise SessionError(
             "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
         )
+    return found
+
+
+def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:
+    """Returns what a step was for each loss, by its id."""
+    found: dict[int, LastStep] = {}
+    for part, held in zip(parts, collected, strict=True):
+        for loss_id, scale in held.scales.items():
+            others = found[loss_id].parts if loss_id in found else ()
+            found[loss_id] = LastStep(skipped, scale, (*others, part))
     return found
 
 

@@ -19,6 +19,7 @@ from halfstep.cast.enter import CheckpointHook, mark
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
+from halfstep.kernels.batch import Scratch
 from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, blame
 from halfstep.observe.guardian import Guardian, OnFailure
@@ -54,7 +55,7 @@ from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.aside import Aside
-from halfstep.session.parts import Part, make_part, parts_to_step
+from halfstep.session.parts import LastStep, Part, last_steps, make_part, memory_of, parts_to_step
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -97,12 +98,13 @@ class Session:
         self._casting = Casting(plan, self._device, emulate=emulate)
         self._scales = LossScales(plan.scale, self._device)
         self._awaiting: list[Part] = []  # parts with a backward since their last step
+        self._scratch = Scratch()  # of the read of the gradients
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._guardian: Guardian | None = None
-        self._last: StepRecord | None = None
+        self._last: dict[int, LastStep] = {}  # by loss id
         self._aside = Aside(
             self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
         )
@@ -301,12 +303,12 @@ class Session:
         self._awaiting = [part for part in self._awaiting if part not in parts]
         if not self._awaiting:
             self._buffers.after_step()
-        self._last = record
         for sink in self._sinks:
             sink(record)
-        self._probes.stepped(self._steps)
+        self._probes.stepped(self._steps, parts, [part for part in self._parts if not part.needs_closure])
         if self._guardian is not None:
-            self._guardian.after_step(record, self._skips)
+            scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
+            self._guardian.after_step(record, parts, scales)
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -325,14 +327,17 @@ class Session:
         for index, part in enumerate(parts):
             with self._updating(part, seen[index], None, false) if seen else nullcontext():
                 part.stepper.step([], [], None, false)
-        return StepRecord(self._steps, false, torch.ones((), device=self._device), norm, loss=self._loss)
+        return StepRecord(
+            self._steps, false, torch.ones((), dtype=torch.float32, device=self._device), norm, loss=self._loss
+        )
 
     def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
         self._casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
-        for held in collected if len(parts) > 1 else ():  # before one of them has stepped
-            check_gradients(held.params, held.grads, self._name_of)
-        readings = [read(held.grads, device=self._device) for held in collected]
+        for held in collected:  # before one of them has stepped, and before kernels read what has no memory
+            if len(parts) > 1 or any(type(grad) is not Tensor for grad in held.grads):
+                check_gradients(held.params, held.grads, self._name_of)
+        readings = [read(held.grads, device=self._device, scratch=self._scratch) for held in collected]
         factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
         norms = [
             reading.norm if factor is None else reading.norm * factor
@@ -354,6 +359,7 @@ class Session:
                 part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
         self._overflows = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
+        self._last.update(last_steps(parts, collected, found))
         self._buffers.restore(found)
         if not self._constant_one:
             self._scales.update(collected, [reading.found for reading in readings])
@@ -379,8 +385,13 @@ class Session:
         """Returns which operation made the first value that is not finite and that mattered; None where all are finite.
 
         The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the
-        same random numbers, at the loss scale of the last step where that was skipped. A cure was tried on a copy of
-        the model. Weights, buffers, gradients, optimizer, scale and random state are afterwards as before.
+        same random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was
+        tried on a copy of the model. Weights, buffers, gradients, optimizer, scale and random state are afterwards as
+        before.
+
+        Under DistributedDataParallel a process may call it alone, between steps: nothing is sent. A model whose forward
+        itself sends (sharded, or with SyncBatchNorm) is to be blamed on all processes at once, with batches that all
+        fail, or in one process.
 
         Raises:
             SessionError: the session is closed, or the closure is no function that computes and returns the loss.
@@ -388,9 +399,9 @@ class Session:
         self._check_open()
         if not callable(closure):
             raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        scale, held = self._scale_to_explain(loss_id), self._held()
+        scale, held = self._scale_to_explain(loss_id), self._held(loss_id)
         with self._aside.out_of_the_books():
-            verdict = blame(self._aside.subject(), closure, scale=scale, held=held)
+            verdict = blame(self._aside.subject(), closure, scale=scale, held=held, tell=self.tell)
         if verdict is not None:
             self.tell(verdict)
         return verdict
@@ -400,19 +411,20 @@ class Session:
             self._guardian.close()
 
     def _scale_to_explain(self, loss_id: int) -> float:
-        """Returns the scale of the last step where it was skipped, else the one that the next would have."""
-        now = self._scales.read(loss_id)
-        return max(now, float(self._last.scale)) if self._last is not None and bool(self._last.skipped) else now
+        """Returns the scale of a loss in its last step where that was skipped, else the one that it has now."""
+        now, last = self._scales.read(loss_id), self._last.get(loss_id)
+        return max(now, float(last.scale)) if last is not None and bool(last.skipped) else now
 
-    def _held(self) -> Held:
+    def _held(self, loss_id: int) -> Held:
+        last = self._last.get(loss_id)
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         bad = [
             names.get(id(p), "a parameter")
-            for part in self._parts
+            for part in (self._parts if last is None else last.parts)
             for p in part.parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            if p.grad is not None and bool(read([p.grad]).found)
         ]
-        skipped = self._last is not None and bool(self._last.skipped)
+        skipped = last is not None and bool(last.skipped)
         return Held(tuple(bad), any(part.ledger.left_over for part in self._parts), skipped)
 
     def low_parameters(self) -> list[nn.Parameter]:
@@ -427,19 +439,7 @@ class Session:
             if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())
         ]
         parameters = {id(p): p for root in self._roots for p in root.parameters()}.values()
-        states = [
-            v
-            for part in self._parts
-            for s in part.optimizer.state.values()
-            for v in s.values()
-            if isinstance(v, Tensor)
-        ]
-        memory = {
-            "weights": sum(p.nbytes for p in parameters),
-            "masters": self._store.bytes(),
-            "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
-            "optimizer": sum(v.nbytes for v in states),
-        }
+        optimizers = [part.optimizer for part in self._parts]
         return Status(
             level=self.plan.name,
             low=self.plan.low.name,
@@ -448,7 +448,7 @@ class Session:
             scales=self._scales.read_all(),
             nonfinite_parameters=tuple(bad),
             nonfinite_gradients=self._nonfinite_gradients(),
-            memory=memory,
+            memory=memory_of(parameters, optimizers, masters=self._store.bytes()),
         )
 
     def _nonfinite_gradients(self) -> tuple[str, ...]:
@@ -468,6 +468,9 @@ class Session:
         log: Callable[[Observation], object] | None = None,
     ) -> Probe:
         """Returns a probe that measures tensors of the model at the next step and then at every `every`-th one.
+
+        Where only some of several optimizers make such a step, those after it are looked at too until each has made
+        one, 8 in all; an observation has the number of the step that it was read at, and weights are read at the first.
 
         `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"), for what matches and all below it.
         `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as it lies in `p.grad` at the step),

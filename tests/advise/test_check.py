@@ -113,6 +113,11 @@ def test_a_constant_in_a_tensor_counts_as_well(inside):
     assert computed == [], "a value that the step computes is no constant"
 
 
+def test_the_upper_bound_of_a_clamp_keeps_nothing_off_zero():
+    assert checked(Two(Does(lambda x: x.clamp(-1.0, 1e-9))))[0] == []
+    assert [f.code for f in checked(Two(Does(lambda x: x.clamp(1e-9, 1.0))))[0]] == ["constant vanishes"]
+
+
 def test_the_boundary_is_half_the_smallest_subnormal():
     found, _ = checked(Two(Does(lambda x: x / (x.abs() + 2.0**-25))))
     assert only(found).code == "constant vanishes"
@@ -417,6 +422,16 @@ def test_running_statistics_stored_low_are_named_and_the_cure_resolves():
     assert checked(Two(nn.BatchNorm1d(8)), plan.edit(*found[0].cure))[0] == []
 
 
+@pytest.mark.parametrize(
+    ("value", "noted"),
+    [(-65504.0, False), (-65505.0, True), (torch.finfo(torch.float32).min, True), (-torch.inf, False)],
+)
+def test_a_mask_is_beyond_the_format_up_to_where_it_is_infinite_itself(value, noted):
+    model = Two(Buffered(mask=torch.tensor([0.0, value])))
+    with halfstep.initialize(model, None, "O2", low="fp16") as session:
+        assert [f.code for f in halfstep.check(session)] == ["mask beyond the format"] * noted
+
+
 def test_a_mask_that_stays_full_is_a_note():
     model = Two(Buffered(mask=torch.full((4,), -1e9)))
     with halfstep.initialize(model, None, "O2", low="fp16") as session:
@@ -467,6 +482,14 @@ def test_a_constant_scale_that_is_too_high_is_named_and_a_dynamic_one_is_not():
     assert only(found).code == "gradients not finite"
     assert only(found).cure == (Scaling("dynamic"),)
     assert checked(Two(nn.Linear(8, 8)), loss_scale=Scaling("dynamic", init=2.0**24))[0] == []
+
+
+def test_an_fp16_loss_is_traced_at_a_scale_that_it_takes():
+    model = Two(nn.Identity())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.initialize(model, optimizer, "O2", low="fp16", loss_scale=65536.0) as session:
+        found = halfstep.check(session, lambda: loss_of(model).half() * 1e-3)
+    assert [finding.code for finding in found if finding.severity != "note"] == ["scale too high"]
 
 
 def test_fp16_without_a_scale_is_a_note():

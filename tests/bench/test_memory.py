@@ -102,3 +102,15 @@ def test_on_cuda_the_allocator_counts():
         assert count.peak == kept.nbytes
         count.restart()
         assert count.peak == 0
+
+
+@torch.library.custom_op("halfstep_memory::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)  # of two formats, unless autocast is on
+
+
+def test_a_custom_operation_that_counts_on_autocast_is_counted():
+    a, b = torch.ones(4, 4, dtype=torch.float16), torch.ones(4, 4)
+    with LiveBytes() as count, torch.autocast("cpu", torch.float16):
+        kept = product(a, b)
+    assert (kept.dtype, count.live) == (torch.float16, 32)

@@ -8,6 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, LOW, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
+from halfstep.session import initialize
 from tests.contracts.cases import Net, batch, make, start
 from tests.contracts.test_close import fingerprint
 
@@ -62,10 +63,11 @@ def refuse(error, message, model, opt, *args, **kwargs):
         assert fingerprint(model, opt) == was
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_trainable_low_parameters_are_named(name):
+def test_trainable_low_parameters_are_named(name, dtype):
     model, opt = make()
-    model.head.bfloat16()
+    model.head.to(dtype)
     refuse(SetupError, r"head\.weight.*model\.float\(\)", model, opt, name, low="bf16")
 
 
@@ -287,18 +289,34 @@ def test_a_backward_that_did_not_happen_does_not_count(name):
     session.close()
 
 
+@pytest.fixture
+def nothing_said():
+    initialize._say_that_it_steps_itself.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
 @pytest.mark.parametrize("build", [torch.optim.RMSprop, type("MyAdamW", (torch.optim.AdamW,), {})])
-def test_an_optimizer_without_an_own_update_steps_on_copies_and_it_is_said_once(build, caplog):
-    model = nn.Linear(3, 3)
-    optimizer = build(model.parameters())
+def test_an_optimizer_without_an_own_update_steps_on_copies_and_it_is_said_once(build, low, caplog):
     with caplog.at_level("WARNING", "halfstep"):
-        session = halfstep.initialize(model, optimizer, "O2", low="bf16")
         for _ in range(2):
-            session.backward(model(torch.ones(1, 3)).sum())
-            session.step()
-    assert session.plan.master == "copy"
-    assert [build.__name__ in record.message for record in caplog.records] == [True]
-    session.close()
+            model = nn.Linear(3, 3)
+            session = halfstep.initialize(model, build(model.parameters()), "O2", low=low)
+            for _ in range(2):
+                session.backward(model(torch.ones(1, 3)).sum())
+                session.step()
+            assert session.plan.master == "copy"
+            session.close()
+    assert [f"no update of its own for {build.__name__}" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize(("name", "build"), [("O0", torch.optim.RMSprop), ("O1", torch.optim.RMSprop)])
+def test_where_an_optimizers_own_step_costs_nothing_nothing_is_said(name, build, caplog):
+    model = nn.Linear(3, 3)
+    with caplog.at_level("WARNING", "halfstep"):
+        halfstep.initialize(model, build(model.parameters()), name, low="bf16").close()
+    assert not caplog.records
 
 
 def test_status_names_the_gradients_of_a_skipped_step():

@@ -68,6 +68,27 @@ def test_sparse_embedding_gradients_train(name, low, optimizer):
     session.close()
 
 
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_sparse_gradients_are_counted_and_looked_at(name):
+    model = nn.Embedding(1000, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, name, low="bf16")
+    rows, size = torch.tensor([3, 3, 5]), 4 if name == "O1" else 2
+    session.backward(model(rows).sum())
+    session.step()
+    memory = session.status().memory
+    assert memory["weights"] == 4000 * size
+    assert memory["gradients"] == 3 * (8 + 4 * size)  # an index and a row of values for each entry
+    assert session.blame(lambda: model(rows).sum()) is None
+    optimizer.zero_grad()
+    session.backward(model(rows).sum() * torch.inf)
+    session.step()
+    assert session.status().nonfinite_gradients == ("weight",)
+    verdict = session.blame(lambda: model(rows).sum() * torch.inf)
+    assert verdict is not None
+    session.close()
+
+
 @mixed_plans
 def test_a_param_group_added_later_trains(name, low):
     torch.manual_seed(0)

@@ -42,6 +42,71 @@ def test_a_gradient_with_the_negative_bit_has_its_sign(build, unscale):
     session.close()
 
 
+class Filter(nn.Module):
+    """A complex filter beside a layer: autograd hands its gradient over with torch's conjugate bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.full((3,), 1 + 1j))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(self.layer(x)) * self.filter.conj() * (1 + 2j), n=4)
+
+
+def conjugate_view(t):
+    """The same values as torch's conjugate bit over their conjugates."""
+    return t.resolve_conj().conj_physical().conj()
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_a_gradient_with_the_conjugate_bit_trains_as_without(build, name):
+    trained = []
+    for way in ("plain", "step", "unscale_", "hook"):
+        torch.manual_seed(0)
+        model = Filter()
+        optimizer = build(model.parameters(), lr=0.125)
+        session = halfstep.initialize(model, optimizer, name, low="fp16")
+        if way == "hook":
+            optimizer.register_step_pre_hook(lambda *_, p=model.filter: setattr(p, "grad", conjugate_view(p.grad)))
+        for _ in range(3):
+            optimizer.zero_grad()
+            session.backward(model(torch.ones(2, 4)).square().sum())
+            grad = model.filter.grad
+            model.filter.grad = grad.resolve_conj() if way == "plain" else conjugate_view(grad)
+            assert model.filter.grad.is_conj() is (way != "plain")
+            if way == "unscale_":
+                session.unscale_()
+            session.step(max_norm=1.0)
+        session.close()
+        trained.append(model.filter.detach().clone())
+    for other in trained[1:]:
+        torch.testing.assert_close(other, trained[0], rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_with_the_conjugate_bit_may_be_left_when_the_session_closes():
+    model = Filter()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="fp16")
+    session.backward(model(torch.ones(2, 4)).square().sum())
+    scaled = model.filter.grad.resolve_conj().clone()
+    model.filter.grad = conjugate_view(model.filter.grad)
+    scale = session.status().scales[0]
+    session.close()
+    assert torch.equal(model.filter.grad * scale, scaled)
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_a_gradient_of_another_shape_is_named_whatever_the_optimizer(build):
+    model = nn.Linear(3, 2)
+    session = halfstep.initialize(model, build(model.parameters()), "O1", low="bf16")
+    session.backward(model(torch.ones(1, 3)).sum())
+    model.weight.data = model.weight.data.reshape(3, 2)
+    with pytest.raises(SessionError, match=r"'weight' has shape \(2, 3\)"):
+        session.step()
+    session.close()
+
+
 @pytest.mark.parametrize("master", ["copy", "split"])
 def test_weights_in_another_memory_format_keep_their_values(master):
     model = nn.Conv2d(3, 8, 3)
@@ -104,6 +169,21 @@ def test_clipping_divides_by_the_norm_and_a_millionth_as_torch_does():
     session.step(max_norm=2.0**-20)
     assert model.weight.item() == pytest.approx(-(2.0**-20) * 2.0**-20 / (2.0**-20 + 1e-6), rel=1e-5)  # about half
     session.close()
+
+
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16")])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+@pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.ASGD])
+@pytest.mark.parametrize(("max_norm", "moved"), [(1.5, 1.5), (3.0, 3.0), (6.0, 3.0)])
+def test_clipping_measures_the_true_gradient(name, low, loss_scale, build, max_norm, moved):
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    session = halfstep.initialize(model, build(model.parameters(), lr=1.0), name, low=low, loss_scale=loss_scale)
+    session.backward(model(torch.full((1, 1), 3.0)).sum())
+    assert session.step(max_norm=max_norm).grad_norm.item() == 3.0
+    session.close()
+    assert model.weight.item() == pytest.approx(-moved, rel=1e-5)
 
 
 def test_a_step_counts_as_one_for_schedulers(recwarn):

@@ -30,7 +30,7 @@ def replace_import(monkeypatch, found):
     monkeypatch.setattr(importlib, "import_module", import_module)
 
 
-def failing(grads):
+def failing(grads, scratch):
     raise RuntimeError("Failed to find C compiler")
 
 
@@ -51,7 +51,7 @@ def test_what_does_not_run_is_said_once_and_left_out(monkeypatch, caplog, found,
 
 
 def test_what_runs_is_used(monkeypatch, caplog):
-    kernels = types.SimpleNamespace(read=lambda grads: None)
+    kernels = types.SimpleNamespace(read=lambda grads, scratch: None)
     replace_import(monkeypatch, kernels)
     assert devices.triton_kernels(CPU) is kernels
     assert caplog.records == []

@@ -1,5 +1,8 @@
 """The compiled loops against the eager reference: the same bits over optimizers, masters, formats, shapes and skips."""
 
+import functools
+import hashlib
+import itertools
 import logging
 import math
 import os
@@ -13,6 +16,7 @@ from torch.optim import SGD, AdamW
 
 from halfstep.kernels import build, native
 from halfstep.kernels.batch import Batch
+from halfstep.optim.own import options_of
 from halfstep.scale.norm import read_with_torch
 from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, own_run
 
@@ -101,13 +105,97 @@ def test_autograd_notices_that_a_weight_was_written():
         loss.backward()
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-8, 2.0**-24, 2.0**-25, 65504.0, 65519.99, 65520.0, 1e6, -3e-5])
-def test_fp16_weights_are_stored_as_torch_casts_them(value):
-    run = own_run(SGD, {"lr": 1.0}, "none", torch.float16, "native")
-    run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(21))]
-    run.store.track(run.params[0])
-    run.step([torch.full((21,), -value)])
-    assert_same_bits([run.params[0]], [(torch.zeros(21) + value).half()])
+def fp16_borders():
+    """Every fp16 number, what lies just in the middle of two neighbours, and the fp32 numbers around each of those."""
+    numbers = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    numbers = numbers[numbers.isfinite()]
+    after = torch.cat([numbers[1:], torch.tensor([65536.0])])
+    middles = (numbers + after) / 2
+    values = torch.cat(
+        [numbers, middles, middles.nextafter(numbers), middles.nextafter(after), torch.tensor([1e6, math.inf])]
+    )
+    return torch.cat([values, -values[values != 0]])  # an update of zero has no minus sign
+
+
+@pytest.fixture(scope="class", params=["this processor", "any processor"])
+def processor(request, tmp_path_factory):
+    """Compiled for this processor, or for the least that its kind has: without its instructions for fp16."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "any processor":
+            home = tmp_path_factory.mktemp("home")
+            patch.setattr(build, "_FLAGS", tuple(flag for flag in build._FLAGS if flag != "-march=native"))
+            patch.setattr(Path, "home", lambda: home)
+            patch.setattr(native, "_loops", functools.cache(native._loops.__wrapped__))
+            patch.setattr(native, "library", functools.cache(build.library.__wrapped__))
+        yield
+
+
+@pytest.mark.usefixtures("processor")
+class TestFp16:
+    """Weights in fp16, whose rounding the compiled loops do themselves."""
+
+    def stored(self, weights, grads, lr=1.0):
+        run = own_run(SGD, {"lr": lr}, "none", torch.float16, "native")
+        run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(weights)]
+        run.store.track(run.params[0])
+        run.step([grads])
+        return run.params[0].detach()
+
+    def test_every_border_is_rounded_as_torch_rounds_it(self):
+        values = fp16_borders()
+        assert_same_bits([self.stored(torch.zeros(values.shape), -values)], [values.half()])
+
+    def test_every_border_is_rounded_alike_at_the_end_of_a_block(self):
+        values = fp16_borders()[7::97]
+        stored = [self.stored(torch.zeros(1), -value.view(1)) for value in values]
+        assert_same_bits([torch.cat(stored)], [values.half()])
+
+    def test_every_number_is_read_as_it_is(self):
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+        numbers = numbers[~numbers.isnan()]
+        assert_same_bits([self.stored(numbers.clone(), torch.zeros(numbers.shape), lr=0.0)], [numbers])
+
+    def test_nan_stays_nan(self):
+        for size in (1, 40):
+            assert self.stored(torch.zeros(size), torch.full((size,), math.nan)).isnan().all()
+
+
+def test_the_peak_of_amsgrad_keeps_a_nan():
+    grads = [torch.tensor([1.0, math.nan, 2.0] * 7)]
+    found = []
+    for name in ("native", "eager"):
+        run = own_run(AdamW, {"lr": 1e-2, "amsgrad": True}, None, implementation=name)
+        run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(21))]
+        run.step(grads)
+        run.step([torch.ones(21)])
+        found.append(run.optimizer.state[run.params[0]]["max_exp_avg_sq"])
+    assert found[0].isnan().tolist() == [False, True, False] * 7
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_a_learning_rate_in_a_tensor_has_the_bits_of_the_reference(cls, dtype):
+    runs = [
+        own_run(cls, {"lr": torch.tensor(0.1, dtype=dtype)}, "split", implementation=n) for n in ("native", "eager")
+    ]
+    for run in runs:
+        run.params = run.params[:4]  # dense ones
+        for seed in range(3):
+            run.step(grads_of(run, seed, torch.bfloat16))
+    assert_same_bits(runs[0].everything(), runs[1].everything())
+    before = own_run(cls, {"lr": 0.1}, "split", implementation="native").params[0]
+    assert not torch.equal(runs[0].params[0], before)
+
+
+def test_the_loops_use_the_threads_that_torch_does(two_threads):
+    run = own_run(SGD, {"lr": 0.1})
+    batch = Batch("full", [torch.ones(3)], [], [torch.ones(3)])
+    table = native.Table(batch)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        table.point(batch, options_of(run.optimizer, run.optimizer.param_groups[0]), None, FALSE)
+        assert table.tensors.threads == threads
 
 
 class TestRead:
@@ -136,6 +224,16 @@ class TestRead:
         assert not found
         assert flags.shape == (len(NUMELS),)
         assert not flags.any()
+
+    @pytest.mark.parametrize("blocks", [*itertools.permutations([0.0, 1e-44, 1e-30, 1.0, 1e25, 1e36], 3)])
+    def test_blocks_of_any_magnitude_follow_each_other(self, blocks):
+        grad = torch.cat([torch.full((4096,), value) for value in blocks])
+        norm, found, _ = native.read([grad])
+        torch.testing.assert_close(norm.double(), grad.double().square().sum().sqrt(), rtol=1e-6, atol=0)
+        assert not found
+        for bad in (math.inf, math.nan):
+            assert native.read([torch.cat([grad, torch.tensor([bad])])])[1]
+            assert native.read([torch.cat([torch.tensor([bad]), grad])])[1]
 
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     @pytest.mark.parametrize("where", [0, 63, 64, 4095, 4096, 16383, 16384, 69999])
@@ -187,8 +285,6 @@ class TestRead:
 class TestFits:
     def test_float64_weights_and_half_dense_ones_are_left_to_others(self):
         options = own_run(*ADAMS[0]).optimizer
-        from halfstep.optim.own import options_of
-
         adam = options_of(options, options.param_groups[0])
         for weight, fits in ((torch.ones(3), True), (torch.ones(3).double(), False), (torch.ones(4, 4)[:, ::2], False)):
             assert native.fits(Batch("full", [weight], [], [weight]), adam) is fits
@@ -217,22 +313,75 @@ class TestBuild:
         build.library.cache_clear()
         assert build.library(source).one() == 2
 
-    def test_a_file_that_is_no_library_is_made_again(self, tmp_path, monkeypatch):
+    def test_a_header_that_changed_is_compiled_in(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "five.cpp"
+        source.write_text('#include "number.h"\nextern "C" int five() { return kNumber; }')
+        (tmp_path / "number.h").write_text("constexpr int kNumber = 5;")
+        assert build.library(source).five() == 5
+        (tmp_path / "number.h").write_text("constexpr int kNumber = 6;")
+        build.library.cache_clear()
+        assert build.library(source).five() == 6
+
+    @pytest.mark.parametrize("share", [0.0, 0.9, 1.0])
+    def test_a_kept_file_that_is_not_as_it_was_made_is_made_again(self, tmp_path, share):
         source = tmp_path / "four.cpp"
         source.write_text('extern "C" int four() { return 4; }')
-        compiler = build.find_compiler()
-        (tmp_path / ".cache" / "halfstep").mkdir(parents=True)
-        (tmp_path / ".cache" / "halfstep" / f"four-{build._key(source, compiler)}.so").touch()
-        assert build.library(source).four() == 4
+        code = "import pathlib, runpy, sys; runpy.run_path(sys.argv[1])['library'](pathlib.Path(sys.argv[2])).four()"
+        command = [sys.executable, "-c", code, build.__file__, str(source)]  # a bad file could end the process
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        subprocess.run(command, env=environment, check=True)
+        (kept,) = (tmp_path / ".cache" / "halfstep").iterdir()
+        whole = kept.read_bytes()
+        kept.write_bytes(whole[: int(share * len(whole))] if share < 1 else whole[:-1] + bytes([whole[-1] ^ 1]))
+        subprocess.run(command, env=environment, check=True)
+        (again,) = (tmp_path / ".cache" / "halfstep").iterdir()
+        assert again.stem.endswith(hashlib.sha256(again.read_bytes()).hexdigest()[:16])
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+    def test_a_library_without_its_functions_is_a_notice(self, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "six.cpp"
+        source.write_text('extern "C" int six() { return 6; }')
+        assert build.library(source, "six").six() == 6
+        with caplog.at_level(logging.WARNING, "halfstep"):
+            assert build.library(source, "six", "seven") is None
+        assert "has no seven" in caplog.text
+
+    def test_a_compiler_may_speak_in_any_encoding(self, tmp_path, monkeypatch, caplog):
+        real, tools = build.find_compiler(), tmp_path / "tools"
+        tools.mkdir()
+        speaking = tools / "g++"
+        speaking.write_bytes(
+            b"#!/bin/sh\nprintf '\\351\\n'; printf '\\351\\n' >&2\nexec " + os.fsencode(real) + b' "$@"\n'
+        )
+        speaking.chmod(0o755)
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+        source, broken = tmp_path / "eight.cpp", tmp_path / "bad.cpp"
+        source.write_text('extern "C" int eight() { return 8; }')
+        broken.write_text("int main( {")
+        assert build.find_compiler() == str(speaking)
+        assert build.library(source).eight() == 8
+        assert build.library(broken) is None
+        assert "could not compile bad.cpp" in caplog.text
+
+    def test_another_processor_has_a_file_of_its_own(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        source = tmp_path / "nine.cpp"
+        source.write_text('extern "C" int nine() { return 9; }')
+        for processor in ("one", "another", "one"):
+            monkeypatch.setattr(build, "_processor", lambda processor=processor: processor)
+            build.library.cache_clear()
+            assert build.library(source).nine() == 9
+        assert len(list((tmp_path / ".cache" / "halfstep").iterdir())) == 2
+
     def test_a_home_that_cannot_be_written_to(self, tmp_path, monkeypatch):
-        (tmp_path / "home").mkdir(mode=0o500)
+        (tmp_path / "home").touch()  # nobody, not even root, can make a folder in a file
         monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
         source = tmp_path / "three.cpp"
         source.write_text('extern "C" int three() { return 3; }')
         assert build.library(source).three() == 3
+        assert (tmp_path / "home").is_file()
 
     def test_without_a_compiler_training_goes_on_and_says_so_once(self, tmp_path):
         code = (

@@ -170,8 +170,9 @@ def read(tensors, device="cpu"):
     if is_dense(held[-1]):
         held[-1] = new(held[-1:])[0]
     before = [t.clone() for t in held]
-    norm, found, flags = kernels.read(held)
-    again, _, _ = kernels.read(held)
+    scratch = Scratch()
+    norm, found, flags = kernels.read(held, scratch)
+    again, _, _ = kernels.read(held, scratch)
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(held, before, strict=True))
     assert norm.dtype is torch.float32
     assert (norm.shape, found.shape, flags.shape) == ((), (), (len(held),))
@@ -289,5 +290,5 @@ def compiled(settings, storage="split", lengths=(2000,)):
         )
         flags = torch.zeros(32, dtype=torch.bool)
         kernels.update(batch, options, torch.ones(5)[i % 5], flags[i % 32], Scratch())
-        kernels.read(batch.grads)
+        kernels.read(batch.grads, Scratch())
     return {name: list(variants.values()) for name, variants in PTX.items()}

@@ -578,3 +578,128 @@ def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
     session.backward(model(inputs).float().sum() * 3e5)
     assert not session.step().skipped
     session.close()
+
+
+def test_what_the_closure_does_not_reproduce_is_told_to_the_sinks(tmp_path):
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.RunLog(tmp_path / "run.jsonl") as log:
+        session = halfstep.initialize(model, optimizer, "O2", low="bf16", sinks=[log])
+        session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
+        session.step()
+        assert session.blame(lambda: model(torch.ones(4, 8)).square().mean()) is None
+        session.close()
+    (event,) = halfstep.read_log(tmp_path / "run.jsonl").events
+    assert event.record.code == "not reproduced"
+    assert (
+        "the gradients of weight, bias are not finite, but the closure does not reproduce it" in event.record.evidence
+    )
+
+
+class Tied(nn.Module):
+    """Embedding and head are one matrix, the head's results lie beyond fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(16, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.emb(tokens)) * 3e3)
+
+
+def test_modules_that_share_a_parameter_are_cured_together():
+    model, tokens = Tied(), torch.arange(16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
+        verdict = session.blame(lambda: nn.functional.cross_entropy(model(tokens), tokens))
+        plan = session.plan
+    assert (verdict.module, verdict.kind) == ("head", "overflow")
+    assert {rule.pattern for rule in verdict.cure} == {"head", "emb"}
+    with halfstep.initialize(model, optimizer, plan.edit(*verdict.cure)) as session:
+        session.backward(nn.functional.cross_entropy(model(tokens), tokens))
+        assert not session.step().skipped
+
+
+def test_an_operation_of_the_loss_is_cured_by_an_edit_that_autocast_takes_up():
+    model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+
+    def closure():
+        with session.autocast():
+            return (model(inputs) @ torch.eye(4) * 300).pow(2).mean()
+
+    verdict = session.blame(closure)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "", "pow")
+    assert verdict.cure[0] == halfstep.OpChange("deny", "pow")
+    session.close()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), session.plan.edit(*verdict.cure))
+    session.backward(closure())
+    assert not session.step().skipped
+    session.close()
+
+
+def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
+    model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    verdict = session.blame(lambda: (model.weight * 1e6).square().mean() + model(inputs).mean())
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", ())
+    assert "or takes weights as they are stored" in verdict.advice
+    session.close()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
+    assert session.blame(lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
+    session.close()
+
+
+class HandNorm(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+        self.gain = gain
+
+    def forward(self, x):
+        x = x * self.gain
+        return self.fc(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
+
+
+@pytest.mark.parametrize(("gain", "codes"), [(1e3, ["overflow absorbed"]), (10.0, [])])
+def test_an_overflow_that_ends_in_zeros_is_noted(gain, codes, caplog):
+    model, inputs = HandNorm(gain), torch.randn(8, 8)
+    findings = []
+
+    class Sink:
+        def __call__(self, record):
+            pass
+
+        def record(self, record):
+            findings.append(record)
+
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", low="fp16", sinks=[Sink()])
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert session.blame(lambda: model(inputs).square().mean()) is None
+    session.close()
+    found = [finding for finding in findings if isinstance(finding, halfstep.records.Finding)]
+    assert [finding.code for finding in found] == codes
+    assert all(finding.severity == "note" and "pow gave" in finding.evidence for finding in found)
+    assert caplog.text == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of what torch.func.jvp imports
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model, x, loss: loss(torch.vmap(model)(x)),
+        lambda model, x, loss: torch.func.jvp(lambda y: loss(model(y)), (x,), (torch.ones_like(x),))[1],
+        lambda model, x, loss: loss(torch.func.functional_call(model, dict(model.named_parameters()), (x,))),
+    ],
+    ids=["vmap", "jvp", "functional_call"],
+)
+def test_a_model_under_transforms_of_torch_func_gets_its_verdict(run):
+    model, inputs, labels = Stacked(Gain(), nn.Identity()), rows(), targets()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    verdict = session.blame(lambda: run(model, inputs, lambda out: nn.functional.cross_entropy(out, labels)))
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "blocks.0", "mul")
+    assert verdict.cure == (Rule("blocks.0", FULL),)
+    session.close()

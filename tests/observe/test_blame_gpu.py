@@ -7,24 +7,25 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.observe.guardian import WINDOW, Counters
+from halfstep.observe.guardian import WINDOW, Counter
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
 from tests.observe.faults.plants import CustomBackward, Gain
 
 pytestmark = pytest.mark.gpu
 
 
-def test_counters_are_read_a_step_late_without_waiting():
-    counters = Counters(torch.device("cuda"))
-    assert counters.read() is None
-    skips, scale = torch.tensor(3, device="cuda"), torch.tensor(8.0, device="cuda")
+def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
+    counter = Counter(torch.device("cuda"))
+    flags = [torch.tensor(n < 3, device="cuda") for n in range(WINDOW)]
+    scale = torch.tensor(8.0, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        counters.take(skips, scale)
+        found = [counter.count(flag, [scale]) for flag in flags]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert found == [None] * WINDOW
     torch.cuda.synchronize()
-    assert counters.read() == (3, 8.0)
+    assert counter.count(flags[0], [scale]) == (3, 8.0)
 
 
 @pytest.mark.parametrize(("plant", "phase"), [(Gain, "forward"), (CustomBackward, "backward")])

@@ -14,11 +14,21 @@ import halfstep
 from halfstep import FP16, FULL, NumericsError, Rule, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
 from halfstep.observe import guardian
-from halfstep.observe.guardian import WINDOW
+from halfstep.observe.guardian import WINDOW, Counter
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
-from tests.observe.faults.plants import CustomBackward, Gain, LogOfZero
+from tests.observe.faults.plants import (
+    CustomBackward,
+    CustomDivide,
+    Eps,
+    Gain,
+    LogOfZero,
+    SqrtOfZero,
+    Squares,
+    Total,
+    WhereTrap,
+)
 from tests.scale.sync import NoSync
 
 
@@ -79,7 +89,6 @@ def test_a_run_of_skips_raises_with_a_verdict(host, plan, low, plant, operator):
     verdict = caught.value.verdict
     assert verdict.operator == operator
     assert verdict.module.endswith("plant")
-    assert verdict.cure
     assert str(verdict) in str(caught.value)
     assert session.status().steps == WINDOW + 2
     assert _get_current_dispatch_mode_stack() == []
@@ -150,17 +159,18 @@ def dynamic(init, least):
 
 
 @pytest.mark.parametrize(
-    ("scaling", "cure", "limit"),
+    ("scaling", "limit"),
     [
-        (Scaling("static", init=1.0), Scaling("static", init=2.0**-5), "it stays at 1"),
-        (Scaling("static", init=64.0), Scaling("static", init=2.0**-5), "it stays at 64"),
-        (dynamic(64.0, 1.0), dynamic(2.0**-3, 2.0**-5), "its floor is 1"),
-        (dynamic(2.0**20, 1.0), dynamic(2.0**-3, 2.0**-5), "its floor is 1"),
-        (dynamic(2.0**20, 0.25), dynamic(2.0**-3, 2.0**-5), "its floor is 0.25"),
-        (Scaling("none"), Scaling("static", init=2.0**-5), "it stays at 1"),
+        (Scaling("static", init=1.0), "it stays at 1"),
+        (Scaling("static", init=64.0), "it stays at 64"),
+        (dynamic(64.0, 1.0), "its floor is 1"),
+        (dynamic(2.0**20, 1.0), "its floor is 1"),
+        (dynamic(2.0**20, 0.25), "its floor is 0.25"),
+        (Scaling("none"), "it stays at 1"),
     ],
 )
-def test_a_loss_scale_below_1_is_named_where_only_that_helps(scaling, cure, limit):
+def test_a_loss_scale_below_1_is_named_where_only_that_helps(scaling, limit):
+    cure = dynamic(2.0**-3, 2.0**-15)
     session, step = steep("O2", [scaling])
     with pytest.raises(NumericsError) as caught:
         [step() for _ in range(2 * WINDOW)]
@@ -168,7 +178,7 @@ def test_a_loss_scale_below_1_is_named_where_only_that_helps(scaling, cure, limi
     assert (verdict.kind, verdict.phase, verdict.cure) == ("scale too high", "backward", (cure,))
     assert f"like those before it: the loss scale is too high, and {limit}\n" in str(caught.value)
     assert "would not help" not in str(caught.value)
-    assert "at 0.125 it would fit" in verdict.evidence
+    assert "it needs at most 0.125, and what comes later in the backward pass may need less" in verdict.evidence
     assert "not tried" in verdict.advice
     session.close()
     session, step = steep("O2", verdict.cure)
@@ -205,6 +215,102 @@ def test_an_overflow_that_no_scale_changes_is_not_laid_to_the_scale(scaling):
     verdict = caught.value.verdict
     assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("overflow", "plant", "mul", "backward")
     assert verdict.cure == (Rule("plant", FULL),)
+    session.close()
+
+
+class Growing(nn.Module):
+    """Layers whose gradients grow eightfold from each to the one before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.copy_(8 * torch.eye(32))
+
+    def forward(self, x):
+        x = x * 1e-6
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_of_a_constant_scale_that_the_first_overflow_fits_nothing_more_is_claimed(plan):
+    model = Growing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = halfstep.initialize(model, optimizer, plan, low="fp16", loss_scale=2.0**18)
+    inputs = torch.randn(8, 32)
+
+    def train(steps):
+        skips = 0
+        for _ in range(steps):
+            optimizer.zero_grad()
+            session.backward(model(inputs).float().sum())
+            skips += bool(session.step().skipped)
+        return skips
+
+    with pytest.raises(NumericsError) as caught:
+        train(2 * WINDOW)
+    verdict = caught.value.verdict
+    assert (verdict.kind, verdict.cure) == ("scale too high", (Scaling("dynamic", init=2.0**15, min=1.0),))
+    assert "it needs at most 32768, and what comes later in the backward pass may need less" in verdict.evidence
+    assert "are finite" not in str(verdict)
+    cured = session.plan.edit(*verdict.cure)
+    session.close()
+    session = halfstep.initialize(model, optimizer, cured)
+    assert train(3 * WINDOW) > 0  # 2**15 is too much for the layers before
+    assert train(3 * WINDOW) == 0
+    session.close()
+
+
+def loud(inputs):
+    return inputs * 1e6  # beyond fp16
+
+
+def as_it_is(inputs):
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("host", "plan", "plant", "change", "kind", "operator"),
+    [
+        (Cnn, "O1", Gain, as_it_is, "overflow", "mul"),
+        (Transformer, "O2", Squares, as_it_is, "overflow", "pow"),
+        (Cnn, "O2", Total, as_it_is, "overflow", "sum"),
+        (Cnn, "O2", CustomBackward, as_it_is, "overflow", "mul"),
+        (Cnn, "O1", Eps, as_it_is, "invalid", "div"),
+        (Transformer, "O2", Eps, as_it_is, "invalid", "div"),
+        (Cnn, "O2", nn.Identity, loud, "overflow", "to"),
+        (Cnn, "O3", nn.Identity, loud, "overflow", "to"),
+    ],
+)
+def test_a_named_cure_makes_the_run_train(host, plan, plant, change, kind, operator):
+    torch.manual_seed(0)
+    model = host(plant())
+    session, optimizer = session_on(model, plan)
+    inputs = change(images() if host is Cnn else words())
+    with pytest.raises(NumericsError) as caught:
+        run(session, optimizer, model, 2 * WINDOW, inputs)
+    verdict = caught.value.verdict
+    assert (verdict.kind, verdict.operator) == (kind, operator)
+    cured = session.plan.edit(*verdict.cure)
+    assert cured != session.plan
+    session.close()
+    session = halfstep.initialize(model, optimizer, cured, on_failure="warn")
+    assert not any(bool(record.skipped) for record in run(session, optimizer, model, 2 * WINDOW, inputs)[-WINDOW:])
+    session.close()
+
+
+@pytest.mark.parametrize("plant", [LogOfZero, WhereTrap, SqrtOfZero, CustomDivide])
+def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
+    model = Cnn(plant())
+    session, optimizer = session_on(model)
+    with pytest.raises(NumericsError) as caught:
+        run(session, optimizer, model, 2 * WINDOW)
+    verdict = caught.value.verdict
+    assert (verdict.kind, verdict.module, verdict.cure) == ("invalid", "plant", ())
+    assert "no edit is known to cure it, since none was tried (session.blame(closure) would)" in verdict.advice
     session.close()
 
 
@@ -645,3 +751,21 @@ def test_what_ran_where_it_cannot_be_seen_is_said_once(caplog, monkeypatch):
         run(session, optimizer, model, 4 * WINDOW, images())
     assert caplog.text.count("could not be recorded") == 1
     session.close()
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of a device that is neither a CPU nor CUDA: no array shares its memory."""
+
+    def numpy(self):
+        raise TypeError("can't convert device type tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_counters_of_other_devices_are_waited_for():
+    counter = Counter(torch.device("xpu"))
+    scales = [torch.tensor(scale).as_subclass(Elsewhere) for scale in (256.0, 128.0)]
+    for step in range(WINDOW):
+        assert counter.count(torch.tensor(step < 3).as_subclass(Elsewhere), scales) is None
+    assert counter.count(torch.tensor(True).as_subclass(Elsewhere), scales) == (3, 128.0)

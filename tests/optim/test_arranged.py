@@ -72,6 +72,16 @@ def weight_in_another_order(run):
     p.data = p.data.t().contiguous().t()
 
 
+def weight_turned_in_its_memory(run):
+    kernel = run.params[3]
+    kernel.data = kernel.data.transpose(2, 3)
+
+
+def state_turned_in_its_memory(run):
+    state = run.optimizer.state[run.params[3]]
+    state["exp_avg"].data = state["exp_avg"].data.transpose(2, 3)
+
+
 def state_dropped(run):
     del run.optimizer.state[run.params[2]]
 
@@ -103,6 +113,8 @@ CHANGES = [
     state_in_another_dtype,
     state_in_another_order,
     weight_in_another_order,
+    weight_turned_in_its_memory,
+    state_turned_in_its_memory,
     state_dropped,
     other_options,
     group_added,
@@ -114,6 +126,18 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_two_steps_is_noticed(change):
     go(twins(), range(4), change)
+
+
+@pytest.mark.parametrize("memory", [torch.eye(3), torch.eye(3).t().contiguous().t()], ids=["rows", "columns"])
+def test_a_square_weight_that_is_turned_in_its_memory_gets_its_own_gradient(memory):
+    weight = torch.nn.Parameter(memory.clone(memory_format=torch.preserve_format))
+    stepper = OwnStepper(SGD([weight], lr=1.0), MasterStore("none", torch.bfloat16))
+    grad = torch.arange(9.0).view(3, 3)
+    stepper.step([weight], [grad], None, FALSE)
+    weight.data = weight.data.t()
+    before = weight.detach().clone()
+    stepper.step([weight], [grad], None, FALSE)
+    assert torch.equal(weight, before - grad)
 
 
 def test_amsgrad_and_momentum_can_be_switched_on_later():
@@ -146,6 +170,19 @@ def test_nothing_is_sorted_anew_where_nothing_changed():
     assert run.stepper._arranged is arranged
 
 
+def test_parameters_without_elements_do_not_have_the_others_sorted_anew():
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (0, 3, 0)]
+    stepper = OwnStepper(AdamW(params, **LR), MasterStore("none", torch.bfloat16))
+    kept = []
+    for _ in range(3):
+        stepper.step(params, [torch.ones_like(p) for p in params], None, FALSE)
+        kept.append(stepper._arranged)
+    assert kept[0] is not None
+    assert kept[1] is kept[2] is kept[0]
+    with pytest.raises(SessionError, match="shape"):
+        stepper.step(params, [torch.ones(n) for n in (0, 3, 1)], None, FALSE)
+
+
 def test_gradients_do_not_outlive_the_step():
     run = own_run(AdamW, LR, "split", torch.bfloat16)
     for seed in range(2):
@@ -165,6 +202,30 @@ def test_a_gradient_of_another_shape_is_named():
     grads = gradients(run.params, 1)
     grads[1] = torch.zeros(34, dtype=torch.bfloat16)
     with pytest.raises(SessionError, match=r"'encoder.weight' has shape \(34,\).*\(33,\)"):
+        run.step(grads)
+    assert_same_bits(run.everything(), before)
+
+
+class Elsewhere(torch.Tensor):
+    """A gradient whose numbers do not lie in its own memory, as those of a DTensor."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+def test_a_gradient_that_a_later_step_brings_from_elsewhere_is_named():
+    run = own_run(AdamW, LR, "split", torch.bfloat16)
+    run.stepper._name_of = lambda p: "encoder.weight"
+    run.step(gradients(run.params, 0))
+    before = run.everything()
+    grads = gradients(run.params, 1)
+    grads[1] = Elsewhere(grads[1])
+    with pytest.raises(SessionError, match=r"'encoder.weight' is of type Elsewhere"):
         run.step(grads)
     assert_same_bits(run.everything(), before)
 

@@ -397,6 +397,14 @@ def test_a_parameter_of_no_group_is_refused_before_anything_changes():
     assert_same_bits(run.everything(), before)
 
 
+def test_a_momentum_that_is_loaded_after_a_skipped_first_step_is_gone_on_with():
+    p, _, optimizer, stepper = alone(SGD, torch.zeros(2), lr=0.1, momentum=0.5)
+    stepper.step([p], [torch.full((2,), float("nan"))], None, TRUE)
+    optimizer.state[p]["momentum_buffer"] = torch.full((2,), 4.0)
+    stepper.step([p], [torch.ones(2)], None, FALSE)
+    assert optimizer.state[p]["momentum_buffer"].tolist() == [3.0, 3.0]  # half of 4, and the gradient
+
+
 def embedding_gradient(rows, values, size=(6, 2)):
     """A sparse gradient as `nn.Embedding(sparse=True)` makes it: rows may come twice."""
     return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(values), size, check_invariants=True)
@@ -433,10 +441,12 @@ def test_a_sparse_gradient_of_no_rows_is_no_trouble():
     assert torch.equal(p, torch.ones(6, 2))
 
 
-def test_sparse_gradients_of_adam_are_refused_as_torch_does():
+def test_a_sparse_gradient_of_adam_is_refused_by_name():
     p, _, _, stepper = alone(AdamW, torch.ones(6, 2))
-    with pytest.raises(SessionError, match="AdamW takes no sparse gradients; use SparseAdam"):
+    stepper._name_of = lambda p: "embed.weight"
+    with pytest.raises(SessionError, match=r"'embed.weight' is sparse, and AdamW takes no sparse gradients; use Spa"):
         stepper.step([p], [embedding_gradient([0], [[1.0, 1.0]])], None, FALSE)
+    assert torch.equal(p, torch.ones(6, 2))
 
 
 @EACH_KIND

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
+from halfstep.errors import SessionError
 from halfstep.optim.updates import UpdateWatch
 from tests.contracts.cases import batch, every_plan, make, train
 
@@ -137,4 +138,21 @@ def test_a_transposed_gradient_and_a_sparse_one_reach_their_own_elements():
     weight.grad = weight.grad.t().contiguous().t()
     ((_, update),) = updates(session)[weight]
     assert torch.equal(update.reshape(2, 3), -torch.arange(6.0).reshape(3, 2).t().double())
+    session.close()
+
+
+@pytest.mark.parametrize("what", ["gradient", "state"])
+def test_what_the_step_refuses_is_left_to_it(what):
+    model, opt = make(0, torch.optim.AdamW)
+    session = halfstep.initialize(model, opt, "O2", low="bf16")
+    train(session, model, opt, [0])
+    inputs, targets = batch(1)
+    opt.zero_grad()
+    session.backward(F.mse_loss(model(inputs), targets))
+    if what == "gradient":
+        model.head.weight.data = model.head.weight.data[:, :1].contiguous()
+    else:
+        opt.state[model.head.weight]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(SessionError, match="has shape"):
+        updates(session)
     session.close()

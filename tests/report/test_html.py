@@ -218,3 +218,31 @@ def test_a_run_of_one_step_whose_loss_is_not_finite(show):
     assert "not finite" in words(browser, "timeline-words")
     assert count(browser, "#timeline .scatterlayer path.point") >= 2
     assert browser.errors == []
+
+
+def test_a_single_step_is_a_point_and_so_is_a_value_between_two_that_are_not_finite(show):
+    browser = show(START, step(1, norm=1, loss=1))
+    assert count(browser, "#timeline .scatterlayer path.point") == 3  # loss, norm, scale
+    losses = (1, 2, math.nan, 3, math.nan)
+    browser = show(START, *(step(number, loss=loss) for number, loss in enumerate(losses, start=1)))
+    assert browser.run("[...document.getElementById('timeline').data.slice(3).map(each => [...each.x])]") == [
+        [4],
+        [3, 5],
+    ]
+
+
+@pytest.mark.parametrize("scales", [[1] * 9, [65536] * 9, [65536, 32768, 16384], [2.0**n for n in range(16)]])
+def test_each_label_of_the_loss_scale_is_a_power_of_its_own(show, scales):
+    browser = show(START, *(step(number, scale=scale) for number, scale in enumerate(scales, start=1)))
+    labels = browser.run("[...document.querySelectorAll('#timeline .y3tick text')].map(each => each.textContent)")
+    assert len(set(labels)) == len(labels) > 0
+
+
+def test_a_map_of_values_that_were_not_there_says_so(show):
+    browser = show(START, *(step(number) for number in (1, 2)), *(seen(number, "m", {}, zeros=4) for number in (1, 2)))
+    titles = [
+        browser.run(f"document.getElementById({name!r}).layout.title.text") for name in ("small-map", "saturated-map")
+    ]
+    assert titles[0].endswith("rounds to zero: no such value was observed")
+    assert titles[1].endswith("or not finite: none")
+    assert browser.run("document.getElementById('small-map').layout.xaxis.range") == [0.5, 2.5]

@@ -73,6 +73,13 @@ def test_findings_go_above_the_line_and_other_records_nowhere():
     assert "norm[0]" in text(console).rpartition("step 1 ")[0]
 
 
+def test_a_finding_keeps_its_lines_in_a_file():
+    console = screen(terminal=False)
+    with LiveLine(console=console) as line:
+        line.record(Finding("warning", "eps", "norm", "word " * 50, "use 1e-6"))
+    assert text(console).splitlines()[1:] == ["  seen: " + "word " * 50, "  do: use 1e-6"]
+
+
 def test_no_step_waits():
     with NoSync():
         LiveLine(console=screen())(step(1, loss=1.0))

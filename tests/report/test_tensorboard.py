@@ -1,6 +1,7 @@
 """The files of TensorBoard hold what the records said."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,12 @@ def test_updates_are_lost_below_half_a_unit_in_the_last_place(tmp_path):
     found = read(tmp_path)
     assert scalars(found, "lost/update/head.weight") == [(5, 0.75)]
     assert "saturated/update/head.weight" not in found.Tags()["scalars"]
+
+
+def test_the_output_of_a_module_has_the_name_of_the_module(tmp_path):
+    with TensorBoard(tmp_path) as board:
+        board.record(replace(seen(5, "head", {0: 1}, kind="activation"), name=""))
+    assert "lost/activation/head" in read(tmp_path).Tags()["scalars"]
 
 
 def test_the_plan_names_the_format(tmp_path):

@@ -192,6 +192,41 @@ def test_a_buffer_that_was_replaced_is_found():
     assert model.counted.tolist() == [7.0, 7.0]
 
 
+@pytest.mark.parametrize("how", ["attribute", "data"])
+def test_a_buffer_that_forward_replaces_is_put_back(how):
+    model = Counter()
+    guard = BufferGuard([model])
+    for found, expected in [(STEPPED, 1.0), (SKIPPED, 1.0), (STEPPED, 2.0), (SKIPPED, 2.0)]:
+        guard.refresh()
+        if how == "attribute":
+            model.counted = model.counted + 1
+        else:
+            model.counted.data = model.counted + 1
+        guard.restore(found)
+        guard.after_step()
+        assert model.counted.tolist() == [expected, expected]
+
+
+def test_a_buffer_that_forward_turns_in_its_memory_is_put_back():
+    model = nn.Module()
+    model.register_buffer("square", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    guard = BufferGuard([model])
+    guard.refresh()
+    model.square.data = model.square.data.t()
+    guard.restore(SKIPPED)
+    assert model.square.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_buffer_that_forward_replaces_by_another_shape_is_left_alone():
+    model = Counter()
+    guard = BufferGuard([model])
+    guard.refresh()
+    model.counted, model.steps = torch.ones(5), None
+    guard.restore(SKIPPED)
+    assert model.counted.tolist() == [1.0] * 5
+    assert model.steps is None
+
+
 def test_a_tied_buffer_and_several_models():
     one, two = Counter(), Counter()
     two.counted = one.counted
@@ -233,6 +268,19 @@ def test_a_buffer_expanded_along_a_dimension_of_one_is_guarded():
     model.positions.add_(1)
     guard.restore(SKIPPED)
     assert model.positions.tolist() == [[0, 1, 2, 3]]
+
+
+def test_the_buffers_of_a_scripted_part_are_put_back():
+    with pytest.warns(DeprecationWarning, match="script"):
+        model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    before = bits(model)
+    guard = BufferGuard([model])
+    for found in (SKIPPED, STEPPED):
+        guard.refresh()
+        model(torch.randn(3, 2))
+        guard.restore(found)
+        guard.after_step()
+        assert same(model, before) is bool(found)
 
 
 def test_without_buffers_there_is_nothing_to_do():

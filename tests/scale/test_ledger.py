@@ -65,6 +65,22 @@ class Twin:
         assert str(self.true()) == str(wanted)  # as text, so that nan equals nan
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view, lambda t: torch._neg_view(t.conj())])
+def test_gradients_are_collected_and_unscaled_as_they_are_and_not_as_their_memory_is(view):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    scale = make_scale(Scaling("static", init=8.0), CPU)
+    ledger = GradientLedger(lambda: [weight], full_accumulate=True)
+    ledger.before_backward(0, scale.value)
+    weight.grad = view(torch.tensor([8 + 16j, -8j]))
+    wanted = weight.grad.clone()
+    ledger.after_backward(0, scale.value)
+    (grad,) = ledger.collect().grads
+    assert (grad.is_conj(), grad.is_neg()) == (False, False)
+    assert torch.equal(grad, wanted)
+    ledger.unscale_()
+    assert torch.equal(weight.grad, wanted / 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
 class TestSum:
     """Numbers are eighths, so that every sum is exact in every format and equality is bit-equality."""

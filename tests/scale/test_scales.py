@@ -17,7 +17,7 @@ def dynamic(**settings):
 
 def collected(*losses):
     flags = {loss: torch.tensor(False) for loss in losses}
-    return Collected([], [], torch.tensor(1024.0), None, losses, flags, False)
+    return Collected([], [], torch.tensor(1024.0), None, losses, flags, {}, False)
 
 
 def test_dynamic_scales_are_one_a_loss_and_a_constant_is_one_for_all():

@@ -29,10 +29,15 @@ class Cnn(nn.Module):
         return self.head(torch.relu(self.conv2(x)).mean((2, 3)))
 
 
+def embedding(features):
+    """Returns what turns words into vectors; nothing where the inputs are `features` already."""
+    return nn.Identity() if features else nn.Embedding(WORDS, WIDTH)
+
+
 class Lstm(nn.Module):
-    def __init__(self, plant):
+    def __init__(self, plant, features=False):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = embedding(features)
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.plant = plant
         self.head = nn.Linear(WIDTH, CLASSES)
@@ -80,9 +85,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, plant, attention=None, reentrant=None):
+    def __init__(self, plant, attention=None, reentrant=None, features=False):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = embedding(features)
         self.blocks = nn.ModuleList([Block(nn.Identity()), Block(plant, attention)])
         self.head = nn.Linear(WIDTH, CLASSES)
         self.reentrant = reentrant
@@ -92,6 +97,17 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x.mean(1))
+
+
+class Led(nn.Module):
+    """A network behind a plant."""
+
+    def __init__(self, plant, net):
+        super().__init__()
+        self.plant, self.net = plant, net
+
+    def forward(self, x):
+        return self.net(self.plant(x))
 
 
 class Stacked(nn.Module):
@@ -112,20 +128,22 @@ class Stacked(nn.Module):
 
 
 class TorchAttention(nn.Module):
-    """nn.MultiheadAttention; `hidden` masks keys of the first sample, `weights` asks for the attention weights."""
+    """nn.MultiheadAttention; `hidden` keys of the first sample are masked by True, or by the number `added`."""
 
-    def __init__(self, plant, hidden=0, weights=True):
+    def __init__(self, plant, hidden=0, weights=True, features=False, added=None):
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = embedding(features)
         self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.plant = plant
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.hidden, self.weights = hidden, weights
+        self.hidden, self.weights, self.added = hidden, weights, added
 
     def forward(self, words):
         x = self.embed(words)
-        mask = torch.zeros(words.shape, dtype=torch.bool)
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool)
         mask[0, : self.hidden] = True
+        if self.added is not None:
+            mask = mask.float() * self.added
         y, _ = self.attn(x, x, x, key_padding_mask=mask, need_weights=self.weights)
         return self.head(self.plant(x + y).mean(1))
 
@@ -154,6 +172,10 @@ def rows():
 
 def words():
     return torch.randint(WORDS, (BATCH, STEPS))
+
+
+def sequences():
+    return torch.randn(BATCH, STEPS, WIDTH)
 
 
 def targets():

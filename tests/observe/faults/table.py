@@ -4,90 +4,88 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tests.observe.faults import plants
+from tests.observe.faults.fault import BACKWARD, FORWARD, SCALE, Fault, both, first, grow, set_at, write
 from tests.observe.faults.hosts import (
     PLANT_AT,
     WIDTH,
     Attention,
     Cnn,
     Encoder,
+    Led,
     Lstm,
     Stacked,
     TorchAttention,
     Transformer,
     images,
     rows,
+    sequences,
     words,
 )
 
-
-def nothing(model: nn.Module) -> None:
-    """Breaks, or mends, nothing."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A model that fails, and the verdict that it must get.
-
-    `model` builds it, `breaks` spoils it, `spoils` spoils its input; `expect` is module, operator, phase, kind. `edit`
-    says that an edit of the plan cures it; `mends` is what the words advise where none does (None: nothing does).
-    `compiled` wraps it in torch.compile, `stale` steps twice without `zero_grad` before, the first time from an
-    infinite loss.
-    """
-
-    name: str
-    model: Callable[[], nn.Module]
-    plan: str
-    low: str
-    expect: tuple[str, str, str, str]
-    edit: bool = True
-    breaks: Callable[[Any], None] = nothing
-    spoils: Callable[[torch.Tensor], torch.Tensor] | None = None
-    mends: Callable[[Any], None] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    compiled: bool = False
-    stale: bool = False
-
-    def inputs(self) -> torch.Tensor:
-        made = self.model()
-        return images() if isinstance(made, Cnn) else rows() if isinstance(made, Stacked) else words()
-
-
-HOSTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "cnn": Cnn,
-    "lstm": Lstm,
-    "transformer": Transformer,
-    "attention": TorchAttention,
-    "encoder": Encoder,
-    "checkpoint": lambda plant: Transformer(plant, reentrant=False),
-    "reentrant": lambda plant: Transformer(plant, reentrant=True),
-    "compiled cnn": Cnn,
-    "compiled transformer": Transformer,
+# how it is built, and in which column of the matrix it counts
+HOSTS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "cnn": (Cnn, "cnn"),
+    "lstm": (Lstm, "lstm"),
+    "transformer": (Transformer, "transformer"),
+    "attention": (TorchAttention, "transformer"),  # the plant is behind nn.MultiheadAttention, not inside
+    "encoder": (Encoder, "transformer"),
+    "checkpoint": (lambda plant: Transformer(plant, reentrant=False), "checkpoint"),
+    "reentrant": (lambda plant: Transformer(plant, reentrant=True), "checkpoint"),
+    "compiled cnn": (Cnn, "compiled"),
+    "compiled lstm": (Lstm, "compiled"),
+    "compiled transformer": (Transformer, "compiled"),
 }
 
-FORWARD, BACKWARD = "forward", "backward"
-PLANTS: dict[str, tuple[Callable[[], nn.Module], tuple[str, str, str], bool, Callable[[Any], None] | None]] = {
-    "gain": (plants.Gain, ("mul", FORWARD, "overflow"), True, None),
-    "squares": (plants.Squares, ("pow", FORWARD, "overflow"), True, None),
-    "total": (plants.Total, ("sum", FORWARD, "overflow"), True, None),
-    "eps": (plants.Eps, ("div", FORWARD, "invalid"), True, None),
-    "log": (plants.LogOfZero, ("log", FORWARD, "invalid"), True, None),
-    "where": (plants.WhereTrap, ("div", BACKWARD, "invalid"), False, lambda p: setattr(p, "fixed", True)),
-    "sqrt": (plants.SqrtOfZero, ("sqrt", BACKWARD, "invalid"), False, lambda p: setattr(p, "eps", 1e-4)),
-    "in place": (plants.InPlace, ("mul", FORWARD, "overflow"), True, None),
-    "rows": (plants.Rows, ("mul", FORWARD, "overflow"), True, None),
-    "custom forward": (plants.CustomForward, ("mul", FORWARD, "overflow"), True, None),
-    "custom backward": (plants.CustomBackward, ("mul", BACKWARD, "overflow"), True, None),
-    "custom divide": (plants.CustomDivide, ("div", BACKWARD, "invalid"), False, None),
-}
+EPS, CLAMP, GRADIENT = "give 1e-6 or more", "(an eps, a clamp)", "where its gradient has no value"
+ENTRY = "leave each row that is masked at least one entry"
+GUARD = "or give it scores of zero by torch.where before the softmax and drop what comes of it"
+# what it is, what a verdict says of it (None: nothing), whether an edit cures it, else the words and what they do to it
+PLANTS: dict[str, tuple[Any, tuple[str, str, str] | None, bool, str, Callable[[Any], None] | None]] = {
+    "gain": (plants.Gain, ("mul", FORWARD, "overflow"), True, "", None),
+    "squares": (plants.Squares, ("pow", FORWARD, "overflow"), True, "", None),
+    "total": (plants.Total, ("sum", FORWARD, "overflow"), True, "", None),
+    "in place": (plants.InPlace, ("mul", FORWARD, "overflow"), True, "", None),
+    "rows": (plants.Rows, ("mul", FORWARD, "overflow"), True, "", None),
+    "eps": (plants.Eps, ("div", FORWARD, "invalid"), True, EPS, set_at("eps", 1e-6)),
+    "log": (plants.LogOfZero, ("log", FORWARD, "invalid"), True, "", None),
+    "where": (plants.WhereTrap, ("div", BACKWARD, "invalid"), False, GRADIENT, set_at("fixed", True)),
+    "sqrt": (plants.SqrtOfZero, ("sqrt", BACKWARD, "invalid"), False, GRADIENT, set_at("eps", 1e-4)),
+    "steep": (plants.Steep, ("mul", BACKWARD, SCALE), True, "", None),
+    "masked": (plants.Masked, None, False, "", None),
+    "masked -1e9": (lambda: plants.Masked(-1e9, "add"), None, False, "", None),
+    "empty": (
+        lambda: plants.Masked(empty=True), ("softmax", FORWARD, "masked row"), False, ENTRY, set_at("empty", False)
+    ),
+    "empty, guarded": (
+        lambda: plants.Masked(empty=True), ("softmax", FORWARD, "masked row"), False, GUARD, set_at("style", "guarded")
+    ),
+    "empty -1e9": (
+        lambda: plants.Masked(-1e9, "add", empty=True), ("softmax", FORWARD, "masked row"), True,
+        "leave each row one entry", set_at("empty", False),
+    ),
+    "custom forward": (plants.CustomForward, ("mul", FORWARD, "overflow"), True, "", None),
+    "custom backward": (plants.CustomBackward, ("mul", BACKWARD, "overflow"), True, "", None),
+    "custom eps": (plants.CustomEps, ("div", FORWARD, "invalid"), True, EPS, set_at("eps", 1e-6)),
+    "custom divide": (plants.CustomDivide, ("div", BACKWARD, "invalid"), False, GRADIENT, set_at("eps", 1e-3)),
+    "custom steep": (plants.CustomSteep, ("mul", BACKWARD, SCALE), True, "", None),
+    "custom masked": (plants.CustomMasked, None, False, "", None),
+    "custom empty": (
+        lambda: plants.CustomMasked(empty=True), ("softmax", FORWARD, "masked row"), False, ENTRY,
+        set_at("empty", False),
+    ),
+    "custom empty -1e9": (
+        lambda: plants.CustomMasked(-1e9, empty=True), ("softmax", FORWARD, "masked row"), True,
+        "leave each row one entry", set_at("empty", False),
+    ),
+}  # fmt: skip
 
-# which plant in which host under which plan; a plant fails only where what it computes with is low
+# which plant in which host under which plan (and static loss scale); it fails only where what it computes with is low
 PLANTED = (
     ("gain", "cnn", "O1 fp16"), ("gain", "lstm", "O2 fp16"), ("gain", "transformer", "O3 fp16"),
     ("gain", "attention", "O2 fp16"), ("gain", "checkpoint", "O2 fp16"), ("gain", "reentrant", "O2 fp16"),
@@ -111,156 +109,213 @@ PLANTED = (
     ("custom backward", "transformer", "O2 fp16"), ("custom backward", "reentrant", "O2 fp16"),
     ("custom divide", "cnn", "O1 bf16"), ("custom divide", "transformer", "O2 fp16"),
     ("custom divide", "checkpoint", "O2 bf16"), ("custom divide", "reentrant", "O1 fp16"),
+    ("steep", "cnn", "O1 fp16"), ("steep", "lstm", "O2 fp16"), ("steep", "transformer", "O3 fp16 65536"),
+    ("steep", "encoder", "O2 fp16"), ("steep", "checkpoint", "O2 fp16"), ("steep", "reentrant", "O2 fp16"),
+    ("steep", "compiled cnn", "O2 fp16"), ("steep", "compiled lstm", "O1 fp16"),
+    ("masked", "cnn", "O1 fp16"), ("masked", "lstm", "O2 bf16"), ("masked", "transformer", "O3 fp16"),
+    ("masked", "checkpoint", "O2 fp16"), ("masked", "reentrant", "O1 bf16"),
+    ("masked", "compiled transformer", "O2 fp16"),
+    ("masked -1e9", "cnn", "O2 fp16"), ("masked -1e9", "lstm", "O1 fp16"), ("masked -1e9", "encoder", "O3 fp16"),
+    ("masked -1e9", "reentrant", "O2 fp16"), ("masked -1e9", "compiled cnn", "O1 fp16"),
+    ("empty", "cnn", "O2 fp16"), ("empty", "lstm", "O1 bf16"), ("empty", "transformer", "O2 bf16"),
+    ("empty", "checkpoint", "O1 fp16"), ("empty", "reentrant", "O3 bf16"), ("empty", "compiled lstm", "O2 fp16"),
+    ("empty, guarded", "cnn", "O1 fp16"), ("empty, guarded", "lstm", "O2 fp16"),
+    ("empty, guarded", "checkpoint", "O2 bf16"),
+    ("empty -1e9", "cnn", "O1 fp16"), ("empty -1e9", "lstm", "O2 fp16"), ("empty -1e9", "transformer", "O2 fp16"),
+    ("empty -1e9", "checkpoint", "O2 fp16"), ("empty -1e9", "compiled transformer", "O2 fp16"),
+    ("eps", "checkpoint", "O2 fp16"), ("where", "lstm", "O1 fp16"), ("gain", "compiled lstm", "O2 fp16"),
+    ("custom eps", "transformer", "O2 fp16"), ("custom eps", "cnn", "O3 fp16"),
+    ("custom steep", "cnn", "O1 fp16"), ("custom steep", "lstm", "O2 fp16"), ("custom steep", "checkpoint", "O2 fp16"),
+    ("custom masked", "cnn", "O2 fp16"), ("custom masked", "transformer", "O1 bf16"),
+    ("custom empty", "lstm", "O2 bf16"), ("custom empty", "checkpoint", "O1 fp16"),
+    ("custom empty -1e9", "transformer", "O2 fp16"),
 )  # fmt: skip
 
 
 def planted(plant: str, host: str, plan: str) -> Fault:
-    make, expect, edit, mends = PLANTS[plant]
-    build = HOSTS[host]
+    make, expect, edit, advice, mends = PLANTS[plant]
+    build, column = HOSTS[host]
     where = PLANT_AT[type(build(nn.Identity()))]
-    level, low = plan.split()
+    level, low, *scale = plan.split()
+    compiled = host.startswith("compiled")
+    options = {"emulate": False} if compiled else {}
     return Fault(
         f"{plant} in {host}, {plan}",
+        "custom" if plant.startswith("custom") else column,
         lambda: build(make()),
         level,
         low,
-        (where, *expect),
+        None if expect is None else (where, *expect),
         edit,
-        mends=None if mends is None else lambda model: mends(model.get_submodule(where)),
-        options={"emulate": False} if host.startswith("compiled") else {},
-        compiled=host.startswith("compiled"),
+        advice,
+        None if mends is None else lambda model: mends(model.get_submodule(where)),
+        inputs=images if build is Cnn else words,
+        options={**options, "loss_scale": float(scale[0])} if scale else options,
+        compiled="eager" if compiled else "",
     )
-
-
-def write(path: str, value: float) -> Callable[[nn.Module], None]:
-    """Returns what writes a value into the first element of a parameter or buffer."""
-
-    def spoil(model: nn.Module) -> None:
-        owner, _, name = path.rpartition(".")
-        with torch.no_grad():
-            getattr(model.get_submodule(owner), name).view(-1)[0] = value
-
-    return spoil
-
-
-def grow(path: str, factor: float, rows: int | None = None) -> Callable[[nn.Module], None]:
-    """Returns what multiplies the first rows of a parameter, or all of it."""
-
-    def spoil(model: nn.Module) -> None:
-        owner, _, name = path.rpartition(".")
-        with torch.no_grad():
-            getattr(model.get_submodule(owner), name)[:rows].mul_(factor)
-
-    return spoil
-
-
-def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[nn.Module], None]:
-    """Returns what breaks twice."""
-
-    def spoil(model: nn.Module) -> None:
-        one(model)
-        other(model)
-
-    return spoil
-
-
-def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what puts a value into the first element of a batch."""
-
-    def spoil(inputs: torch.Tensor) -> torch.Tensor:
-        inputs = inputs.clone()
-        inputs.view(-1)[0] = value
-        return inputs
-
-    return spoil
 
 
 def attention(**options: Any) -> Callable[[], nn.Module]:
     return lambda: Transformer(nn.Identity(), Attention(**options))
 
 
-def see_something(model: Any) -> None:
-    model.blocks[1].attn.empty = False
+def torch_attention(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: TorchAttention(nn.Identity(), **options)
 
 
-def see_a_key(model: Any) -> None:
-    model.hidden = 1
+def parametrized() -> nn.Module:
+    """Returns torch's attention with rows of unit length, of which one is zero."""
+    model = TorchAttention(nn.Identity())
+    parametrize.register_parametrization(model.attn, "in_proj_weight", plants.UnitRows(), unsafe=True)
+    return model
 
 
-SCALE, NORMAL = "scale too high", {"loss_scale": 2.0**30}
+def of(model: Callable[[nn.Module], nn.Module], **options: Any) -> Callable[[], nn.Module]:
+    return lambda: model(nn.Identity(), **options)
+
+
+STATIC, REAL = {"loss_scale": 2.0**30}, {"emulate": False}
+CLEAN, RESTORE, ZERO = "torch.nan_to_num", "load the last checkpoint", "optimizer.zero_grad()"
+DATA, STALE = "input data", "stale gradients"
 BIG = 1e5
-OTHERS = (
-    # masks
-    Fault("a row masked by -inf", attention(empty=True), "O2", "fp16",
-          ("blocks.1.attn", "softmax", FORWARD, "masked row"), False, mends=see_something),
-    Fault("a row masked by -inf, bf16", attention(empty=True, style="where"), "O1", "bf16",
-          ("blocks.1.attn", "softmax", FORWARD, "masked row"), False, mends=see_something),
-    Fault("a row masked by -1e9 that is added", attention(mask=-1e9, empty=True, style="add"), "O2", "fp16",
-          ("blocks.1.attn", "softmax", FORWARD, "masked row")),
-    Fault("a row masked by -1e9 that is chosen", attention(mask=-1e9, empty=True, style="where"), "O3", "fp16",
-          ("blocks.1.attn", "softmax", FORWARD, "masked row")),
-    Fault("zero times -inf", attention(style="add"), "O2", "fp16",
-          ("blocks.1.attn", "mul", FORWARD, "invalid"), False),
-    Fault("all keys of a sample hidden", lambda: TorchAttention(nn.Identity(), hidden=6), "O1", "fp16",
-          ("attn", "softmax", FORWARD, "masked row"), False, mends=see_a_key),
-    Fault("all keys of a sample hidden, bf16", lambda: TorchAttention(nn.Identity(), hidden=6), "O2", "bf16",
-          ("attn", "softmax", FORWARD, "masked row"), False, mends=see_a_key),
-    # products
-    Fault("scores of attention", attention(gain=1e6), "O1", "fp16", ("blocks.1.attn", "mul", FORWARD, "overflow")),
-    Fault("scores of torch's attention", lambda: TorchAttention(nn.Identity()), "O2", "fp16",
+
+# masks of attention as one writes it, and of torch's
+ATTN = "blocks.1.attn"
+MASKS = (
+    Fault("a row masked by -inf", "transformer", attention(empty=True), "O2", "fp16",
+          (ATTN, "softmax", FORWARD, "masked row"), False, ENTRY, set_at(f"{ATTN}.empty", False)),
+    Fault("a row masked by -inf, bf16", "transformer", attention(empty=True, style="where"), "O1", "bf16",
+          (ATTN, "softmax", FORWARD, "masked row"), False, ENTRY, set_at(f"{ATTN}.empty", False)),
+    Fault("a row masked by -1e9 that is added", "transformer", attention(mask=-1e9, empty=True, style="add"), "O2",
+          "fp16", (ATTN, "softmax", FORWARD, "masked row")),
+    Fault("a row masked by -1e9 that is chosen", "transformer", attention(mask=-1e9, empty=True, style="where"), "O3",
+          "fp16", (ATTN, "softmax", FORWARD, "masked row")),
+    Fault("zero times -inf", "transformer", attention(style="add"), "O2", "fp16",
+          (ATTN, "mul", FORWARD, "invalid"), False, "mask with masked_fill", set_at(f"{ATTN}.style", "fill")),
+    Fault("all keys of a sample hidden", "attention", torch_attention(hidden=6), "O1", "fp16",
+          ("attn", "softmax", FORWARD, "masked row"), False, ENTRY, set_at("hidden", 1)),
+    Fault("all keys of a sample hidden, bf16", "attention", torch_attention(hidden=6), "O2", "bf16",
+          ("attn", "softmax", FORWARD, "masked row"), False, ENTRY, set_at("hidden", 1)),
+    Fault("-1e9 added to all keys of a sample", "attention", torch_attention(hidden=6, added=-1e9), "O2", "fp16",
+          ("attn", "softmax", FORWARD, "masked row")),
+    Fault("-1e9 added to some keys", "attention", torch_attention(hidden=3, added=-1e9), "O2", "fp16", None, False),
+    Fault("some keys of a sample hidden", "attention", torch_attention(hidden=3), "O1", "fp16", None, False),
+    Fault("all keys hidden from a fused softmax", "attention", torch_attention(hidden=6, weights=False), "O2", "bf16",
+          None, False),
+    Fault("later words hidden", "transformer", attention(), "O3", "fp16", None, False),
+)  # fmt: skip
+
+# products, and what they are given
+PRODUCTS = (
+    Fault("scores of attention", "transformer", attention(gain=1e6), "O1", "fp16",
+          (ATTN, "mul", FORWARD, "overflow")),
+    Fault("scores of torch's attention", "attention", torch_attention(), "O2", "fp16",
           ("attn", "baddbmm", FORWARD, "overflow"), breaks=grow("attn.in_proj_weight", 1e3, rows=2 * WIDTH)),
-    Fault("scores of torch's encoder", lambda: Encoder(nn.Identity()), "O1", "fp16",
+    Fault("scores of torch's encoder", "attention", of(Encoder), "O1", "fp16",
           ("layer.self_attn", "linear", FORWARD, "overflow"),
           breaks=grow("layer.self_attn.in_proj_weight", 1e6, rows=2 * WIDTH)),
-    Fault("a head", lambda: Cnn(nn.Identity()), "O1", "fp16", ("head", "linear", FORWARD, "overflow"),
+    Fault("a zero row of unit length in torch's attention", "attention", parametrized, "O2", "fp16",
+          ("attn.parametrizations.in_proj_weight.0", "div", FORWARD, "invalid"), True, EPS,
+          set_at("attn.parametrizations.in_proj_weight.0.eps", 1e-6),
+          breaks=grow("attn.parametrizations.in_proj_weight.original", 0.0, rows=1)),
+    Fault("a head", "cnn", of(Cnn), "O1", "fp16", ("head", "linear", FORWARD, "overflow"), inputs=images,
           breaks=both(grow("conv2.weight", 100), grow("head.weight", 1e4))),
-    Fault("a convolution", lambda: Cnn(nn.Identity()), "O2", "fp16", ("conv2", "conv2d", FORWARD, "overflow"),
+    Fault("a convolution", "cnn", of(Cnn), "O2", "fp16", ("conv2", "conv2d", FORWARD, "overflow"), inputs=images,
           breaks=grow("conv2.weight", 1e5)),
-    Fault("an input beyond the format", lambda: Cnn(nn.Identity()), "O2", "fp16", ("", "to", FORWARD, "overflow"),
+    Fault("an input beyond the format", "cnn", of(Cnn), "O2", "fp16", ("", "to", FORWARD, "overflow"), inputs=images,
           spoils=lambda x: x * BIG),
-    Fault("an input beyond the format of a product", lambda: Cnn(nn.Identity()), "O1", "fp16",
-          ("conv1", "conv2d", FORWARD, "overflow"), spoils=lambda x: x * BIG),
-    # the loss scale
-    Fault("a static scale, cnn", lambda: Cnn(nn.Identity()), "O1", "fp16", ("", "to", BACKWARD, SCALE), options=NORMAL),
-    Fault("a static scale, lstm", lambda: Lstm(nn.Identity()), "O2", "fp16", ("", "to", BACKWARD, SCALE),
-          options=NORMAL),
-    Fault("a static scale, transformer", lambda: Transformer(nn.Identity()), "O3", "fp16", ("", "to", BACKWARD, SCALE),
-          options=NORMAL),
-    # input data and weights
-    Fault("NaN in the input", lambda: Cnn(nn.Identity()), "O1", "bf16", ("conv1", "conv2d", FORWARD, "input data"),
-          False, spoils=first(math.nan), mends=nothing),
-    Fault("inf in the input", lambda: Cnn(nn.Identity()), "O2", "fp16", ("conv1", "conv2d", FORWARD, "input data"),
-          False, spoils=first(math.inf), mends=nothing),
-    Fault("NaN in a weight of a convolution", lambda: Cnn(nn.Identity()), "O2", "bf16",
-          ("conv2", "conv2d", FORWARD, "weights"), False, breaks=write("conv2.weight", math.nan)),
-    Fault("NaN in a weight of an LSTM", lambda: Lstm(nn.Identity()), "O1", "bf16",
-          ("lstm", "lstm", FORWARD, "weights"), False, breaks=write("lstm.weight_hh_l0", math.nan)),
-    Fault("inf in a weight of torch's attention", lambda: TorchAttention(nn.Identity()), "O1", "fp16",
-          ("attn.out_proj", "linear", FORWARD, "weights"), False, breaks=write("attn.out_proj.weight", math.inf)),
-    Fault("NaN in a norm of an encoder", lambda: Encoder(nn.Identity()), "O3", "bf16",
-          ("layer.norm1", "layer_norm", FORWARD, "weights"), False, breaks=write("layer.norm1.weight", math.nan)),
-    Fault("a weight beyond the stored format", lambda: Cnn(nn.Identity()), "O2", "fp16",
-          ("conv2", "conv2d", FORWARD, "overflow"), breaks=write("conv2.weight", BIG)),
+    Fault("an input beyond the format of a product", "cnn", of(Cnn), "O1", "fp16",
+          ("conv1", "conv2d", FORWARD, "overflow"), inputs=images, spoils=lambda x: x * BIG),
+    Fault("a weight beyond the stored format", "cnn", of(Cnn), "O2", "fp16", ("conv2", "conv2d", FORWARD, "overflow"),
+          inputs=images, breaks=write("conv2.weight", BIG)),
+    Fault("a stream beyond the format", "mlp", lambda: Stacked(plants.Stream(), nn.Identity()), "O2", "fp16",
+          ("blocks.0", "add", FORWARD, "overflow"), inputs=rows),
+    Fault("two places", "mlp", lambda: Stacked(plants.Gain(), plants.InPlace()), "O2", "fp16",
+          ("blocks.0", "mul", FORWARD, "overflow"), inputs=rows),
 )  # fmt: skip
 
-# gradients that nobody zeroed
-OTHERS += (
-    Fault("no zero_grad, cnn", lambda: Cnn(nn.Identity()), "O1", "bf16",
-          ("conv1", "zero_grad", BACKWARD, "stale gradients"), False, stale=True, mends=nothing),
-    Fault("no zero_grad, lstm", lambda: Lstm(nn.Identity()), "O2", "fp16",
-          ("embed", "zero_grad", BACKWARD, "stale gradients"), False, stale=True, mends=nothing),
-    Fault("no zero_grad, transformer", lambda: Transformer(nn.Identity()), "O3", "bf16",
-          ("embed", "zero_grad", BACKWARD, "stale gradients"), False, stale=True, mends=nothing),
+# the loss scale
+SCALES = (
+    Fault("a static scale, cnn", "cnn", of(Cnn), "O1", "fp16", ("", "to", BACKWARD, SCALE), inputs=images,
+          options=STATIC),
+    Fault("a static scale, lstm", "lstm", of(Lstm), "O2", "fp16", ("", "to", BACKWARD, SCALE), options=STATIC),
+    Fault("a static scale, transformer", "transformer", of(Transformer), "O3", "fp16", ("", "to", BACKWARD, SCALE),
+          options=STATIC),
+    Fault("large gradients inside an LSTM", "lstm", of(Lstm), "O2", "fp16", ("lstm", "lstm", BACKWARD, SCALE),
+          breaks=both(grow("lstm.weight_ih_l0", 1e3), grow("embed.weight", 1e-3)), options={"loss_scale": 2.0**17}),
+    Fault("large gradients inside torch's attention", "attention", of(TorchAttention), "O2", "fp16",
+          ("attn", "linear", BACKWARD, SCALE),
+          breaks=both(grow("attn.out_proj.weight", 1e4), grow("attn.in_proj_weight", 1e-4))),
 )  # fmt: skip
 
-# several places, and places without a module
-OTHERS += (
-    Fault("a stream beyond the format", lambda: Stacked(plants.Stream(), nn.Identity()), "O2", "fp16",
-          ("blocks.0", "add", FORWARD, "overflow")),
-    Fault("two places", lambda: Stacked(plants.Gain(), plants.InPlace()), "O2", "fp16",
-          ("blocks.0", "mul", FORWARD, "overflow")),
-    Fault("NaN in running statistics", lambda: Cnn(nn.Identity()).eval(), "O1", "fp16",
-          ("norm", "batch_norm", FORWARD, "weights"), False, breaks=write("norm.running_var", math.nan)),
+# input data
+BLOCKS = {"features": True}
+INPUTS = (
+    Fault("NaN in the input", "cnn", of(Cnn), "O1", "bf16", ("conv1", "conv2d", FORWARD, DATA), False, CLEAN,
+          inputs=images, spoils=first(math.nan)),
+    Fault("inf in the input", "cnn", of(Cnn), "O2", "fp16", ("conv1", "conv2d", FORWARD, DATA), False, CLEAN,
+          inputs=images, spoils=first(math.inf)),
+    Fault("NaN in the input of an LSTM", "lstm", of(Lstm, **BLOCKS), "O2", "bf16", ("lstm", "lstm", FORWARD, DATA),
+          False, CLEAN, inputs=sequences, spoils=first(math.nan)),
+    Fault("inf in the input of a transformer", "transformer", of(Transformer, **BLOCKS), "O1", "fp16",
+          ("blocks.0.norm", "layer_norm", FORWARD, DATA), False, CLEAN, inputs=sequences, spoils=first(math.inf)),
+    Fault("-inf in the input of torch's attention", "attention", of(TorchAttention, **BLOCKS), "O3", "fp16",
+          ("attn", "linear", FORWARD, DATA), False, CLEAN, inputs=sequences, spoils=first(-math.inf)),
+    Fault("NaN in the input of a custom function", "custom", lambda: Led(plants.CustomScaled(), Cnn(nn.Identity())),
+          "O2", "fp16", ("plant", "mul", FORWARD, DATA), False, CLEAN, inputs=images, spoils=first(math.nan)),
+    Fault("NaN in the input of a checkpoint", "checkpoint", of(Transformer, reentrant=False, **BLOCKS), "O2", "fp16",
+          ("blocks.0.norm", "layer_norm", FORWARD, DATA), False, CLEAN, inputs=sequences, spoils=first(math.nan)),
+    Fault("NaN in the input of a compiled cnn", "compiled", of(Cnn), "O1", "fp16",
+          ("conv1", "conv2d", FORWARD, DATA), False, CLEAN, inputs=images, spoils=first(math.nan), compiled="eager",
+          options=REAL),
 )  # fmt: skip
 
-FAULTS = (*(planted(*row) for row in PLANTED), *OTHERS)
+# weights
+WEIGHTS = (
+    Fault("NaN in a weight of a convolution", "cnn", of(Cnn), "O2", "bf16",
+          ("conv2", "conv2d", FORWARD, "weights"), False, RESTORE, inputs=images,
+          breaks=write("conv2.weight", math.nan)),
+    Fault("NaN in running statistics", "cnn", lambda: Cnn(nn.Identity()).eval(), "O1", "fp16",
+          ("norm", "batch_norm", FORWARD, "weights"), False, RESTORE, inputs=images,
+          breaks=write("norm.running_var", math.nan)),
+    Fault("NaN in a weight of an LSTM", "lstm", of(Lstm), "O1", "bf16",
+          ("lstm", "lstm", FORWARD, "weights"), False, RESTORE, breaks=write("lstm.weight_hh_l0", math.nan)),
+    Fault("inf in a weight of a transformer", "transformer", of(Transformer), "O2", "fp16",
+          ("blocks.1.mlp.0", "linear", FORWARD, "weights"), False, RESTORE,
+          breaks=write("blocks.1.mlp.0.weight", math.inf)),
+    Fault("inf in a weight of torch's attention", "attention", of(TorchAttention), "O1", "fp16",
+          ("attn.out_proj", "linear", FORWARD, "weights"), False, RESTORE,
+          breaks=write("attn.out_proj.weight", math.inf)),
+    Fault("NaN in a weight of torch's attention", "attention", of(TorchAttention), "O3", "bf16",
+          ("attn", "linear", FORWARD, "weights"), False, RESTORE, breaks=write("attn.in_proj_weight", math.nan)),
+    Fault("NaN in a norm of an encoder", "transformer", of(Encoder), "O3", "bf16",
+          ("layer.norm1", "layer_norm", FORWARD, "weights"), False, RESTORE,
+          breaks=write("layer.norm1.weight", math.nan)),
+    Fault("NaN in the weight of a custom function", "custom", lambda: Cnn(plants.CustomScaled()), "O1", "fp16",
+          ("plant", "mul", FORWARD, "weights"), False, RESTORE, inputs=images, breaks=write("plant.weight", math.nan)),
+    Fault("NaN in a weight of a checkpoint", "checkpoint", of(Transformer, reentrant=True), "O2", "bf16",
+          (f"{ATTN}.out", "linear", FORWARD, "weights"), False, RESTORE, breaks=write(f"{ATTN}.out.bias", math.nan)),
+    Fault("NaN in a weight of a compiled cnn", "compiled", of(Cnn), "O2", "fp16",
+          ("conv2", "conv2d", FORWARD, "weights"), False, RESTORE, inputs=images,
+          breaks=write("conv2.weight", math.nan), compiled="eager", options=REAL),
+)  # fmt: skip
+
+
+def stale(host: str, model: Callable[[], nn.Module], plan: str, low: str, module: str, **options: Any) -> Fault:
+    name = f"no zero_grad, {host}, {plan} {low}"
+    expect = (module, "zero_grad", BACKWARD, STALE)
+    return Fault(name, host, model, plan, low, expect, False, ZERO, stale=True, **options)
+
+
+LEFT = (
+    stale("cnn", of(Cnn), "O1", "bf16", "conv1", inputs=images),
+    stale("lstm", of(Lstm), "O2", "fp16", "embed"),
+    stale("transformer", of(Transformer), "O3", "bf16", "embed"),
+    stale("attention", of(TorchAttention, **BLOCKS), "O2", "bf16", "attn", inputs=sequences),
+    stale("custom", lambda: Led(plants.CustomScaled(), Cnn(nn.Identity())), "O1", "fp16", "plant", inputs=images),
+    stale("checkpoint", of(Transformer, reentrant=False), "O2", "fp16", "embed"),
+    stale("checkpoint", of(Transformer, reentrant=True), "O1", "fp16", "embed"),
+    stale("compiled", of(Lstm), "O1", "bf16", "embed", compiled="eager"),
+)
+
+FAULTS = (*(planted(*row) for row in PLANTED), *MASKS, *PRODUCTS, *SCALES, *INPUTS, *WEIGHTS, *LEFT)

@@ -1,0 +1,150 @@
+"""Two processes that train one model: what one of them looks at alone, and what each says of the other."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import NumericsError, Scaling, SetupError
+from halfstep.observe.guardian import WINDOW
+
+DDP = nn.parallel.DistributedDataParallel
+COMES_DOWN = Scaling("dynamic", init=2.0**12)  # to its floor of 1, in 12 skips
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def batch(rank, step=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def opened(low="bf16", *, loss_scale=None, **wrapping):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, "O1", low=low, loss_scale=loss_scale)
+    return session, optimizer, model, DDP(model, **wrapping)
+
+
+def guarded(rank, low, *, broken=(1,), loss_scale=None, **wrapping):
+    """Trains on batches that are not finite on the `broken` ranks; returns the step that raised, and the verdict."""
+    session, optimizer, _, wrapped = opened(low, loss_scale=loss_scale, **wrapping)
+    inputs = batch(rank) * (torch.nan if rank in broken else 1.0)
+    try:
+        for _ in range(8 * WINDOW):
+            optimizer.zero_grad()
+            session.backward(wrapped(inputs).float().mean())
+            session.step()
+    except NumericsError as error:
+        verdict = error.verdict
+        return session.status().steps, verdict.kind, verdict.operator, verdict.phase, str(error)
+    finally:
+        session.close()
+    return None
+
+
+def trained(rank, look):
+    """Trains for four steps, with `look(session, loss of a batch)` on rank 1 alone after the first; returns weights."""
+    session, optimizer, model, wrapped = opened()
+    for step in range(4):
+        optimizer.zero_grad()
+        session.backward(wrapped(batch(rank, step)).float().square().mean())
+        session.step()
+        if look is not None and step == 0 and rank == 1:
+            look(session, lambda: wrapped(batch(rank) * torch.nan).float().mean())
+    session.close()
+    return [round(float(t.double().sum()), 6) for t in model.parameters()]
+
+
+def predicted(rank, *, alone):
+    """Lets rank 1 ask what-if of a model that both then step once."""
+    model = network()
+    wrapped = DDP(model)
+    if alone and rank == 1:
+        halfstep.whatif(lambda: wrapped(batch(rank)).square().mean(), model, "bf16", steps=1, plan="O1")
+    wrapped(batch(rank)).square().mean().backward()
+    return [round(float(p.grad.double().sum()), 6) for p in model.parameters()]
+
+
+def refused(rank):
+    model = network()
+    wrapped = DDP(model)
+    try:
+        halfstep.whatif(lambda: wrapped(batch(rank)).square().mean(), model, "bf16", steps=1)
+    except SetupError as error:
+        return str(error)
+    return ""
+
+
+def work(rank, path):
+    logging.getLogger("halfstep").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    try:
+        found = {
+            "bf16": guarded(rank, "bf16"),
+            "view": guarded(rank, "bf16", gradient_as_bucket_view=True),
+            "fp16": guarded(rank, "fp16", loss_scale=COMES_DOWN),
+            "both": guarded(rank, "bf16", broken=(0, 1)),
+            "plain": trained(rank, None),
+            "blame": trained(rank, lambda session, closure: session.blame(closure)),
+            "check": trained(rank, halfstep.check),
+            "gradients": predicted(rank, alone=False),
+            "whatif": predicted(rank, alone=True),
+            "refused": refused(rank),
+        }
+    finally:
+        torch.distributed.destroy_process_group()
+    (path / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(work, args=(path,), nprocs=2)
+    return [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("run", ["bf16", "view", "fp16"])
+def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
+    own, others = found[1][run], found[0][run]
+    assert own[1:3] == ["input data", "linear"]
+    assert others[1:4] == ["another process", "allreduce", "backward"]
+    assert "see the verdict of the other processes" in others[4]
+    assert "would not help" not in others[4]
+
+
+@pytest.mark.parametrize(("run", "last"), [("bf16", WINDOW + 2), ("view", WINDOW + 2), ("fp16", 2 * WINDOW + 3)])
+def test_all_processes_stop_at_the_same_step_that_of_the_floor_of_the_scale(found, run, last):
+    assert [each[run][0] for each in found] == [last, last]
+
+
+def test_a_process_whose_own_batch_is_bad_too_names_that(found):
+    assert [each["both"][1] for each in found] == ["input data", "input data"]
+
+
+@pytest.mark.parametrize("look", ["blame", "check"])
+def test_a_process_may_look_alone_in_the_middle_of_training(found, look):
+    assert found[0][look] == found[1][look] == found[0]["plain"] == found[1]["plain"]
+
+
+def test_a_process_may_ask_what_if_alone(found):
+    assert found[0]["whatif"] == found[1]["whatif"] == found[0]["gradients"] == found[1]["gradients"]
+
+
+def test_what_if_would_store_the_weights_of_a_wrapped_model_low_and_is_refused(found):
+    assert "wrapped in DistributedDataParallel" in found[0]["refused"]

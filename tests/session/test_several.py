@@ -1,0 +1,204 @@
+"""A session of several models, optimizers and losses: each is seen, and what is said of one is not another's."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import NumericsError
+from halfstep.observe import guardian
+from halfstep.observe.guardian import WINDOW
+from halfstep.observe.probe import LONGEST
+
+
+def several(count, on_failure="warn", plan="O1", low="fp16"):
+    """A session of models with an optimizer each, and a function that trains one of them by its own loss."""
+    models = [nn.Sequential(nn.Linear(16, 4)) for _ in range(count)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    session = halfstep.initialize(models, optimizers, plan, low=low, on_failure=on_failure)
+
+    def train(index, inputs, factor=1.0):
+        optimizers[index].zero_grad()
+        session.backward(models[index](inputs).float().sum() * factor, loss_id=index)
+        return session.step(optimizers[index])
+
+    return session, models, train
+
+
+def test_a_loss_is_blamed_at_its_own_scale_after_a_skipped_step_of_another(caplog):
+    session, models, train = several(2)
+    inputs = torch.ones(4, 16)
+    while bool((last := train(1, inputs, factor=100.0)).skipped):  # it settles at 128: 4 * 100 * 128 < 65504
+        pass
+    assert float(last.scale) == 128.0
+    assert bool(train(0, inputs * 1e9).skipped)
+    with caplog.at_level(logging.INFO, "halfstep"):
+        assert session.blame(lambda: models[1](inputs).float().sum() * 100.0, loss_id=1) is None
+    assert "loss scale 128" in caplog.text
+    assert "does not reproduce" not in caplog.text
+    session.close()
+
+
+def test_a_loss_is_blamed_at_the_scale_of_its_own_skipped_step_after_a_good_one_of_another():
+    session, models, train = several(2)
+    inputs = torch.ones(4, 16)
+    assert bool(train(1, inputs, factor=100.0).skipped)
+    for _ in range(3):
+        train(0, inputs)
+    verdict = session.blame(lambda: models[1](inputs).float().sum() * 100.0, loss_id=1)
+    assert verdict.kind == "scale too high"
+    assert "at loss scale 65536" in verdict.evidence
+    session.close()
+
+
+def test_a_loss_whose_gradients_were_set_apart_is_blamed_at_its_own_scale():
+    model = nn.Sequential(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = halfstep.initialize(model, optimizer, "O1", low="fp16", on_failure="warn")
+    inputs = torch.ones(4, 16)
+    for _ in range(12):  # loss 1 comes down to 128, loss 0 stays where it is
+        optimizer.zero_grad()
+        session.backward(model(inputs).float().sum() * 100.0, loss_id=1)
+        session.backward(model(inputs).float().sum() * 1e-3, loss_id=0)
+        last = session.step()
+    assert session.status().scales == {0: 65536.0, 1: 128.0}
+    assert not bool(last.skipped)
+    optimizer.zero_grad()
+    session.backward(model(inputs).float().sum() * 100.0, loss_id=1)
+    session.backward(model(inputs * 1e9).float().sum(), loss_id=0)
+    assert bool(session.step().skipped)
+    assert session.blame(lambda: model(inputs).float().sum() * 100.0, loss_id=1) is None
+    session.close()
+
+
+@pytest.mark.parametrize(("count", "bad"), [(2, 0), (2, 1), (3, 1), (8, 0), (8, 7), (16, 3)])
+def test_of_several_optimizers_the_one_whose_steps_are_all_skipped_is_noticed(count, bad):
+    session, _, train = several(count, "raise")
+    good, failing = torch.full((4, 16), 1e-3), torch.full((4, 16), torch.nan)
+
+    def training():
+        for _ in range(2 * WINDOW):
+            for index in range(count):
+                train(index, failing if index == bad else good)
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert (caught.value.verdict.kind, caught.value.verdict.module) == ("input data", f"{bad}:0")
+    assert session.status().steps == (WINDOW + 1) * count + bad + 1
+    session.close()
+
+
+def test_an_optimizer_that_steps_after_many_steps_of_another_is_noticed():
+    session, _, train = several(2, "raise", low="bf16")
+    good, failing = torch.ones(4, 16), torch.full((4, 16), torch.nan)
+
+    def training():
+        for _ in range(2 * WINDOW):
+            for _ in range(5):
+                train(0, good)
+            train(1, failing)
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert caught.value.verdict.module == "1:0"
+    session.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_steps_after_backward_passes_of_all_are_explained(order):
+    models = [nn.Sequential(nn.Linear(16, 4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
+    session = halfstep.initialize(models, optimizers, "O1", low="bf16")
+    batches = [torch.full((4, 16), torch.nan), torch.ones(4, 16)]
+
+    def training():
+        for _ in range(2 * WINDOW):
+            for index, model in enumerate(models):
+                optimizers[index].zero_grad()
+                session.backward(model(batches[index]).float().sum(), loss_id=index)
+            for index in order:
+                session.step(optimizers[index])
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert (caught.value.verdict.kind, caught.value.verdict.module) == ("input data", "0:0")
+    session.close()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_of_two_losses_of_one_optimizer_the_one_that_fails_is_noticed(bad):
+    model = nn.Sequential(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = halfstep.initialize(model, optimizer, "O1", low="fp16")
+    good, failing = torch.full((4, 16), 1e-3), torch.full((4, 16), torch.nan)
+
+    def training():
+        for step in range(4 * WINDOW):
+            loss_id = step % 2
+            optimizer.zero_grad()
+            batch = failing if loss_id == bad else good
+            session.backward(model(batch).float().sum(), loss_id=loss_id)
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert caught.value.verdict.kind == "input data"
+    session.close()
+
+
+def test_a_step_that_is_waited_for_in_vain_is_not_waited_for_longer(monkeypatch):
+    monkeypatch.setattr(guardian, "_OTHERS", 3)
+    session, _, train = several(2, "raise", low="bf16")
+    inputs = torch.ones(4, 16)
+    for _ in range(WINDOW + 1):
+        train(0, inputs * torch.nan)
+    recorded = []
+    for _ in range(6):
+        recorded.append(session._guardian._armed is not None)
+        train(1, inputs)
+    assert recorded == [True] * 4 + [False] * 2
+    session.close()
+
+
+def observed(order, every, tensors="weight_grad"):
+    """The steps and models of what a probe saw where optimizers step in a given order."""
+    session, _, train = several(1 + max(order), low="bf16")
+    probe = session.observe(every=every, tensors=tensors)
+    for index in order:
+        train(index, torch.ones(4, 16))
+    seen = sorted({(each.step, each.kind, int(each.module[0])) for each in probe.flush()})
+    session.close()
+    return [(step, model) for step, kind, model in seen if kind == "weight_grad"], seen
+
+
+@pytest.mark.parametrize("every", [4, 5])
+def test_a_probe_sees_each_of_several_optimizers(every):
+    seen, _ = observed(([0, 1] * 6)[:11], every)
+    looks = [1, every, 2 * every]
+    assert seen == [(step + i, (step + i - 1) % 2) for step in looks for i in (0, 1)]
+
+
+def test_a_probe_sees_the_optimizer_that_steps_rarely():
+    seen, _ = observed([0, 0, 0, 0, 0, 1] * 4, 12)
+    assert [model for step, model in seen if step < 12] == [0] * 5 + [1]
+    assert [(step, model) for step, model in seen if 12 <= step < 18] == [(12, 1), (13, 0)]
+
+
+def test_a_probe_does_not_wait_for_an_optimizer_that_never_steps():
+    session, _, train = several(2, low="bf16")
+    probe = session.observe(every=50, tensors="weight_grad")
+    for _ in range(2 * LONGEST):
+        train(0, torch.ones(4, 16))
+    assert {each.step for each in probe.flush()} == set(range(1, LONGEST + 1))
+    session.close()
+
+
+def test_weights_are_read_once_a_look_and_no_notice_is_given(caplog):
+    _, seen = observed([0, 1] * 3, 50, ("weight", "activation", "weight_grad"))
+    assert [each for each in seen if each[1] == "weight"] == [(1, "weight", 0), (1, "weight", 1)]
+    assert [each for each in seen if each[1] == "activation"] == [(1, "activation", 0), (2, "activation", 1)]
+    assert caplog.text == ""
