@@ -175,7 +175,9 @@ class Guardian:
         if self._armed is not None:
             self._after_recorded(key, record, parts)
             return
-        counter = self._counters.setdefault(key, Counter(self._device))
+        counter = self._counters.get(key)
+        if counter is None:
+            counter = self._counters[key] = Counter(self._device)
         found = counter.count(record.skipped, list(scales.values()) or [record.scale])
         if found is not None and not counter.is_resting() and self._is_alarming(*found):
             self._about, self._left = key, WINDOW

@@ -43,7 +43,11 @@ class Placed:
         self.grad_dtype = batch.grads[-1].dtype
         self.state = state
         # With an alias, that keeps the memory alive: what `.data` is set to later cannot come to lie at its address.
-        self.tensors = [(name, t, t.detach()) for name, t in (state or {}).items() if isinstance(t, Tensor)]
+        self.tensors = [
+            (name, t, t.detach(), t.data_ptr(), t.dtype, t.stride())
+            for name, t in (state or {}).items()
+            if isinstance(t, Tensor)
+        ]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
@@ -59,12 +63,10 @@ class Placed:
             or grad.shape != self.shape
         ):
             return False
-        for name, tensor, alias in self.tensors:
+        for name, tensor, _, address, dtype, stride in self.tensors:
             if self.state is None or self.state.get(name) is not tensor:
                 return False
-            if tensor.data_ptr() != alias.data_ptr() or tensor.dtype is not alias.dtype:
-                return False
-            if tensor.stride() != alias.stride():
+            if tensor.data_ptr() != address or tensor.dtype is not dtype or tensor.stride() != stride:
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)

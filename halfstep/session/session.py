@@ -128,6 +128,7 @@ class Session:
         for module, formats in pairs:
             self._cast_module(module, formats)
         self._parts = [self._make_part(optimizer) for optimizer in optimizers]
+        self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard([] if self._plain else self._roots)
         for root in () if self._plain else self._roots:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
@@ -305,7 +306,7 @@ class Session:
             self._buffers.after_step()
         for sink in self._sinks:
             sink(record)
-        self._probes.stepped(self._steps, parts, [part for part in self._parts if not part.needs_closure])
+        self._probes.stepped(self._steps, parts, self._stepping)
         if self._guardian is not None:
             scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
             self._guardian.after_step(record, parts, scales)
@@ -335,7 +336,7 @@ class Session:
         self._casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
-            if len(parts) > 1 or any(type(grad) is not Tensor for grad in held.grads):
+            if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self._name_of)
         readings = [read(held.grads, device=self._device, scratch=self._scratch) for held in collected]
         factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
