@@ -81,6 +81,7 @@ def whatif(
             "the model is wrapped in DistributedDataParallel, which stops reducing gradients where weights are stored "
             f"low for a while, as {low_plan.name} does; ask what if before it is wrapped, or of plan='O1'"
         )
+    closure = _fed(closure)
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
         scouted = scout(closure, model, low_plan)
         rewind()
@@ -99,6 +100,19 @@ def whatif(
         scales=prediction.scales,
         stay_full=findings,
     )
+
+
+def _fed(closure: Callable[[], Any]) -> Callable[[], Any]:
+    def fed() -> Any:
+        try:
+            return closure()
+        except StopIteration:
+            raise SessionError(
+                "the closure ran out of batches: it is called once more than there are steps; give fewer steps or an "
+                "iterator that goes on"
+            ) from None
+
+    return fed
 
 
 def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: int) -> None:

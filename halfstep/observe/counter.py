@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,9 @@ _LONGEST_PAUSE = 64  # windows
 
 
 class Counter:
-    """Counts the skips in each eight steps of the same optimizers, without waiting for the device.
+    """Counts the skips in each eight steps of the same optimizers on one loss, without waiting for the device.
 
-    It reads them and the scales after the eighth, and gives them at the step after it, or when they have come. `wait`
+    It reads them and the scale after the eighth, and gives them at the step after it, or when they have come. `wait`
     is how many times it is then not asked, `pause` how many that is after a look that found nothing.
     """
 
@@ -25,10 +23,10 @@ class Counter:
         self._values: tuple[float, float] | None = None
         self._wait, self._pause = 0, 1
 
-    def count(self, skipped: Tensor, scales: Sequence[Tensor]) -> tuple[int, float] | None:
-        """Takes a step, whether it was skipped and its scales, 0-dim tensors; returns what of the last eight has come.
+    def count(self, skipped: Tensor, scale: Tensor) -> tuple[int, float] | None:
+        """Takes a step, whether it was skipped and its scale, 0-dim tensors; returns what of the last eight has come.
 
-        That is how many were skipped, and the least scale at the last of them. A step that a CUDA graph captures does
+        That is how many were skipped, and the scale at the last of them. A step that a CUDA graph captures does
         not count: what would be read are the numbers of its replays.
         """
         if not self._on_host and torch.cuda.is_current_stream_capturing():
@@ -37,7 +35,7 @@ class Counter:
         found = self._read()
         self._skipped.append(skipped)
         if len(self._skipped) == WINDOW:
-            self._begin_to_read(scales)
+            self._begin_to_read(scale)
             self._skipped = []
         return found
 
@@ -50,12 +48,12 @@ class Counter:
         self._wait -= 1
         return self._wait >= 0
 
-    def _begin_to_read(self, scales: Sequence[Tensor]) -> None:
+    def _begin_to_read(self, scale: Tensor) -> None:
         if self._on_host:
             skipped = sum(float(each.cpu().numpy()) for each in self._skipped)
-            self._values = skipped, min(float(scale.cpu().numpy()) for scale in scales)
+            self._values = skipped, float(scale.cpu().numpy())
             return
-        both = torch.stack((torch.stack(self._skipped).sum().to(torch.float32), torch.stack(tuple(scales)).min()))
+        both = torch.stack((torch.stack(self._skipped).sum().to(torch.float32), scale.to(torch.float32)))
         host = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

@@ -49,12 +49,30 @@ def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) 
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
-    """Returns the edit that changes least where it is known, untried, that fp32 has a result; none elsewhere."""
+    """Returns the edit that changes least where it is known, untried, that fp32 has a result; none elsewhere.
+
+    A result beyond the low format is to leave its module in fp32. What the plan has already is no cure.
+    """
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
     if found.exact is None and not found.stored_overflow and not rounded:
         return ()
-    edits = candidates(plan, found, roots)
-    return next((each for each in edits if not (rounded and isinstance(each[0], OpChange))), ())
+    too_large = found.stored_overflow or (found.exact is not None and found.exact > plan.low.max)
+    beyond = found.phase == "forward" and too_large
+    edits = [each for each in candidates(plan, found, roots) if not (rounded and isinstance(each[0], OpChange))]
+    fitting = [each for each in edits if not (beyond and _gives_back_low(each)) and _changes(plan, each)]
+    return next(iter(fitting), ())
+
+
+def _gives_back_low(edits: tuple[Edit, ...]) -> bool:
+    return edits != WHOLE and isinstance(edits[0], Rule) and edits[0].policy == FULL
+
+
+def _changes(plan: Plan, edits: tuple[Edit, ...]) -> bool:
+    try:
+        edited = plan.edit(*edits)
+    except PlanError:
+        return False
+    return set(edited.rules) != set(plan.rules) or replace(edited, rules=()) != replace(plan, rules=())
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:

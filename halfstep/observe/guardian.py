@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -155,9 +155,9 @@ class Guardian:
         self._device = device
         scaling = subject.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._counters: dict[object, Counter] = {}  # by optimizers and losses
+        self._counters: dict[tuple[object, int | None], Counter] = {}  # by optimizers and loss
         self._armed: tuple[Armed, Callable[[], None]] | None = None
-        self._about: object = None  # whose step is waited for
+        self._about: tuple[object, int | None] = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
         self._others = 0  # steps of others while one is waited for
         self._patience = _PATIENCE
@@ -171,27 +171,36 @@ class Guardian:
         Raises:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure.
         """
-        key = (tuple(map(id, parts)), tuple(sorted(scales)))
+        who = tuple(map(id, parts))
         if self._armed is not None:
-            self._after_recorded(key, record, parts)
+            self._after_recorded(self._armed[0], who, scales, record, parts)
             return
-        counter = self._counters.get(key)
-        if counter is None:
-            counter = self._counters[key] = Counter(self._device)
-        found = counter.count(record.skipped, list(scales.values()) or [record.scale])
-        if found is not None and not counter.is_resting() and self._is_alarming(*found):
-            self._about, self._left = key, WINDOW
-            self._arm_next()
+        for loss_id, scale in scales.items() or ((None, record.scale),):
+            counter = self._counters.get((who, loss_id))
+            if counter is None:
+                counter = self._counters[who, loss_id] = Counter(self._device)
+            found = counter.count(record.skipped, scale)
+            if self._armed is None and found is not None and not counter.is_resting() and self._is_alarming(*found):
+                self._about, self._left = (who, loss_id), WINDOW
+                self._arm_next()
 
-    def _after_recorded(self, key: object, record: StepRecord, parts: Sequence[Stepped]) -> None:
-        """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded."""
-        if key == self._about:
+    def _after_recorded(
+        self,
+        armed: Armed,
+        who: object,
+        losses: Collection[int],
+        record: StepRecord,
+        parts: Sequence[Stepped],
+    ) -> None:
+        """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded a while."""
+        waited_for, loss_id = self._about
+        if who == waited_for and (loss_id is None or loss_id in losses):
             self._conclude(record, parts)
             return
         self._others += 1
         if self._others > _OTHERS:
-            self._look_later()
-            self.close()
+            self._others = 0
+            armed.recorder.forget()
 
     def _arm_next(self) -> None:
         self._left -= 1

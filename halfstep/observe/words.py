@@ -150,7 +150,7 @@ def _seen(found: Diagnosis) -> str:
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
         text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {_number(found.low)}"
     if found.mask is not None:
-        text += f", as the mask's {found.mask:g} is -inf in {found.low}"
+        text += f", as the mask's {found.mask:g} became -inf"
     if found.eps is not None:
         text += f", as {found.eps:g} is 0 in {found.low}"
     return text
@@ -209,6 +209,8 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         words.append(f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not")
     if found.mask is not None:
         words.append(f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}")
+    elif found.infinity:
+        words.append(_met(found))
     if found.tried and found.cured_loss is None:
         words.append(
             f"no edit that was tried reaches it: cast what {found.operator} gets to fp32 in the code (.float())"
@@ -223,7 +225,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if note is not None and any(map(math.isnan, note.scalars)):
         return f"the code itself gives NaN to {name}: see where that number comes from"
     if found.infinity:
-        return f"{name} met an infinity from {found.infinity}: {_about_infinity(name)}"
+        return _met(found)
     if full.low in (FP16, BF16) and found.exact is not None:
         return (
             f"no edit reaches it: the code itself casts what {name} gets to {found.low}, or takes weights as they are "
@@ -238,6 +240,10 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         )
     known = next((words for names, words in _NO_VALUE if name in names), None)
     return known or f"no format helps: keep what {name} gets away from where it has no value (an eps, a clamp)"
+
+
+def _met(found: Diagnosis) -> str:
+    return f"{found.operator} met an infinity from {found.infinity}: {_about_infinity(found.operator)}"
 
 
 def _about_infinity(name: str) -> str:

@@ -479,3 +479,9 @@ def test_a_model_in_a_session_is_refused_and_stays_in_it():
             halfstep.whatif(lambda: model(torch.ones(1, 4)).sum(), model)
         assert not session.closed
     halfstep.whatif(lambda: model(torch.ones(1, 4)).sum(), model)
+
+
+def test_a_closure_that_runs_out_of_batches_is_told_how_many_it_needs():
+    batches = iter([ONE, ONE])
+    with pytest.raises(SessionError, match="ran out of batches: it is called once more than there are steps"):
+        halfstep.whatif(lambda: MODEL(next(batches)).sum(), MODEL, ("fp16",), steps=2)

@@ -13,6 +13,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, Rule, Scaling, SessionError
+from halfstep.observe.cures import FULL_OUT
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Attention, Cnn, Stacked, Transformer, images, rows, targets, words
 from tests.observe.faults.plants import Gain
@@ -318,7 +319,7 @@ def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = images(), targets()
     verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
-    assert verdict.cure == (Rule("plant", FULL),)
+    assert verdict.cure == (Rule("plant", FULL_OUT),)
     assert "not tried: the model cannot be copied" in verdict.advice
     session.close()
 

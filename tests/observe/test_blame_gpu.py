@@ -20,12 +20,12 @@ def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
     scale = torch.tensor(8.0, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = [counter.count(flag, [scale]) for flag in flags]
+        found = [counter.count(flag, scale) for flag in flags]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found == [None] * WINDOW
     torch.cuda.synchronize()
-    assert counter.count(flags[0], [scale]) == (3, 8.0)
+    assert counter.count(flags[0], scale) == (3, 8.0)
 
 
 @pytest.mark.parametrize(("plant", "phase"), [(Gain, "forward"), (CustomBackward, "backward")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from halfstep import FP16, FULL, NumericsError, Rule, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
 from halfstep.observe import guardian
 from halfstep.observe.counter import WINDOW, Counter
+from halfstep.observe.cures import FULL_OUT, WHOLE, untried_cure
+from halfstep.observe.diagnosis import Diagnosis
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
@@ -794,7 +797,81 @@ class Elsewhere(torch.Tensor):
 
 def test_counters_of_other_devices_are_waited_for():
     counter = Counter(torch.device("xpu"))
-    scales = [torch.tensor(scale).as_subclass(Elsewhere) for scale in (256.0, 128.0)]
+    scale = torch.tensor(128.0).as_subclass(Elsewhere)
     for step in range(WINDOW):
-        assert counter.count(torch.tensor(step < 3).as_subclass(Elsewhere), scales) is None
-    assert counter.count(torch.tensor(True).as_subclass(Elsewhere), scales) == (3, 128.0)
+        assert counter.count(torch.tensor(step < 3).as_subclass(Elsewhere), scale) is None
+    assert counter.count(torch.tensor(True).as_subclass(Elsewhere), scale) == (3, 128.0)
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_the_cure_of_a_layer_whose_results_do_not_fit_trains(plan):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[1].weight.mul_(3e5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs, targets = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    plan = halfstep.level(plan, "fp16")
+
+    def train(plan):
+        session = halfstep.initialize(model, optimizer, plan)
+        for _ in range(3 * WINDOW):
+            optimizer.zero_grad()
+            session.backward(nn.functional.cross_entropy(model(inputs), targets))
+            record = session.step()
+        return record
+
+    with pytest.raises(halfstep.NumericsError) as caught:
+        train(plan)
+    assert caught.value.verdict.module == "1"
+    assert not bool(train(plan.edit(*caught.value.verdict.cure)).skipped)
+
+
+def test_a_cure_that_the_plan_has_is_none():
+    found = Diagnosis("overflow", "0", "linear", "forward", exact=1e6)
+    model, plan = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), halfstep.level("O2", "fp16")
+    first = untried_cure(plan, found, [model])
+    assert first == (Rule("0", FULL_OUT),)
+    assert untried_cure(plan.edit(*first), found, [model]) == WHOLE
+    assert untried_cure(plan.edit(*first, *WHOLE), found, [model]) == ()
+
+
+def test_an_optimizer_of_many_losses_is_watched_whichever_of_them_a_step_has():
+    generator = random.Random(0)
+    model = nn.Linear(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = halfstep.initialize(model, optimizer, "O2", low="bf16")
+
+    def train():
+        for step in range(20 + 8 * WINDOW):
+            inputs = torch.randn(4, 16) * (torch.nan if step >= 20 else 1.0)
+            optimizer.zero_grad()
+            for task in [task for task in range(8) if generator.random() < 0.5] or [0]:
+                session.backward(model(inputs)[:, task].square().mean(), loss_id=task)
+            session.step()
+
+    with pytest.raises(halfstep.NumericsError) as caught:
+        train()
+    assert caught.value.verdict.kind == "invalid"  # the inputs are spoiled where the recorder sees it
+    session.close()
+
+
+def test_an_optimizer_that_steps_rarely_is_seen():
+    models = [nn.Linear(16, 4), nn.Linear(16, 4)]
+    often, rarely = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in models)
+    session = halfstep.initialize(models, [often, rarely], "O1", low="bf16")
+    inputs = torch.randn(4, 16)
+
+    def train():
+        for _ in range(2 * WINDOW):
+            for _ in range(40):
+                often.zero_grad()
+                session.backward(models[0](inputs).mean(), loss_id=0)
+                session.step(often)
+            rarely.zero_grad()
+            session.backward(models[1](torch.full((4, 16), torch.nan)).mean(), loss_id=1)
+            session.step(rarely)
+
+    with pytest.raises(halfstep.NumericsError) as caught:
+        train()
+    assert caught.value.verdict.kind == "invalid"
+    session.close()

@@ -150,17 +150,21 @@ def test_of_two_losses_of_one_optimizer_the_one_that_fails_is_noticed(bad):
     session.close()
 
 
-def test_a_step_that_is_waited_for_in_vain_is_not_waited_for_longer(monkeypatch):
+def test_what_others_do_is_forgotten_while_a_step_is_waited_for(monkeypatch):
     monkeypatch.setattr(guardian, "_OTHERS", 3)
     session, _, train = several(2, "raise", low="bf16")
     inputs = torch.ones(4, 16)
     for _ in range(WINDOW + 1):
         train(0, inputs * torch.nan)
-    recorded = []
-    for _ in range(6):
-        recorded.append(session._guardian._armed is not None)
+    noted = []
+    for _ in range(9):
         train(1, inputs)
-    assert recorded == [True] * 4 + [False] * 2
+        armed, _ = session._guardian._armed
+        noted.append(len(armed.recorder.notes))
+    assert 0 < noted[0] < noted[1] < noted[2]
+    assert noted[3] == noted[7] == 0
+    with pytest.raises(NumericsError):
+        train(0, inputs * torch.nan)
     session.close()
 
 
