@@ -46,7 +46,7 @@ _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
 _PATIENCE = 2**12
 _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
-_OTHERS = 32  # steps of other optimizers before the one that is waited for
+_OTHERS = 32  # steps of other optimizers that are kept of those before the one that is waited for
 _LOG = logging.getLogger("halfstep")
 
 
@@ -135,8 +135,8 @@ class Armed:
 class Guardian:
     """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
 
-    Steps of the same optimizers with gradients of the same losses are watched apart from others. Where `WINDOW` of them
-    in a row were skipped, or one was while a scale lies at `floor`, the next ones are recorded, one at a time, until
+    Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
+    `WINDOW` of them, counted in such blocks, were skipped, or one was while a scale lies at `floor`, the next ones are recorded, one at a time, until
     one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which is normal, from
     what it does not.
     """

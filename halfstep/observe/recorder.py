@@ -332,7 +332,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return note.line
 
     def forget(self) -> None:
-        """Ends the recording for good, and drops what was recorded."""
+        """Ends the recording until it is switched on again, and drops what was recorded."""
         self.on = False
         self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
 
