@@ -136,9 +136,9 @@ class Guardian:
     """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
 
     Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
-    `WINDOW` of them, counted in such blocks, were skipped, or one was while a scale lies at `floor`, the next ones are recorded, one at a time, until
-    one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which is normal, from
-    what it does not.
+    `WINDOW` of them, counted in such blocks, were skipped, or one was while a scale lies at `floor`, the next ones are
+    recorded, one at a time, until one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale
+    cures, which is normal, from what it does not.
     """
 
     def __init__(
