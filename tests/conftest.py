@@ -1,5 +1,6 @@
 """What every test stands on: fixed seeds, a fixed number of threads, and where data and a GPU are looked for."""
 
+import gc
 import os
 import random
 import sys
@@ -71,6 +72,17 @@ def data_dir():
     if not DATA.is_dir():
         pytest.skip(f"no data folder at {DATA}; {HOW_TO_GET_DATA}")
     return DATA
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """A process group of this process alone, for as long as the test runs."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    # What was wrapped goes first. torch's DDP, where it is the last to hold the group, waits with Python's lock for a
+    # thread of the group that may be waiting for this lock, and neither goes on.
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -92,19 +92,14 @@ def test_a_scripted_model_is_refused():
     refuse(SetupError, r"ScriptModule", scripted, None, "O1", low="bf16")
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["O2", "O3"])
-def test_a_wrapped_model_is_refused_where_weights_change_format(name, tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
-    )
-    try:
-        model, _ = make()
-        model.second.weight = nn.Parameter(model.second.weight.detach().clone())
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        opt = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad])
-        refuse(SetupError, r"DistributedDataParallel.*wrap after", wrapped, opt, name, low="bf16")
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_wrapped_model_is_refused_where_weights_change_format(name):
+    model, _ = make()
+    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    opt = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad])
+    refuse(SetupError, r"DistributedDataParallel.*wrap after", wrapped, opt, name, low="bf16")
 
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])

@@ -13,47 +13,38 @@ import halfstep
 from halfstep import SessionError, SetupError
 
 
-def distributed(path):
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(path), 1), rank=0, world_size=1)
+@pytest.fixture
+def mesh(process_group):
     return init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", ["FSDP2", "DTensor"])
-def test_a_sharded_model_is_refused_and_trains_at_o0(name, kind, tmp_path):
-    mesh = distributed(tmp_path / "s")
-    try:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-        if kind == "FSDP2":
-            fully_shard(model, mesh=mesh)
-        else:
-            model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
-        opt = torch.optim.AdamW(model.parameters())
-        with pytest.raises(SetupError, match=r"sharded over processes.*1.weight \(DTensor\).*use O0"):
-            halfstep.initialize(model, opt, name, low="bf16")
-        if kind == "FSDP2":
-            session = halfstep.initialize(model, opt, "O0")
-            session.backward(model(torch.ones(2, 4)).sum())
-            session.step()
-            session.close()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_gradient_that_does_not_lie_in_its_memory_is_named(tmp_path):
-    mesh = distributed(tmp_path / "s")
-    try:
-        model = nn.Linear(4, 2)
-        session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
-        session.backward(model(torch.ones(1, 4)).sum())
-        model.weight.grad = distribute_tensor(model.weight.grad, mesh, [Shard(0)])
-        with pytest.raises(SessionError, match="'weight' is of type DTensor"):
-            session.step()
-        model.zero_grad()
+def test_a_sharded_model_is_refused_and_trains_at_o0(name, kind, mesh):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    if kind == "FSDP2":
+        fully_shard(model, mesh=mesh)
+    else:
+        model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
+    opt = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SetupError, match=r"sharded over processes.*1.weight \(DTensor\).*use O0"):
+        halfstep.initialize(model, opt, name, low="bf16")
+    if kind == "FSDP2":
+        session = halfstep.initialize(model, opt, "O0")
+        session.backward(model(torch.ones(2, 4)).sum())
+        session.step()
         session.close()
-    finally:
-        torch.distributed.destroy_process_group()
+
+
+def test_a_gradient_that_does_not_lie_in_its_memory_is_named(mesh):
+    model = nn.Linear(4, 2)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    session.backward(model(torch.ones(1, 4)).sum())
+    model.weight.grad = distribute_tensor(model.weight.grad, mesh, [Shard(0)])
+    with pytest.raises(SessionError, match="'weight' is of type DTensor"):
+        session.step()
+    model.zero_grad()
+    session.close()
 
 
 def test_a_gradient_of_a_class_of_its_own_is_read_like_others():

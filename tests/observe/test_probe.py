@@ -317,21 +317,18 @@ def test_two_probes_leave_the_stance_as_it_was_in_any_order():
     session.close()
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
-def test_a_model_in_ddp_is_seen_under_its_own_names(name, tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        found = []
-        for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
-            model, session = small_session(name)
-            probe = session.observe(every=1)
-            wrapped = wrap(model)
-            step(wrapped, session)
-            found.append({(o.module, o.kind, o.name): o.stats for o in probe.flush()})
-            session.close()
-        assert found[0] == found[1]
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_model_in_ddp_is_seen_under_its_own_names(name):
+    found = []
+    for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
+        model, session = small_session(name)
+        probe = session.observe(every=1)
+        wrapped = wrap(model)
+        step(wrapped, session)
+        found.append({(o.module, o.kind, o.name): o.stats for o in probe.flush()})
+        session.close()
+    assert found[0] == found[1]
 
 
 class Twice(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import logging
 
@@ -108,6 +109,7 @@ def work(rank, path):
             "refused": refused(rank),
         }
     finally:
+        gc.collect()  # as in the fixture `process_group`
         torch.distributed.destroy_process_group()
     (path / f"{rank}.json").write_text(json.dumps(found))
 
