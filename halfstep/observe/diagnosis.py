@@ -136,7 +136,7 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
     assert note.bad is not None
     if note.exact is not None and (note.exact.defined or note.exact.pole):
         return ("invalid" if note.exact.pole else "overflow"), None
-    met_mask = bool(note.parents or note.leaves)
+    met_mask = note.exact is None and bool(note.parents or note.leaves)
     return ("invalid" if note.bad.nan or met_mask else "overflow"), None
 
 
@@ -145,7 +145,9 @@ def _masks(note: Note) -> list[Note]:
 
 
 def _infinity(recorder: OpRecorder, note: Note) -> str:
-    """Returns where the infinity of a mask came from that an operation computed with; "" for none."""
+    """Returns where the infinity of a mask came from that an operation computed with; "" for none that mattered."""
+    if note.exact is not None and (note.parents or note.leaves):
+        return ""
     met = [each for each in reached_from(note.parents) if each.aten != "scalar_tensor"]  # of torch.where and a number
     for each in (*met, note):
         leaf = next((leaf for leaf in each.leaves if leaf.masked), None)

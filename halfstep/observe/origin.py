@@ -71,7 +71,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
             return Origin(_first_to_compute(recorder, note, reached), harmful[0])
         if note.masked or not all(parent.masked for parent in note.parents):
             continue
-        if not note.parents and not note.leaves:
+        if note.exact is not None or not (note.parents or note.leaves):
             return Origin(note)
         assert note.bad is not None
         above = any(each.bad is not None and each.bad.above for each in note.parents)

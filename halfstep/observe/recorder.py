@@ -21,7 +21,7 @@ from halfstep.modes import as_called
 from halfstep.observe.badness import Badness, badness, measure
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
-from halfstep.observe.rerun import Exact, recompute
+from halfstep.observe.rerun import Exact, recompute, recompute_unmasked
 from halfstep.observe.schemas import aten_name, is_collective, is_overwritten, is_uninitialised, is_view, scalars
 from halfstep.records import OpCall
 
@@ -40,7 +40,8 @@ class Note:
     `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
     result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
     its arguments that were not finite came from; `masked` says that it is, or hands on, the infinity of a mask. `call`
-    and `exact` are there where nothing that it read explains what it wrote. `vanished` is a number near zero that it
+    is there where it read nothing that was not finite but such infinities, `exact` where they do not explain either
+    what it wrote. `vanished` is a number near zero that it
     added, or took as a bound, where its result is 0 in places. `root` says that it made the gradient that a backward
     pass begins with, or belongs to the pass's first node; `received` that it brought values from other processes.
     """
@@ -259,7 +260,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             output_ranges=tuple(measure(t) for t in outputs),
             line=note.line,
         )
-        if not parents and not leaves and not note.received:
+        if note.received:
+            return
+        if parents or leaves:
+            note.exact = recompute_unmasked(func, given, tensors, values)
+        else:
             note.exact = recompute(func, given, tensors, values, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
