@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from halfstep.observe.badness import elements
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
 
@@ -165,13 +166,13 @@ class Places:
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Returns a tensor that has the memory of a tensor's elements: itself, or the values of a sparse one.
+    """Returns a tensor that has the memory of a tensor's elements: itself, or the values of a sparse or nested one.
 
     None where they do not lie in memory that can be told apart.
     """
     try:
         with torch._C._DisableTorchDispatch():
-            held = tensor if tensor.layout is torch.strided else _values(tensor.detach())
+            held = _dense(tensor)
         return held if held is not None and _identity(held) else None
     except (NotImplementedError, RuntimeError):
         return None
@@ -183,7 +184,12 @@ def storage_of(tensor: Tensor) -> int:
     return 0 if held is None else _identity(held)
 
 
-def _values(tensor: Tensor) -> Tensor | None:
+def _dense(tensor: Tensor) -> Tensor | None:
+    if tensor.is_nested:
+        return elements(tensor)
+    if tensor.layout is torch.strided:
+        return tensor
+    tensor = tensor.detach()
     if tensor.is_sparse:
         return tensor._values()
     return tensor.values() if tensor.layout in _COMPRESSED else None

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import as_called
-from halfstep.observe.badness import Badness, badness, measure
+from halfstep.observe.badness import Badness, badness, measure, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.rerun import Exact, recompute, recompute_unmasked
@@ -139,7 +139,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         """Runs the operation and notes it."""
         named = {} if kwargs is None else kwargs
-        if not self.on or getattr(self._local, "inside", False):
+        if not self.on or getattr(self._local, "inside", False) or func.namespace == "prim":  # of sizes and layouts
             return as_called(func, args, named)
         self._local.inside = True
         try:
@@ -394,12 +394,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_mask(tensor: Tensor, bad: Badness) -> bool:
     """Tells whether a tensor is a mask to be added: minus infinity in places, and zero everywhere else."""
     if bad.nan or bad.above:
         return False
-    dense = tensor.detach()
+    dense = unwrapped(tensor).detach()
     return bool((dense.isinf() | (dense == 0)).all())

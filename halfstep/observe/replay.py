@@ -154,7 +154,9 @@ def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
 
 
 def _is_readable(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_meta and value.layout is torch.strided
+    if not isinstance(value, Tensor) or value.is_meta:
+        return False
+    return value.is_nested or value.layout is torch.strided
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.observe.badness import badness
+from halfstep.observe.badness import badness, unwrapped
 
 _LOW = (torch.float16, torch.bfloat16)
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
@@ -121,7 +121,7 @@ def _computed(
 
     args, kwargs = tree_map(widen, given)
     try:
-        return [leaf.detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return [unwrapped(leaf).detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return []
 
