@@ -42,8 +42,8 @@ _CASTS = tuple(os.path.join(_OURS, "cast", name) for name in ("tree.py", "module
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
-END = "run_to_the_loss"
-"""The function of replay.py under which a closure runs; who called it is not part of the user's model."""
+END = ("run_to_the_loss", "backward")
+"""The functions of halfstep under which a closure, and a backward pass, run: who called them is none of the model."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,12 @@ class Places:
         return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
-        """Returns the place of the operation that runs now, up the stack to the start of a pass."""
+        """Returns the place of the operation that runs now, up the stack to the start of a pass.
+
+        What a checkpoint runs again is not below the forward that it is a part of: a function inside that has its `self`.
+        """
         frame: FrameType | None = sys._getframe(1)
-        module = line = call = None
+        module = line = call = enclosing = None
         function, again = "", False
         while frame is not None:
             code = frame.f_code
@@ -144,10 +147,13 @@ class Places:
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
                 if module is None and code.co_varnames[:1] == ("self",):
                     module = self._modules.get(id(frame.f_locals.get("self")))
+                elif enclosing is None and "self" in code.co_freevars:
+                    enclosing = self._modules.get(id(frame.f_locals.get("self")))
             if module is not None and line is not None:
                 again = again or _is_run_again(frame)
                 break
             frame = frame.f_back
+        module = enclosing if module is None and again else module
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
 
     def of_error(self, trace: TracebackType | None) -> Place:
@@ -222,7 +228,7 @@ def _kind(code: CodeType) -> str:
     """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" where the search ends."""
     path = code.co_filename
     name: Any = code.co_name
-    if name in (_ENGINE, END) and path.startswith((_TORCH, _OURS)):
+    if (name == _ENGINE and path.startswith(_TORCH)) or (name in END and path.startswith(_OURS)):
         return "end"
     if path == _CHECKPOINT:
         return "checkpoint"

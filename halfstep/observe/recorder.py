@@ -316,6 +316,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         made = self._nodes.get(number, [])
         fitting = [each for each in made if is_backward_of(note.node, each.aten)]
         note.forward = fitting[-1] if fitting else made[-1] if made else None
+        if note.forward is not None and note.forward.line is None:  # the session's own, of the loss that it was given
+            note.forward = next((each for each in note.forward.sources if each is not None), note.forward)
         if note.forward is not None:
             note.module = note.forward.module if note.module is None else note.module
 
