@@ -113,7 +113,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
         What is asked of a subclass, as of a nested tensor, comes back here in parts.
         """
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if any(map(_dispatches, types)):
             return NotImplemented
         named = {} if kwargs is None else kwargs
         if func in PRODUCTS and self._is_low(func, args, named):
@@ -168,6 +168,11 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if target.shape != result.shape:
             target.resize_(result.shape)
         return target.copy_(result)
+
+
+def _dispatches(kind: Any) -> bool:
+    """Tells whether a class of tensors says itself what operations do with it."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 @functools.cache

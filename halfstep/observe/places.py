@@ -125,7 +125,7 @@ class Places:
     def here(self) -> Place:
         """Returns the place of the operation that runs now, up the stack to the start of a pass.
 
-        What a checkpoint runs again is not below the forward that it is a part of: a function inside that has its `self`.
+        What a checkpoint runs again is not below its forward; a function inside of that knows the module as `self`.
         """
         frame: FrameType | None = sys._getframe(1)
         module = line = call = enclosing = None
@@ -145,16 +145,17 @@ class Places:
                     function = code.co_name
                 if line is None and kind == "user":
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-                if module is None and code.co_varnames[:1] == ("self",):
-                    module = self._modules.get(id(frame.f_locals.get("self")))
-                elif enclosing is None and "self" in code.co_freevars:
-                    enclosing = self._modules.get(id(frame.f_locals.get("self")))
+                module = self._of(frame, code.co_varnames[:1]) if module is None else module
+                enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
             if module is not None and line is not None:
                 again = again or _is_run_again(frame)
                 break
             frame = frame.f_back
         module = enclosing if module is None and again else module
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
+
+    def _of(self, frame: FrameType, names: Sequence[str]) -> tuple[str, weakref.ref[nn.Module]] | None:
+        return self._modules.get(id(frame.f_locals.get("self"))) if "self" in names else None
 
     def of_error(self, trace: TracebackType | None) -> Place:
         """Returns the place where an error was raised: the innermost module and line of the user's on its stack."""
@@ -164,9 +165,8 @@ class Places:
             code = frame.f_code
             if _kind(code) == "user":
                 line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-            if code.co_varnames[:1] == ("self",):
-                known = self._modules.get(id(frame.f_locals.get("self")))
-                module = module if known is None else known[0]
+            known = self._of(frame, code.co_varnames[:1])
+            module = module if known is None else known[0]
             trace = trace.tb_next
         return Place(module, line, (0, 0))
 

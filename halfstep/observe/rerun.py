@@ -114,7 +114,7 @@ def _computed(
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
             before = values.get(id(value), value)
-            dtype = wide if before.dtype in narrow else before.dtype
+            dtype = before.dtype if wide is None or before.dtype not in narrow else wide
             dtype = _WIDER.get(dtype, dtype) if wide is torch.float64 else dtype
             return before.to(dtype, copy=func._schema.is_mutable)
         return wide if value in narrow else value
