@@ -210,7 +210,7 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         return [_OF_TENSORS[found.kind]]
     if found.kind == "masked row":
         return _about_masks(found)
-    if found.eps is not None and found.low is not None:
+    if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
             f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more "

@@ -745,6 +745,28 @@ def test_an_overflow_behind_a_mask_that_no_format_holds_is_no_invalid_operation(
     session.close()
 
 
+class Composited(nn.Module):
+    """The logarithm of a product of numbers that are an eps: 0 in fp16, and as a product in fp32 too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.log(torch.cumprod(self.fc(x) * 0 + 1e-10, -1))
+
+
+def test_an_eps_that_cures_no_more_in_fp32_is_not_what_is_advised():
+    model = nn.Sequential(Composited(), nn.Linear(8, 4))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "log", ())
+    assert "as 1e-10 is 0 in fp16" in verdict.evidence
+    assert "give 1e-6 or more" not in verdict.advice
+    session.close()
+
+
 class Inner(nn.Module):
     """A checkpoint of a function inside of a forward, whose gradients are large on their way."""
 
