@@ -93,7 +93,8 @@ def recompute_unmasked(
 
     None where that is finite, so that the infinities were what it took, or where it cannot be done.
     """
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    dense = all(t.layout is torch.strided and not t.is_nested for t in read)
+    if not dense or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     finite = [torch.where(t.isinf(), 1, t).to(t.dtype) if badness(t) is not None else t for t in read]
     out = _computed(func, given, tensors, finite, None)
