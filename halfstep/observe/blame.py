@@ -103,7 +103,8 @@ class _Run:
     @property
     def met_data(self) -> bool:
         """Whether a tensor from outside of the models was not finite."""
-        return any(leaf.kind == "data" and not leaf.masked for note in self.recorder.notes for leaf in note.leaves)
+        met = (leaf for note in self.recorder.notes for leaf in note.leaves if not leaf.masked)
+        return any(leaf.kind in ("data", "unseen") for leaf in met)
 
 
 def blame(

@@ -48,8 +48,8 @@ class _State:
         tensors = [b for _, _, b in self._buffers] + [p for root in roots for p in root.parameters()]
         distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
         self._values = [(t, t.detach().clone()) for t in distinct.values()]
-        self._attributes = [(m, attributes(m)) for m in modules.values()]
-        kept = {id(t): t for m in modules.values() for t in attribute_tensors(m) if _is_kept(t)}
+        self._attributes = [(m, _attributes(m)) for m in modules.values()]
+        kept = {id(t): t for m in modules.values() for t in _attribute_tensors(m) if _is_kept(t)}
         self._written = [(t, t._version, t.detach().clone()) for t in kept.values()]
         self._grads = [(p, p.grad) for p in params]
         self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
@@ -83,24 +83,25 @@ class _State:
             param.grad = grad
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module) -> dict[str, Any]:
     """Returns what a module keeps beside its parameters, buffers and modules: states of the model's own, say."""
     return {n: v for n, v in vars(module).items() if n not in _OF_MODULES and not n.startswith("_halfstep")}
 
 
-def attribute_tensors(module: nn.Module) -> list[Tensor]:
+def _attribute_tensors(module: nn.Module) -> list[Tensor]:
     """Returns the tensors among a module's attributes, and in lists, tuples and dicts that are."""
-    return [leaf for leaf in tree_leaves(attributes(module)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(_attributes(module)) if isinstance(leaf, Tensor)]
 
 
 def _restore(module: nn.Module, own: dict[str, Any]) -> None:
-    for name in attributes(module).keys() - own.keys():
+    for name in _attributes(module).keys() - own.keys():
         del module.__dict__[name]
     module.__dict__.update(own)
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    return _is_readable(tensor) and not tensor.is_inference() and tensor.numel() <= _KEPT
+    known = isinstance(tensor, nn.Parameter) or tensor.is_inference()
+    return not known and _is_readable(tensor) and tensor.numel() <= _KEPT
 
 
 def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
@@ -217,7 +218,7 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
     for own, _ in pairs.values():
         if "forward" in own.__dict__ or isinstance(own, torch.jit.ScriptModule):
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which a copy cannot stand in for")
-    kept = [(own, attributes(own)) for own, _ in pairs.values()]
+    kept = [(own, _attributes(own)) for own, _ in pairs.values()]
     hand_over = _handing_over(list(pairs.values()))
     for own, other in pairs.values():
         own.__dict__["forward"] = _forward_of(other, hand_over)
@@ -234,11 +235,11 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
 
 def _handing_over(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Callable[[], None]:
     """Returns what gives modules the attributes that their copies were given since."""
-    first = [(own, other, attributes(other)) for own, other in pairs]
+    first = [(own, other, _attributes(other)) for own, other in pairs]
 
     def hand_over() -> None:
         for own, other, before in first:
-            now = attributes(other)
+            now = _attributes(other)
             own.__dict__.update({n: v for n, v in now.items() if n not in before or before[n] is not v})
 
     return hand_over
