@@ -35,7 +35,7 @@ def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 @functools.cache
 def is_custom(func: Any) -> bool:
     """Tells whether an operation is a library's own, whose parts a dispatch mode may never see."""
-    return isinstance(func, OpOverload) and func.namespace not in ("aten", "prims")
+    return isinstance(func, OpOverload) and func.namespace not in ("aten", "prim", "prims")
 
 
 @contextmanager

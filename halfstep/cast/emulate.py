@@ -109,7 +109,12 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Computes a product of `low` operands in fp32; hands everything else on."""
+        """Computes a product of `low` operands in fp32; hands everything else on.
+
+        What is asked of a subclass, as of a nested tensor, comes back here in parts.
+        """
+        if any(map(_dispatches, types)):
+            return NotImplemented
         named = {} if kwargs is None else kwargs
         if func in PRODUCTS and self._is_low(func, args, named):
             return self._product(func, args, named)
@@ -163,6 +168,11 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if target.shape != result.shape:
             target.resize_(result.shape)
         return target.copy_(result)
+
+
+def _dispatches(kind: Any) -> bool:
+    """Tells whether a class of tensors says itself what operations do with it."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 @functools.cache

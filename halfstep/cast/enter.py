@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
@@ -175,8 +176,14 @@ def _plain_class(cls: type) -> type:
 
 
 def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Returns copies as ordinary fp32 models that know of no session; what the models share their copies share."""
-    twins = copy.deepcopy(list(models))
+    """Returns copies as ordinary fp32 models that know of no session; what the models share their copies share.
+
+    What is an attribute and was computed, as a loss that forward leaves there, is copied without its graph.
+    """
+    models = list(models)
+    attributes = [value for model in models for module in model.modules() for value in vars(module).values()]
+    computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
+    twins = copy.deepcopy(models, {id(t): t.detach().clone() for t in computed})
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
         module.__dict__.pop(GATE, None)
         module.__dict__.pop(MARK, None)

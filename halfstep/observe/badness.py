@@ -59,10 +59,16 @@ def measure(tensor: Tensor) -> tuple[float, float] | None:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Returns the tensor inside those that torch.func's transforms wrap around it."""
+    """Returns the tensor inside those that torch.func's transforms wrap around it, and all elements of a nested one."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    return elements(tensor) if tensor.is_nested else tensor
+
+
+def elements(nested: Tensor) -> Tensor:
+    """Returns the dense tensor that has the elements of a nested one."""
+    values: Tensor = nested._values if nested.layout is torch.jagged else nested.values()  # type: ignore[assignment]
+    return values
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -14,13 +14,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
 
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.modes import uncompiled
 from halfstep.observe.badness import badness
-from halfstep.observe.cures import WHOLE, candidates, narrow_candidates, scaling_cure, untried_cure
+from halfstep.observe.cures import (
+    WHOLE,
+    candidates,
+    is_whole,
+    narrow_candidates,
+    scaling_cure,
+    untried_cure,
+    with_edits,
+)
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
-from halfstep.observe.origin import absorbed, find_origin
+from halfstep.observe.origin import absorbed, find_origin, last_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, OpRecorder
 from halfstep.observe.replay import Inputs, leaves_kept, noting_inputs, run_to_the_loss, untouched
@@ -36,6 +45,7 @@ NOT_SEEN = (
     "the loss or its gradients are not finite, but what made them so ran where it could not be recorded (in another "
     "thread, or in compiled code): run the model in one thread, uncompiled, and call session.blame(closure)"
 )
+_OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises that looks at its numbers
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
@@ -66,12 +76,14 @@ class Held:
     """What is known of the last step.
 
     `bad` names the gradients in `p.grad` that are not finite, `left_over` says that nobody had zeroed those of the step
-    before, `skipped` that the step was skipped.
+    before, `skipped` that the step was skipped. `first_loss` is that of the session's first step, None where there was
+    none, or it was not finite.
     """
 
     bad: tuple[str, ...]
     left_over: bool
     skipped: bool
+    first_loss: float | None = None
 
 
 @dataclass
@@ -88,6 +100,12 @@ class _Run:
     scale: float
     lower: float | None = None
 
+    @property
+    def met_data(self) -> bool:
+        """Whether a tensor from outside of the models was not finite."""
+        met = (leaf for note in self.recorder.notes for leaf in note.leaves if not leaf.masked)
+        return any(leaf.kind in ("data", "unseen") for leaf in met)
+
 
 def blame(
     subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held, tell: Callable[[Finding], None]
@@ -100,7 +118,12 @@ def blame(
         SessionError: what the closure returned is no loss. After any error all is as it was.
     """
     params = _parameters(subject.roots)
-    with untouched(subject.roots, params) as restart, noting_inputs(subject.roots) as inputs, uncompiled():
+    with (
+        untouched(subject.roots, params) as restart,
+        noting_inputs(subject.roots) as inputs,
+        uncompiled(),
+        set_detect_anomaly(False),  # it raises where something is to be found
+    ):
 
         def rewind() -> None:
             restart()
@@ -116,7 +139,7 @@ def blame(
             return None
         if run.found.kind == OTHERS:
             return say(run.found, subject.plan, (), scale=scale)
-        found, lower = run.found, run.lower
+        found, lower = replace(run.found, first_loss=held.first_loss), run.lower
         if lower is None and found.may_be_scale and not math.isfinite(run.loss):
             lower = _passing_from_the_start(subject, closure, rewind, scale, params)
         if lower is not None and inputs.same:
@@ -128,8 +151,8 @@ def blame(
             return _is_repeated(subject, closure, run.scale, params, found, inputs)
 
         if fails_again():
-            verdict = _try_cures(subject, closure, rewind, found, scale, run.scale)
-            if fails_again():  # else what was tried may have run on another batch
+            verdict = _try_cures(subject, closure, rewind, replace(run, found=found), scale)
+            if verdict is not None and fails_again():  # else what was tried may have run on another batch
                 return verdict
         found = replace(found, repeats=False, untried="the closure does not repeat")
         return say(found, subject.plan, untried_cure(subject.plan, found, subject.roots), scale=run.scale)
@@ -146,7 +169,7 @@ def _is_repeated(
     """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
     try:
         again = _first_run(subject, closure, scale, params, least=scale)
-    except StopIteration:  # of an iterator over batches
+    except Exception:  # of an iterator over batches, or a list that they were taken from
         return False
     return again.found is not None and again.found.is_at(found) and inputs.same
 
@@ -164,7 +187,12 @@ def _first_run(
     """
     recorder = OpRecorder(Places(subject.roots))
     with subject.recording(recorder):
-        loss = run_to_the_loss(closure, params)
+        try:
+            loss = run_to_the_loss(closure, params)
+        except HalfstepError:
+            raise
+        except _OF_NUMBERS as error:
+            return _Run(math.nan, recorder, _before(subject, recorder, error, scale), scale)
         finite = badness(loss) is None
         found = _look(subject, recorder, loss, params, scale) if finite else _of_sinks(subject, recorder, [loss], scale)
     run = _Run(float(loss.detach()), recorder, found, scale)
@@ -176,6 +204,14 @@ def _first_run(
     with subject.recording(recorder):
         below = _look(subject, recorder, loss, params, least)
     return run if below is None else replace(run, found=below, scale=least)
+
+
+def _before(subject: Subject, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
+    """Returns the origin of what was not finite last before the closure raised an error, or raises that."""
+    origin = last_origin(recorder)
+    if origin is None:
+        raise error
+    return replace(diagnose(recorder, origin, subject.plan, subject.full, scale), raised=error)
 
 
 def _look(
@@ -213,7 +249,10 @@ def _passing_from_the_start(
         scale = max(scale / 2, 1.0)
         rewind()
         with subject.at_scale(scale):
-            loss = run_to_the_loss(closure, params)
+            try:
+                loss = run_to_the_loss(closure, params)
+            except Exception:  # there are no more batches, or it looks at its numbers itself
+                continue
             if badness(loss) is None and _is_finite_at(subject, loss, params, scale):
                 return scale
     return None
@@ -252,18 +291,26 @@ def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding]
 
 
 def _try_cures(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float, at: float
-) -> Verdict:
+    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], run: _Run, scale: float
+) -> Verdict | None:
     """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did.
 
-    `scale` is the loss scale of the session, `at` the one at which the fault was found.
+    `run` is the run that failed, `scale` the loss scale of the session. None where the closure has a state of its own
+    that the failure has spoiled.
     """
+    found, at = run.found, run.scale
+    assert found is not None
     full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
     if isinstance(full, str):
+        if found.raised is not None:  # also where all is finite, for all that is known
+            raise found.raised
         likely = untried_cure(subject.plan, found, subject.roots)
         return say(replace(found, untried=full), subject.plan, likely, scale=at)
+    if full.met_data and not run.met_data:
+        return None
     found = replace(found, full_loss=full.loss, full=full.found, tried=True)
-    if full.found is not None or found.kind in ("input data", "stale gradients"):
+    found = replace(found, grown=_beyond(subject)) if found.loss_has_grown else found
+    if full.found is not None or found.grown is not None or found.kind in ("input data", "stale gradients"):
         return say(found, subject.plan, (), scale=at)
     search = _Search(subject, closure, rewind, scale, full.loss)
     cure = search.narrow(found)
@@ -276,6 +323,14 @@ def _try_cures(
         return say(found, subject.plan, (), scale=at)
     edits, loss = cure
     return say(replace(found, cured_loss=loss), subject.plan, edits, scale=at)
+
+
+def _beyond(subject: Subject) -> tuple[str, float] | None:
+    """Returns the largest weight that lies beyond the low format, by its name; None where all fit."""
+    named = [(name, subject.full(p).detach()) for root in subject.roots for name, p in root.named_parameters()]
+    sizes = [(name, float(p.abs().max())) for name, p in named if p.is_floating_point() and p.numel()]
+    largest = max(sizes, key=lambda each: each[1], default=("", 0.0))
+    return largest if largest[1] > subject.plan.low.max else None
 
 
 def _below_one(
@@ -314,17 +369,18 @@ class _Search:
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
     ) -> tuple[tuple[Edit, ...], float] | None:
         moved: tuple[tuple[Edit, ...], Diagnosis] | None = None
-        for edits in narrow:
-            run = self._run(kept + edits)
+        for more in narrow:
+            edits = with_edits(kept, more)
+            run = None if is_whole(edits) else self._run(edits)
             if run is None:
                 continue
             if run.found is None and self._is_close(run.loss):
-                return self._with_scale(kept + edits, run), run.loss
+                return self._with_scale(edits, run), run.loss
             if moved is None and run.found is not None and run.found.module not in (found.module, None):
                 moved = edits, run.found
         if moved is None or faults <= 1:
             return None
-        return self._within(moved[1], self._narrow(moved[1]), kept + moved[0], faults - 1)
+        return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
     def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
         run = self._run(edits) if edits else None
@@ -367,8 +423,8 @@ def _tried(
                 run = replace(run, found=None)
             reached = any(p.grad is not None for p in params)
             return run if reached or run.found is not None else "the closure does not call the session's models"
-    except (HalfstepError, RuntimeError, TypeError, NotImplementedError, StopIteration) as error:
-        return f"the model cannot be copied and run ({str(error).partition('. ')[0]})"
+    except Exception as error:  # whatever the code raises under another plan
+        return f"the model cannot be copied and run ({str(error).partition('. ')[0] or type(error).__name__})"
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:

@@ -9,6 +9,9 @@ from torch import nn
 
 from halfstep.errors import PlanError
 from halfstep.observe.diagnosis import Diagnosis
+from halfstep.plan.fit import unwrap
+from halfstep.plan.matching import uncompiled
+from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, find
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL, Policy
@@ -45,7 +48,34 @@ def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) 
     if found.module is None:
         known = plan.ops != "none" and found.kind in _OF_FORMATS and _is_cheap(found.operator)
         return [(OpChange("deny", found.operator),)] if known else []
-    return [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
+    narrow = [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
+    return [*narrow, *_own_code(plan, found, roots)]
+
+
+def with_edits(kept: tuple[Edit, ...], more: tuple[Edit, ...]) -> tuple[Edit, ...]:
+    """Returns edits with `more` after them, without the rules whose place these take."""
+    anew = {edit.pattern for edit in more if isinstance(edit, Rule)}
+    return (*(edit for edit in kept if not (isinstance(edit, Rule) and edit.pattern in anew)), *more)
+
+
+def is_whole(edits: tuple[Edit, ...]) -> bool:
+    """Tells whether edits make the model itself full and leave none of its parts low."""
+    return WHOLE[0] in edits and not any(isinstance(edit, Rule) and edit.policy.compute == "low" for edit in edits)
+
+
+def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns the edit under which a model's own code runs in fp32, and its parts low as before, where that failed."""
+    if plan.ops == "none" or found.kind not in _OF_FORMATS or _upwards(found.module) != [""]:
+        return []
+    parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
+    ruled = {rule.pattern for rule in plan.rules}
+    low = [name for name, part in parts.items() if name not in ruled and norm_kind(part) is None and _learns(part)]
+    policy = Policy(plan.param, "low", "full")
+    return [(*WHOLE, *(Rule(name, policy) for name in low))] if low else []
+
+
+def _learns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:

@@ -16,6 +16,7 @@ from halfstep.plan.plan import Plan
 from halfstep.records import OpCall
 
 UNSEEN = "unseen"  # no verdict: what failed ran where the recorder could not see it
+_GROWN = 1e3  # times the first loss: more is not learned
 _DEPTH = 6  # how far back the addition of an eps is looked for
 
 
@@ -27,7 +28,9 @@ class Diagnosis:
     constant of a mask that became infinite, `infinity` says where the infinity of a mask came from that was computed
     with ("": none was). `repeats` says that a second run failed in the same place, `tried` that the closure could be
     run on a copy; then `full_loss` is what fp32 gave, `full` how it failed there (None: it did not), and `cured_loss`
-    the loss under the cure (None: no edit that was tried cures it). `untried` says why nothing could be tried.
+    the loss under the cure (None: no edit that was tried cures it). `untried` says why nothing could be tried, `raised`
+    what the closure raised in the place of returning a loss. `first_loss` is that of the session's first step, `grown`
+    names a weight, and its size, that has grown beyond the low format since.
     """
 
     kind: str
@@ -49,9 +52,26 @@ class Diagnosis:
     repeats: bool = True
     tried: bool = False
     untried: str = ""
+    raised: Exception | None = None
     full: Diagnosis | None = None
     full_loss: float | None = None
     cured_loss: float | None = None
+    first_loss: float | None = None
+    grown: tuple[str, float] | None = None
+
+    @property
+    def loss_has_grown(self) -> bool:
+        """Whether the closure's loss is in fp32, too, out of all proportion to that of the first step."""
+        if not self.is_forward_overflow or self.full_loss is None or self.first_loss is None:
+            return False
+        if self.full is not None:
+            return self.full.is_forward_overflow
+        return abs(self.full_loss) > _GROWN * max(abs(self.first_loss), 1.0)
+
+    @property
+    def is_forward_overflow(self) -> bool:
+        """Whether the forward pass made something too large."""
+        return self.phase == "forward" and self.kind == "overflow"
 
     @property
     def may_be_scale(self) -> bool:
@@ -136,7 +156,7 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float 
     assert note.bad is not None
     if note.exact is not None and (note.exact.defined or note.exact.pole):
         return ("invalid" if note.exact.pole else "overflow"), None
-    met_mask = bool(note.parents or note.leaves)
+    met_mask = note.exact is None and bool(note.parents or note.leaves)
     return ("invalid" if note.bad.nan or met_mask else "overflow"), None
 
 
@@ -145,7 +165,9 @@ def _masks(note: Note) -> list[Note]:
 
 
 def _infinity(recorder: OpRecorder, note: Note) -> str:
-    """Returns where the infinity of a mask came from that an operation computed with; "" for none."""
+    """Returns where the infinity of a mask came from that an operation computed with; "" for none that mattered."""
+    if note.exact is not None and (note.parents or note.leaves):
+        return ""
     met = [each for each in reached_from(note.parents) if each.aten != "scalar_tensor"]  # of torch.where and a number
     for each in (*met, note):
         leaf = next((leaf for leaf in each.leaves if leaf.masked), None)

@@ -42,6 +42,12 @@ def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
     return Origin(None, leaf if leaf.kind in ("gradient", OTHERS) else replace(leaf, kind="unseen"))
 
 
+def last_origin(recorder: OpRecorder) -> Origin | None:
+    """Returns the origin of the last result that was not finite, but for masks; None where all were."""
+    last = next((note for note in reversed(recorder.notes) if note.bad is not None and not note.masked), None)
+    return None if last is None else _earliest(recorder, reached_from([last]))
+
+
 def absorbed(recorder: OpRecorder) -> Note | None:
     """Returns the first operation that overflowed in a forward pass and was computed with, where all ended finite."""
     used = {source.index for note in recorder.notes for source in note.sources if source is not None}
@@ -71,7 +77,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
             return Origin(_first_to_compute(recorder, note, reached), harmful[0])
         if note.masked or not all(parent.masked for parent in note.parents):
             continue
-        if not note.parents and not note.leaves:
+        if note.exact is not None or not (note.parents or note.leaves):
             return Origin(note)
         assert note.bad is not None
         above = any(each.bad is not None and each.bad.above for each in note.parents)

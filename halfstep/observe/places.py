@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from halfstep.observe.badness import elements
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
 
@@ -41,8 +42,8 @@ _CASTS = tuple(os.path.join(_OURS, "cast", name) for name in ("tree.py", "module
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
-END = "run_to_the_loss"
-"""The function of replay.py under which a closure runs; who called it is not part of the user's model."""
+END = ("run_to_the_loss", "backward")
+"""The functions of halfstep under which a closure, and a backward pass, run: who called them is none of the model."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,12 @@ class Places:
         return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
-        """Returns the place of the operation that runs now, up the stack to the start of a pass."""
+        """Returns the place of the operation that runs now, up the stack to the start of a pass.
+
+        What a checkpoint runs again is not below its forward; a function inside of that knows the module as `self`.
+        """
         frame: FrameType | None = sys._getframe(1)
-        module = line = call = None
+        module = line = call = enclosing = None
         function, again = "", False
         while frame is not None:
             code = frame.f_code
@@ -141,13 +145,17 @@ class Places:
                     function = code.co_name
                 if line is None and kind == "user":
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-                if module is None and code.co_varnames[:1] == ("self",):
-                    module = self._modules.get(id(frame.f_locals.get("self")))
+                module = self._of(frame, code.co_varnames[:1]) if module is None else module
+                enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
             if module is not None and line is not None:
                 again = again or _is_run_again(frame)
                 break
             frame = frame.f_back
+        module = enclosing if module is None and again else module
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
+
+    def _of(self, frame: FrameType, names: Sequence[str]) -> tuple[str, weakref.ref[nn.Module]] | None:
+        return self._modules.get(id(frame.f_locals.get("self"))) if "self" in names else None
 
     def of_error(self, trace: TracebackType | None) -> Place:
         """Returns the place where an error was raised: the innermost module and line of the user's on its stack."""
@@ -157,21 +165,20 @@ class Places:
             code = frame.f_code
             if _kind(code) == "user":
                 line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-            if code.co_varnames[:1] == ("self",):
-                known = self._modules.get(id(frame.f_locals.get("self")))
-                module = module if known is None else known[0]
+            known = self._of(frame, code.co_varnames[:1])
+            module = module if known is None else known[0]
             trace = trace.tb_next
         return Place(module, line, (0, 0))
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Returns a tensor that has the memory of a tensor's elements: itself, or the values of a sparse one.
+    """Returns a tensor that has the memory of a tensor's elements: itself, or the values of a sparse or nested one.
 
     None where they do not lie in memory that can be told apart.
     """
     try:
         with torch._C._DisableTorchDispatch():
-            held = tensor if tensor.layout is torch.strided else _values(tensor.detach())
+            held = _dense(tensor)
         return held if held is not None and _identity(held) else None
     except (NotImplementedError, RuntimeError):
         return None
@@ -183,7 +190,12 @@ def storage_of(tensor: Tensor) -> int:
     return 0 if held is None else _identity(held)
 
 
-def _values(tensor: Tensor) -> Tensor | None:
+def _dense(tensor: Tensor) -> Tensor | None:
+    if tensor.is_nested:
+        return elements(tensor)
+    if tensor.layout is torch.strided:
+        return tensor
+    tensor = tensor.detach()
     if tensor.is_sparse:
         return tensor._values()
     return tensor.values() if tensor.layout in _COMPRESSED else None
@@ -216,7 +228,7 @@ def _kind(code: CodeType) -> str:
     """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" where the search ends."""
     path = code.co_filename
     name: Any = code.co_name
-    if name in (_ENGINE, END) and path.startswith((_TORCH, _OURS)):
+    if (name == _ENGINE and path.startswith(_TORCH)) or (name in END and path.startswith(_OURS)):
         return "end"
     if path == _CHECKPOINT:
         return "checkpoint"

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import as_called
-from halfstep.observe.badness import Badness, badness, measure
+from halfstep.observe.badness import Badness, badness, measure, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
-from halfstep.observe.rerun import Exact, recompute
+from halfstep.observe.rerun import Exact, recompute, recompute_unmasked
 from halfstep.observe.schemas import aten_name, is_collective, is_overwritten, is_uninitialised, is_view, scalars
 from halfstep.records import OpCall
 
@@ -40,7 +40,8 @@ class Note:
     `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
     result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
     its arguments that were not finite came from; `masked` says that it is, or hands on, the infinity of a mask. `call`
-    and `exact` are there where nothing that it read explains what it wrote. `vanished` is a number near zero that it
+    is there where it read nothing that was not finite but such infinities, `exact` where they do not explain either
+    what it wrote. `vanished` is a number near zero that it
     added, or took as a bound, where its result is 0 in places. `root` says that it made the gradient that a backward
     pass begins with, or belongs to the pass's first node; `received` that it brought values from other processes.
     """
@@ -138,7 +139,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         """Runs the operation and notes it."""
         named = {} if kwargs is None else kwargs
-        if not self.on or getattr(self._local, "inside", False):
+        if not self.on or getattr(self._local, "inside", False) or func.namespace == "prim":  # of sizes and layouts
             return as_called(func, args, named)
         self._local.inside = True
         try:
@@ -259,7 +260,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             output_ranges=tuple(measure(t) for t in outputs),
             line=note.line,
         )
-        if not parents and not leaves and not note.received:
+        if note.received:
+            return
+        if parents or leaves:
+            note.exact = recompute_unmasked(func, given, tensors, values)
+        else:
             note.exact = recompute(func, given, tensors, values, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
@@ -311,6 +316,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         made = self._nodes.get(number, [])
         fitting = [each for each in made if is_backward_of(note.node, each.aten)]
         note.forward = fitting[-1] if fitting else made[-1] if made else None
+        if note.forward is not None and note.forward.line is None:  # the session's own, of the loss that it was given
+            note.forward = next((each for each in note.forward.sources if each is not None), note.forward)
         if note.forward is not None:
             note.module = note.forward.module if note.module is None else note.module
 
@@ -389,12 +396,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_mask(tensor: Tensor, bad: Badness) -> bool:
     """Tells whether a tensor is a mask to be added: minus infinity in places, and zero everywhere else."""
     if bad.nan or bad.above:
         return False
-    dense = tensor.detach()
+    dense = unwrapped(tensor).detach()
     return bool((dense.isinf() | (dense == 0)).all())

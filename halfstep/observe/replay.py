@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any
 
 import numpy
@@ -20,6 +19,8 @@ from halfstep.errors import SessionError
 from halfstep.observe.alone import alone
 from halfstep.observe.badness import unwrapped
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+_KEPT = 2**24  # elements of a tensor that is an attribute, up to which what is written into it is undone
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
 
@@ -47,12 +48,20 @@ class _State:
         tensors = [b for _, _, b in self._buffers] + [p for root in roots for p in root.parameters()]
         distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
         self._values = [(t, t.detach().clone()) for t in distinct.values()]
+        self._attributes = [(m, _attributes(m)) for m in modules.values()]
+        kept = {id(t): t for m in modules.values() for t in _attribute_tensors(m) if _is_kept(t)}
+        self._written = [(t, t._version, t.detach().clone()) for t in kept.values()]
         self._grads = [(p, p.grad) for p in params]
         self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def rewind(self) -> None:
-        """Brings buffers, weights and random state back to the start, and clears the gradients."""
+        """Brings buffers, weights, attributes and random state back to the start, and clears the gradients."""
+        for module, own in self._attributes:
+            _restore(module, own)
+        for tensor, version, value in self._written:
+            if tensor._version != version:
+                tensor.data.copy_(value)
         for module, name, buffer in self._buffers:
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
@@ -72,6 +81,27 @@ class _State:
         self.rewind()
         for param, grad in self._grads:
             param.grad = grad
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns what a module keeps beside its parameters, buffers and modules: states of the model's own, say."""
+    return {n: v for n, v in vars(module).items() if n not in _OF_MODULES and not n.startswith("_halfstep")}
+
+
+def _attribute_tensors(module: nn.Module) -> list[Tensor]:
+    """Returns the tensors among a module's attributes, and in lists, tuples and dicts that are."""
+    return [leaf for leaf in tree_leaves(_attributes(module)) if isinstance(leaf, Tensor)]
+
+
+def _restore(module: nn.Module, own: dict[str, Any]) -> None:
+    for name in _attributes(module).keys() - own.keys():
+        del module.__dict__[name]
+    module.__dict__.update(own)
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    known = isinstance(tensor, nn.Parameter) or tensor.is_inference()
+    return not known and _is_readable(tensor) and tensor.numel() <= _KEPT
 
 
 def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
@@ -154,7 +184,9 @@ def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
 
 
 def _is_readable(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_meta and value.layout is torch.strided
+    if not isinstance(value, Tensor) or value.is_meta:
+        return False
+    return value.is_nested or value.layout is torch.strided
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -172,7 +204,8 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
     """Makes copies stand in for models: who calls a module of a model calls that of its copy.
 
-    Hooks on the gradients of the models' parameters act on those of the copies.
+    Hooks on the gradients of the models' parameters act on those of the copies. What a copy's forward leaves in an
+    attribute, as a loss that is added to the others', its model has too.
 
     Raises:
         RuntimeError: a module has a `forward` of its own (not its class's), which no copy can stand in for.
@@ -185,8 +218,10 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
     for own, _ in pairs.values():
         if "forward" in own.__dict__ or isinstance(own, torch.jit.ScriptModule):
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which a copy cannot stand in for")
+    kept = [(own, _attributes(own)) for own, _ in pairs.values()]
+    hand_over = _handing_over(list(pairs.values()))
     for own, other in pairs.values():
-        own.__dict__["forward"] = MethodType(type(other).forward, other)
+        own.__dict__["forward"] = _forward_of(other, hand_over)
     try:
         with ExitStack() as stack:
             for own, other in pairs.values():
@@ -194,8 +229,30 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
                     stack.callback(_share_hooks(param, other._parameters.get(name)))
             yield
     finally:
-        for own, _ in pairs.values():
-            del own.__dict__["forward"]
+        for own, before in kept:
+            _restore(own, before)
+
+
+def _handing_over(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Callable[[], None]:
+    """Returns what gives modules the attributes that their copies were given since."""
+    first = [(own, other, _attributes(other)) for own, other in pairs]
+
+    def hand_over() -> None:
+        for own, other, before in first:
+            now = _attributes(other)
+            own.__dict__.update({n: v for n, v in now.items() if n not in before or before[n] is not v})
+
+    return hand_over
+
+
+def _forward_of(twin: nn.Module, afterwards: Callable[[], None]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(twin).forward(twin, *args, **kwargs)
+        finally:
+            afterwards()
+
+    return forward
 
 
 def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:

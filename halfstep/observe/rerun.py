@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.observe.badness import badness
+from halfstep.observe.badness import badness, unwrapped
 
 _LOW = (torch.float16, torch.bfloat16)
+_NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
+    None: (),
+    torch.float32: _LOW,
+    torch.float64: (*_LOW, torch.float32),
+}
 _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex64}
 _GROWING = (
     "exp",
@@ -81,28 +86,43 @@ def recompute(
     return Exact(largest, True, constant is not None, constant or 0.0)
 
 
+def recompute_unmasked(
+    func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor]
+) -> Exact | None:
+    """Computes the operation again with 1 in the place of the infinities that it `read`, which are a mask's.
+
+    None where that is finite, so that the infinities were what it took, or where it cannot be done.
+    """
+    dense = all(t.layout is torch.strided and not t.is_nested for t in read)
+    if not dense or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    finite = [torch.where(t.isinf(), 1, t).to(t.dtype) if badness(t) is not None else t for t in read]
+    out = _computed(func, given, tensors, finite, None)
+    return recompute(func, given, tensors, finite, out) if any(badness(t) is not None for t in out) else None
+
+
 def _computed(
     func: Any,
     given: tuple[Sequence[Any], dict[str, Any]],
     tensors: list[Tensor],
     read: list[Tensor],
-    wide: torch.dtype,
+    wide: torch.dtype | None,
 ) -> list[Tensor]:
     """Returns the results of an operation whose floating arguments are at least as wide as `wide`; none of an error."""
     values = {id(tensor): before for tensor, before in zip(tensors, read, strict=True)}
-    narrow = _LOW if wide is torch.float32 else (*_LOW, torch.float32)
+    narrow = _NARROWER[wide]
 
     def widen(value: Any) -> Any:
         if isinstance(value, Tensor):
             before = values.get(id(value), value)
-            dtype = wide if before.dtype in narrow else before.dtype
-            dtype = dtype if wide is torch.float32 else _WIDER.get(dtype, dtype)
+            dtype = before.dtype if wide is None or before.dtype not in narrow else wide
+            dtype = _WIDER.get(dtype, dtype) if wide is torch.float64 else dtype
             return before.to(dtype, copy=func._schema.is_mutable)
         return wide if value in narrow else value
 
     args, kwargs = tree_map(widen, given)
     try:
-        return [leaf.detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return [unwrapped(leaf).detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return []
 

@@ -23,9 +23,13 @@ _OF_TENSORS = {
         "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
         "out)"
     ),
-    "weights": "load the last checkpoint whose weights are finite, and find the step that spoiled them",
+    "weights": (
+        "load the last checkpoint whose weights are finite, and find the step that spoiled them (a learning rate "
+        "that is too high does)"
+    ),
     OTHERS: "see the verdict of the other processes: one of them has the fault, or its batch has",
 }
+_SLOWER = "load a checkpoint from before, and take a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
     (
@@ -90,6 +94,8 @@ def _changed(scaling: Scaling) -> list[tuple[str, float]]:
 
 def _evidence(found: Diagnosis, scale: float) -> str:
     parts = [_seen(found)]
+    if found.raised is not None:
+        parts.append(f"the closure then raised {type(found.raised).__name__}")
     if found.module is None:
         parts.append("called outside of the model's forward")
     if found.phase == "backward" and scale != 1 and found.kind != "stale gradients":
@@ -107,6 +113,10 @@ def _evidence(found: Diagnosis, scale: float) -> str:
             if found.full is not None
             else f"in fp32 its loss is {found.full_loss:g}"
         )
+    if found.loss_has_grown:
+        parts.append(f"in the first step of this session the loss was {found.first_loss:g}")
+    if found.grown is not None:
+        parts.append(f"{found.grown[0]} has grown to {found.grown[1]:,.0f}")
     return "; ".join(parts)
 
 
@@ -176,6 +186,8 @@ def _inputs(call: OpCall | None) -> str:
 
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
+    if found.grown is not None:
+        return f"training has diverged, in fp32 too, which no edit mends: {_SLOWER}"
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
         edits = ", ".join(map(spell, cure))
@@ -184,7 +196,9 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
         elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
-    elif found.untried and found.kind not in _OF_TENSORS:
+    if found.loss_has_grown:
+        words.append(f"where the weights have grown so far, which no edit mends, {_SLOWER}")
+    if not cure and found.untried and found.kind not in _OF_TENSORS:
         words.append(f"no edit is known to cure it, since none was tried ({found.untried})")
     return "; ".join(words)
 
@@ -196,7 +210,7 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         return [_OF_TENSORS[found.kind]]
     if found.kind == "masked row":
         return _about_masks(found)
-    if found.eps is not None and found.low is not None:
+    if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
             f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more "

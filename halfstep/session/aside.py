@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.cast.casting import Casting
@@ -19,7 +20,7 @@ from halfstep.observe.probe import Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
 from halfstep.observe.replay import refused, standing_in
 from halfstep.plan.plan import Plan
-from halfstep.scale.loss import wide
+from halfstep.scale.loss import FP16_LOSS_CEILING, wide
 from halfstep.scale.scales import LossScales
 
 IN_A_CLOSURE = (
@@ -71,7 +72,9 @@ class Aside:
             yield
 
     def backward(self, loss: Tensor, scale: float) -> None:
-        """Runs the backward pass of a loss times a scale, and keeps its graph."""
+        """Runs the backward pass of a loss times a scale, as training would, and keeps its graph."""
+        if loss.dtype is torch.float16 and self.plan.scale.kind == "dynamic":
+            scale = min(scale, FP16_LOSS_CEILING)
         with self.casting.backward():
             (wide(loss) * scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]
 

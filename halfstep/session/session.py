@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -105,6 +106,7 @@ class Session:
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
         self._guardian: Guardian | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
+        self._first_losses: dict[int, Tensor] = {}  # likewise
         self._aside = Aside(
             self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
         )
@@ -220,7 +222,7 @@ class Session:
         self._probes.carry(scale.value)
         if self._plain:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-            self._add_loss(loss)
+            self._add_loss(loss, loss_id)
             self._awaiting = list(self._parts)
             return
         for part in self._parts:
@@ -236,13 +238,15 @@ class Session:
         for part in self._parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
         self._scales.went_backward(loss_id)
-        self._add_loss(loss)
+        self._add_loss(loss, loss_id)
         self._awaiting = list(self._parts)
 
-    def _add_loss(self, loss: Tensor) -> None:
+    def _add_loss(self, loss: Tensor, loss_id: int) -> None:
         if loss.numel() != 1:  # its backward had a gradient of its own
             return
         loss = loss.detach()
+        if loss_id not in self._first_losses:
+            self._first_losses[loss_id] = loss
         self._loss = loss if self._loss is None else self._loss.float() + loss.to(self._loss.device)
 
     def grad(
@@ -387,8 +391,8 @@ class Session:
 
         The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the
         same random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was
-        tried on a copy of the model. Weights, buffers, gradients, optimizer, scale and random state are afterwards as
-        before.
+        tried on a copy of the model. Weights, buffers, attributes of modules, gradients, optimizer, scale and random
+        state are afterwards as before. What the closure raises is explained where its numbers do.
 
         Under DistributedDataParallel a process may call it alone, between steps: nothing is sent. A model whose forward
         itself sends (sharded, or with SyncBatchNorm) is to be blamed on all processes at once, with batches that all
@@ -426,7 +430,9 @@ class Session:
             if p.grad is not None and bool(read([p.grad]).found)
         ]
         skipped = last is not None and bool(last.skipped)
-        return Held(tuple(bad), any(part.ledger.left_over for part in self._parts), skipped)
+        first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
+        left_over = any(part.ledger.left_over for part in self._parts)
+        return Held(tuple(bad), left_over, skipped, first if math.isfinite(first) else None)
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import threading
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, Rule, Scaling, SessionError
 from halfstep.observe.cures import FULL_OUT
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.observe.faults.hosts import Attention, Cnn, Stacked, Transformer, images, rows, targets, words
-from tests.observe.faults.plants import Gain
+from tests.observe.faults.plants import Gain, SqrtOfZero
 
 
 class Block(nn.Module):
@@ -315,7 +317,7 @@ def test_an_error_of_the_closure_leaves_everything_as_it_was():
 
 def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried():
     model = Cnn(Gain())
-    model.extra = torch.ones(2, requires_grad=True) * 2
+    model.extra = threading.Lock()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = images(), targets()
     verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
@@ -703,4 +705,304 @@ def test_a_model_under_transforms_of_torch_func_gets_its_verdict(run):
     verdict = session.blame(lambda: run(model, inputs, lambda out: nn.functional.cross_entropy(out, labels)))
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "blocks.0", "mul")
     assert verdict.cure == (Rule("blocks.0", FULL),)
+    session.close()
+
+
+class OwnSoftmax(nn.Module):
+    """Attention's softmax by hand, behind a mask; `steep` makes its exponentials large."""
+
+    def __init__(self, steep, mask=-torch.inf, add=False):
+        super().__init__()
+        self.fc, self.steep, self.mask, self.add = nn.Linear(8, 8), steep, mask, add
+
+    def forward(self, x):
+        scores, hidden = self.fc(x) * self.steep, torch.arange(8) > 5
+        scores = scores + hidden.to(scores.dtype) * self.mask if self.add else scores.masked_fill(hidden, self.mask)
+        shares = torch.exp(scores)
+        return shares / shares.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("mask", "add"), [(-torch.inf, False), (-1e9, True)])
+def test_an_overflow_behind_a_mask_is_told_from_what_the_mask_does(mask, add):
+    model = nn.Sequential(nn.Linear(8, 8), OwnSoftmax(30.0, mask, add), nn.Linear(8, 4))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "1", "exp")
+    assert verdict.cure == (halfstep.OpChange("deny", "exp"),)
+    assert "fp16 ends at 65,504" in verdict.evidence
+    assert "mask" not in verdict.advice
+    session.close()
+
+
+def test_an_overflow_behind_a_mask_that_no_format_holds_is_no_invalid_operation():
+    model = nn.Sequential(nn.Linear(8, 8), OwnSoftmax(1e3), nn.Linear(8, 4))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "exp", ())
+    assert "too large for fp32 too" in verdict.advice
+    session.close()
+
+
+class Composited(nn.Module):
+    """The logarithm of a product of numbers that are an eps: 0 in fp16, and as a product in fp32 too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.log(torch.cumprod(self.fc(x) * 0 + 1e-10, -1))
+
+
+def test_an_eps_that_cures_no_more_in_fp32_is_not_what_is_advised():
+    model = nn.Sequential(Composited(), nn.Linear(8, 4))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "log", ())
+    assert "as 1e-10 is 0 in fp16" in verdict.evidence
+    assert "give 1e-6 or more" not in verdict.advice
+    session.close()
+
+
+class Inner(nn.Module):
+    """A checkpoint of a function inside of a forward, whose gradients are large on their way."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.fc, self.reentrant = nn.Linear(8, 8), reentrant
+
+    def forward(self, x):
+        def inner(x):
+            return torch.tanh(self.fc(x) / 3e3) * 3e3
+
+        return checkpoint(inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_function_that_a_checkpoint_runs_again_is_its_modules(reentrant):
+    model = nn.Sequential(nn.Linear(8, 8), Inner(reentrant), nn.Linear(8, 4))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=4096.0)
+    inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.module, verdict.operator, verdict.kind) == ("1", "mul", "scale too high")
+    assert verdict.where.endswith(" in inner")
+    session.close()
+
+
+def test_an_fp16_loss_is_scaled_as_in_training():
+    model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+
+    def closure():
+        out = model(inputs)
+        return out.square().mean().half()
+
+    assert session.blame(closure) is None  # at 32768, where session.backward begins with such a loss
+    session.close()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=2.0**17)
+    verdict = session.blame(closure)
+    assert (verdict.kind, verdict.operator) == ("scale too high", "to")
+    assert verdict.where.endswith(" in closure")
+    session.close()
+
+
+def test_a_closure_whose_batches_are_taken_from_a_list_does_not_repeat():
+    model, batches = Cnn(Gain()), [images()]
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    labels = targets()
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(batches.pop()), labels))
+    assert (verdict.module, verdict.operator) == ("plant", "mul")
+    assert "does not repeat" in verdict.evidence
+    session.close()
+
+
+def test_a_gradient_penalty_on_a_batch_that_is_gone_gets_a_verdict_all_the_same():
+    model, batches = Stacked(nn.Identity(), nn.Identity()), [rows()]
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="fp16", loss_scale=2.0**20)
+
+    def closure():
+        inputs = batches.pop().requires_grad_()
+        (gradient,) = session.grad(model(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().mean()
+
+    assert "does not repeat" in session.blame(closure).evidence
+    session.close()
+
+
+def test_code_that_asks_for_low_numbers_leaves_the_cure_untried():
+    class Picky(Gain):
+        def forward(self, x):
+            assert x.dtype is torch.float16
+            return super().forward(x)
+
+    model, inputs, labels = Cnn(Picky()), images(), targets()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.module, verdict.operator) == ("plant", "mul")
+    assert "not tried" in verdict.advice
+    session.close()
+
+
+def test_anomaly_mode_does_not_hide_what_is_looked_for():
+    model, inputs, labels = Stacked(SqrtOfZero(), nn.Identity()), rows(), targets()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
+    with torch.autograd.set_detect_anomaly(True):
+        verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+        assert torch.is_anomaly_enabled()
+    assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "sqrt", "backward")
+    session.close()
+
+
+def test_a_closure_that_raises_for_its_numbers_gets_a_verdict():
+    model, inputs, labels = Cnn(Gain()), images(), targets()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    categorical = torch.distributions.Categorical
+    verdict = session.blame(
+        lambda: -categorical(logits=model(inputs), validate_args=True).log_prob(labels).mean()  # dynamo turns it off
+    )
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "plant", "mul")
+    assert verdict.cure == (Rule("plant", FULL),)
+    assert "the closure then raised ValueError" in verdict.evidence
+    session.close()
+
+
+class Bounded(nn.Module):
+    def forward(self, x):
+        return x + (x * 1e7).clamp(-1, 1)
+
+
+def test_a_closure_that_raises_for_another_reason_raises_as_ever():
+    model, inputs = Cnn(Bounded()), images()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+
+    def closure():
+        raise ValueError(f"mine, of {model(inputs)[0, 0]}")
+
+    with pytest.raises(ValueError, match="mine"):
+        session.blame(closure)
+    session.close()
+
+
+class Remembering(nn.Module):
+    """Keeps a mean of its outputs, and its last loss, in attributes that are no buffers."""
+
+    def __init__(self, written):
+        super().__init__()
+        self.fc, self.written = nn.Linear(8, 8), written
+        self.mean = torch.zeros(8)
+
+    def forward(self, x):
+        y = self.fc(x) * 1e6
+        if self.written:
+            self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.loss = y.square().mean() / 1e12
+        return (y - self.mean) / 1e6
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_state_that_a_model_keeps_in_an_attribute_is_as_before_in_each_run(written):
+    model, inputs = nn.Sequential(Remembering(written), nn.Linear(8, 4)), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+    mean = model[0].mean
+    verdict = session.blame(lambda: model(inputs).square().mean() + model[0].loss)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "0", "mul")
+    assert "tried: the closure's loss" in verdict.advice
+    assert model[0].mean is mean
+    assert torch.equal(mean, torch.zeros(8))
+    assert not hasattr(model[0], "loss")
+    session.close()
+
+
+def test_a_state_outside_of_the_model_that_the_failure_spoils_does_not_repeat():
+    model, inputs, held = Cnn(Gain()), images(), {"mean": torch.zeros(8, 4)}
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
+
+    def closure():
+        out = model(inputs)
+        held["mean"] = 0.9 * held["mean"] + 0.1 * out.detach()
+        return nn.functional.mse_loss(out, held["mean"])
+
+    verdict = session.blame(closure)
+    assert (verdict.kind, verdict.module) == ("overflow", "plant")
+    assert "does not repeat" in verdict.evidence
+    assert "two faults" not in verdict.advice
+    session.close()
+
+
+class Mixture(nn.Module):
+    """Experts whose shares the model's own forward adds up, beyond the low format on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        parts = [expert(x) * 1e7 * shares[:, i : i + 1] for i, expert in enumerate(self.experts)]
+        return self.norm(torch.stack(parts).sum(0))
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
+def test_the_models_own_code_is_cured_and_its_parts_stay_low(plan):
+    model, inputs, labels = Mixture(), torch.randn(8, 8), torch.randint(8, (8,))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low="fp16", loss_scale=64.0)
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "", "mul")
+    assert {rule.pattern: rule.policy.compute for rule in verdict.cure if isinstance(rule, Rule)} == {
+        "": "full", "router": "low", "experts": "low",
+    }  # fmt: skip
+    session.close()
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), session.plan.edit(*verdict.cure))
+    for _ in range(4):
+        session.backward(nn.functional.cross_entropy(model(inputs), labels))
+        assert not session.step().skipped
+    session.close()
+
+
+@pytest.mark.parametrize("diverged", [True, False])
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_training_that_diverges_in_every_format_is_no_fault_of_the_format(plan, diverged):
+    model, inputs, wanted = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(8, 8), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = halfstep.initialize(model, optimizer, plan, low="fp16", loss_scale=1.0)
+    session.backward(nn.functional.mse_loss(model(inputs), wanted))
+    session.step()
+    if diverged:  # as a learning rate does that is too high
+        state = model.state_dict()
+        model.load_state_dict({**state, "0.weight": state["0.weight"] * 1e6})
+    else:  # a batch that is unlike the others
+        inputs[0] = 1e6
+    verdict = session.blame(lambda: nn.functional.mse_loss(model(inputs), wanted))
+    assert (verdict.kind, verdict.phase) == ("overflow", "forward")
+    assert "in the first step of this session the loss was" in verdict.evidence
+    assert ("training has diverged" in verdict.advice) is diverged
+    assert bool(verdict.cure) is not diverged
+    session.close()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("low", "layout"), [("bf16", torch.strided), ("bf16", torch.jagged), ("fp16", torch.jagged)], ids=str
+)
+def test_nested_tensors_are_looked_into(low, layout):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            nested = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=layout)
+            return torch.cat(list((self.fc(nested) / 0.0).unbind()))
+
+    model, inputs, labels = nn.Sequential(Nested(), nn.Linear(8, 4)), torch.randn(8, 8), torch.randint(4, (8,))
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low=low)
+    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    assert (verdict.kind, verdict.module, verdict.operator) == ("invalid", "0", "div")
     session.close()

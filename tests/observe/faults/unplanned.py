@@ -197,6 +197,9 @@ LOW = (
     by_edit("a sum over many", lambda x: x * (x.abs() + 1).repeat(1, 9000).sum() / 1e6, ("sum", FORWARD, OVERFLOW)),
     by_edit("softmax by hand", lambda x: torch.exp(x * 20) / torch.exp(x * 20).sum(-1, keepdim=True),
             ("exp", FORWARD, OVERFLOW)),
+    by_edit("softmax by hand behind a mask",
+            lambda x: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp((x * 20).masked_fill(x < -1, -math.inf))),
+            ("exp", FORWARD, OVERFLOW)),
     by_edit("an outer product", lambda x: torch.einsum("bi,bj->bij", x * 300, x * 300).mean(-1) / 1e5,
             ("einsum", FORWARD, OVERFLOW)),
     by_edit("rows added to one row", lambda x: torch.zeros_like(x).index_add(
