@@ -6,10 +6,12 @@ import math
 import os
 from types import TracebackType
 
+from halfstep.errors import LogError
 from halfstep.formats import FORMATS, FP16, Format
 from halfstep.records import UPDATE, Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
-from halfstep.report.gather import BIAS, limits_of
+from halfstep.report.gather import BIAS
 from halfstep.report.late import LateReader
+from halfstep.report.log import path_of, reason
 
 try:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,10 +27,17 @@ class TensorBoard:
     Scalars are loss, gradient norm, loss scale, skipped, and of each observed tensor the share that the plan's low
     format rounds to zero and the share beyond it; histograms are those of the base-2 logarithms of true magnitudes;
     verdicts and findings are texts. No step waits for the device. `close()` writes what is left.
+
+    Raises:
+        LogError: the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._writer = SummaryWriter(str(folder))
+        path = path_of(folder)
+        try:
+            self._writer = SummaryWriter(str(path))
+        except (OSError, ValueError) as error:
+            raise LogError(f"the folder {path} cannot be written: {reason(error)}; name another") from None
         self._steps = LateReader()
         self._last = 0
         self._low: Format = FP16
@@ -69,9 +78,9 @@ class TensorBoard:
     def _write_observation(self, seen: Observation) -> None:
         tensor = f"{seen.kind}/{'.'.join(filter(None, [seen.module or 'model', seen.name]))}"
         stats = seen.stats
-        limits = limits_of(seen.kind, self._low)
         if stats.nonzero:
-            self._scalar(f"lost/{tensor}", stats.below(limits.zero) / stats.nonzero, seen.step)
+            lost = seen.lost_updates
+            self._scalar(f"lost/{tensor}", stats.lost(self._low) if lost is None else lost, seen.step)
         if seen.kind != UPDATE:
             self._scalar(f"saturated/{tensor}", stats.saturated(self._low), seen.step)
         used = [entry for entry, count in enumerate(stats.exponents) if count]
