@@ -103,6 +103,8 @@ def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
         finite = group[np.isfinite(values[group])]
         if len(finite):
             chosen.update((int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])))
+        else:  # where the line has a gap
+            chosen.add(int(group[0]))
     return np.array(sorted(chosen))
 
 

@@ -136,7 +136,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
             except (msgspec.ValidationError, UnicodeDecodeError) as error:
                 line = f"is no line of a run log ({error})"
             except msgspec.DecodeError:
-                line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed while it wrote)"
+                line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed, or its disk full)"
             yield number, line
 
 
