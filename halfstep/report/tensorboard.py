@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from collections.abc import Callable
 from types import TracebackType
 
 from halfstep.errors import LogError
@@ -20,6 +22,8 @@ except ImportError as error:
         f"halfstep.report.tensorboard needs {error.name or 'tensorboard'}; run: pip install 'halfstep[tensorboard]'"
     ) from error
 
+_LOG = logging.getLogger("halfstep")
+
 
 class TensorBoard:
     """Writes a run into a folder of TensorBoard: `initialize(..., sinks=[TensorBoard(folder)])`.
@@ -33,11 +37,12 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        path = path_of(folder)
+        self._folder = path_of(folder)
         try:
-            self._writer = SummaryWriter(str(path))
+            self._writer = SummaryWriter(str(self._folder))
         except (OSError, ValueError) as error:
-            raise LogError(f"the folder {path} cannot be written: {reason(error)}; name another") from None
+            raise LogError(f"the folder {self._folder} cannot be written: {reason(error)}; name another") from None
+        self._failed = False
         self._steps = LateReader()
         self._last = 0
         self._low: Format = FP16
@@ -58,16 +63,27 @@ class TensorBoard:
                 self._write_observation(record)
             case Verdict() | Finding():
                 name = type(record).__name__.lower()
-                self._writer.add_text(name, f"```\n{record}\n```", self._last)
+                self._use(lambda: self._writer.add_text(name, f"```\n{record}\n```", self._last))
 
     def close(self) -> None:
         """Writes what is left, waiting for the device, and closes the files; twice is once."""
         for values in self._steps.rest():
             self._write(values)
-        self._writer.close()
+        self._use(self._writer.close)
+
+    def _use(self, write: Callable[[], object]) -> None:
+        """Writes; a disk that is full ends that, not the training."""
+        if self._failed:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._failed = True
+            why = reason(error)
+            _LOG.warning("%s cannot be written any more (%s); the run goes on without TensorBoard", self._folder, why)
 
     def _scalar(self, name: str, value: float, step: int, time: float | None = None) -> None:
-        self._writer.add_scalar(name, value, step, walltime=time)
+        self._use(lambda: self._writer.add_scalar(name, value, step, walltime=time))
 
     def _write(self, values: StepValues) -> None:
         for name in ("loss", "grad_norm", "scale", "skipped"):
@@ -89,17 +105,16 @@ class TensorBoard:
         shift = math.log2(seen.scale) if 0 < seen.scale < math.inf else 0.0
         counts = list(stats.exponents[used[0] : used[-1] + 1])
         starts = [entry - BIAS - shift for entry in range(used[0], used[-1] + 1)]
-        self._writer.add_histogram_raw(
-            f"log2 of {tensor}",
-            min=starts[0],
-            max=starts[-1] + 1,
-            num=sum(counts),
-            sum=math.fsum((start + 0.5) * count for start, count in zip(starts, counts, strict=True)),
-            sum_squares=math.fsum((start + 0.5) ** 2 * count for start, count in zip(starts, counts, strict=True)),
-            bucket_limits=[start + 1 for start in starts],
-            bucket_counts=counts,
-            global_step=seen.step,
-        )
+        histogram = {
+            "min": starts[0],
+            "max": starts[-1] + 1,
+            "num": sum(counts),
+            "sum": math.fsum((start + 0.5) * count for start, count in zip(starts, counts, strict=True)),
+            "sum_squares": math.fsum((start + 0.5) ** 2 * count for start, count in zip(starts, counts, strict=True)),
+            "bucket_limits": [start + 1 for start in starts],
+            "bucket_counts": counts,
+        }
+        self._use(lambda: self._writer.add_histogram_raw(f"log2 of {tensor}", **histogram, global_step=seen.step))
 
     def __enter__(self) -> TensorBoard:
         return self

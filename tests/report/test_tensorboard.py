@@ -1,5 +1,8 @@
 """The files of TensorBoard hold what the records said."""
 
+import errno
+import logging
+import os
 import sys
 from dataclasses import replace
 
@@ -83,6 +86,22 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LogError, match=r"the folder .*file cannot be written: File exists; name another"):
         TensorBoard(tmp_path / "file")
+
+
+def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with TensorBoard(tmp_path) as board, caplog.at_level(logging.WARNING, "halfstep"):
+        monkeypatch.setattr(board._writer, "add_scalar", full)
+        board(step(1))
+        board(step(2))
+        board.record(seen(2, "head", {0: 1}))
+    (message,) = caplog.messages
+    assert (
+        message
+        == f"{tmp_path} cannot be written any more (No space left on device); the run goes on without TensorBoard"
+    )
 
 
 def test_the_output_of_a_module_has_the_name_of_the_module(tmp_path):
