@@ -16,6 +16,7 @@ from halfstep.errors import LogError
 from halfstep.records import Finding, Machine, Observation, OpCall, StepValues, TensorStats, Verdict
 
 SCHEMA = 1
+START_BYTES = 4096  # more than the first line of a log has: what is none may be one line of any length
 BINS = 256
 _NAMED = ("step", "module", "kind", "name", "format", "sampled")
 _COUNTED = ("count", "zeros", "negatives", "infinities", "nans")

@@ -17,6 +17,7 @@ from halfstep.records import Finding, Observation, SessionStart, StepRecord, Ver
 from halfstep.report.late import LateReader
 from halfstep.report.lines import (
     SCHEMA,
+    START_BYTES,
     FindingLine,
     Line,
     ObservationLine,
@@ -121,7 +122,7 @@ class _File:
         cut = False
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
-                check_start(file.readline(), path)
+                check_start(file.readline(START_BYTES), path)
                 file.seek(-1, os.SEEK_END)
                 cut = file.read() != b"\n"
         self._file = path.open("ab", buffering=0)

@@ -206,7 +206,7 @@
       colorbar: {tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14},
     }], {
       height: none ? 165 : Math.min(900, Math.max(245, 145 + 16 * modules.length)), font: FONT, margin: {l: 10, r: 10, t: 29, b: 45},
-      xaxis: {title: {text: "step"}, type: "category", categoryarray: steps, range: [-0.5, steps.length - 0.5], automargin: true},
+      xaxis: {title: {text: "step"}, type: "category", categoryarray: steps, range: [-0.5, steps.length - 0.5], nticks: 12, automargin: true},
       yaxis: {type: "category", categoryarray: modules, range: [modules.length - 0.5, -0.5], automargin: true, tickvals: labelled, ticktext: labelled.map(short)},
     }, CONFIG);
   }

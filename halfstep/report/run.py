@@ -15,6 +15,7 @@ import msgspec
 from halfstep.errors import LogError
 from halfstep.records import Finding, Machine, Observation, StepValues, Verdict
 from halfstep.report.lines import (
+    START_BYTES,
     FindingLine,
     Line,
     ObservationLine,
@@ -96,7 +97,7 @@ def read_log(path: str | os.PathLike[str]) -> Run:
     try:
         file = find_log(file)
         with file.open("rb") as opened:
-            check_start(opened.readline(), file)
+            check_start(opened.readline(START_BYTES), file)
         found = _Found()
         for number, line in _lines(file):
             found.take(number, line)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -342,6 +343,20 @@ def test_what_is_no_log_is_refused_by_reader_and_writer(tmp_path, content, messa
         with pytest.raises(LogError, match=message):
             RunLog(path)
         assert path.read_bytes() == content
+
+
+def test_a_large_file_without_lines_is_not_read_whole(tmp_path):
+    path = tmp_path / "model.bin"
+    with path.open("wb") as file:
+        file.truncate(2**26)
+    tracemalloc.start()
+    try:
+        for use in (read_log, RunLog):
+            with pytest.raises(LogError, match="is empty"):
+                use(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_lines_of_another_kind_are_noted(tmp_path):
