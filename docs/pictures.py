@@ -24,7 +24,7 @@ from tests.report.browser import Browser
 HERE = Path(__file__).resolve().parent
 STEPS, EVERY = 300, 10
 SETTINGS = {"d": "128", "layers": "4", "batch": "8"}
-PICTURES = {"report-timeline": "#timeline", "report-histogram": "#histogram-section", "report-map": "#small-map"}
+PICTURES = {"report-timeline": "#timeline", "report-histogram": "#histogram-section", "report-map": "#small-figure"}
 
 
 def train(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from halfstep.errors import LogError
-from halfstep.formats import as_format
+from halfstep.report.page import shown
 from halfstep.report.run import read_log
 
 Log = Annotated[Path, typer.Argument(metavar="RUN", help="A run log, or the folder that it is in.")]
@@ -24,16 +24,15 @@ def report(run: Log, output: Output = None, low: Low = None) -> None:
         from halfstep.report.html import page_html  # the extra [report], which no other command needs
     except ModuleNotFoundError as error:
         raise LogError(f"halfstep report needs {error.name}; run: pip install 'halfstep[report]'") from None
-    judge = None if low is None else as_format(low)
     found = read_log(run)
     page = found.path.with_suffix(".html") if output is None else output
     if page.resolve() == found.path.resolve():
         raise LogError(f"the page would take the place of the log {page}; name another file with --output")
-    text = page_html(found, judge)
+    text = page_html(found, low)
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise LogError(f"{page} cannot be written: {error.strerror}; name another file with --output") from None
     for note in found.notes:
         print(f"note: {note}")
-    print(page)
+    print(shown(page))

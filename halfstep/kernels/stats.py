@@ -40,15 +40,14 @@ def empty_rows(count: int, device: torch.device) -> Tensor:
 def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *, sample: int | None = None) -> None:
     """Adds what each tensor holds to its row: `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
 
-    Tensors are floating or complex (whose real and imaginary parts count as two elements) and of any layout; of a
-    sparse one the stored values are counted. They are best on the device of `rows`, which must know float64 (MPS does
-    not). A value beyond fp32's exponents, which only fp64 has, counts in entry 0 or 255. `sample` bounds how many
-    elements are read of each tensor: the largest multiple of 64 up to it, at least 64, in runs of 64 neighbours in
-    memory that are spread evenly, without a period that rows could share; of a tensor that has no more elements than
-    that, all are.
+    Tensors are of any layout; of a sparse one the stored values are counted, and the real and imaginary parts of
+    complex ones as two elements. They are best on the device of `rows`, which must know float64 (MPS does not). A value
+    beyond fp32's exponents, which only fp64 has, counts in entry 0 or 255. `sample` bounds how many elements are read
+    of each tensor: the largest multiple of 64 up to it, at least 64, in runs of 64 neighbours in memory that are spread
+    evenly, without a period that rows could share; of a tensor that has no more elements than that, all are.
     """
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
-    flat = [_flat(t).to(rows.device) for t in tensors]
+    flat = [_flat(t.to(rows.device)) for t in tensors]
     kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
     native = library(_SOURCE, "halfstep_add_stats") if rows.device.type == "cpu" and kept else None
     if native is None:
@@ -80,7 +79,7 @@ def _flat(t: Tensor) -> Tensor:
     if t.is_neg():
         t = t.resolve_neg()
     if t.dtype not in _KINDS:
-        t = t.float()
+        t = t.float() if t.is_floating_point() else t.double()
     if not is_dense(t):
         t = t.contiguous()
     return t.as_strided((t.numel(),), (1,))

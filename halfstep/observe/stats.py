@@ -10,7 +10,7 @@ from halfstep.records import TensorStats
 
 
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
-    """Returns the statistics of one floating or complex tensor, read on the host.
+    """Returns the statistics of one tensor, read on the host.
 
     `sample` bounds the elements that are read, as in `halfstep.kernels.stats.add_stats`.
 

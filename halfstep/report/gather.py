@@ -21,7 +21,7 @@ COLUMNS = 200  # of a heat map; more steps share columns
 CHUNK = 512
 BINS = 256
 BIAS = 127  # entry e of a histogram has the values from 2^(e - BIAS) on
-MARGIN = 64  # a loss scale moves the exponents of true values out of the histogram by at most this much
+MARGIN = 126  # a loss scale moves the exponents of true values out of the histogram by at most this much
 MEASURES = ("nonzero", "lost", "small", "count", "zeros", "saturated")
 
 
@@ -126,7 +126,7 @@ def _add(sums: Sums, limits: Limits, part: Sequence[Observation], rows: list[int
 
     found = {
         "nonzero": nonzero,
-        "lost": below(limits.zero, itself=True),
+        "lost": below(limits.zero, itself=part[0].kind != UPDATE),  # an update of just half a unit may go either way
         "small": below(limits.normal),
         "count": count,
         "zeros": np.array([seen.stats.zeros for seen in part]),

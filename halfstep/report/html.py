@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jinja2
 import msgspec
+import torch
 from plotly.offline import get_plotlyjs
 
 from halfstep.formats import Format
@@ -15,8 +16,13 @@ from halfstep.report.run import Run
 _HERE = Path(__file__).parent
 
 
-def page_html(run: Run, low: Format | None = None) -> str:
-    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan."""
+def page_html(run: Run, low: Format | torch.dtype | str | None = None) -> str:
+    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
+
+    Raises:
+        FormatError: `low` names no known format.
+        LogError: `run` is no Run.
+    """
     page = page_of(run, low)
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
     return pages.get_template("page.html").render(

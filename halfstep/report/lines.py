@@ -5,6 +5,7 @@ JSON has no NaN and no infinity: such a number is the text "nan", "inf" or "-inf
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal
 
@@ -15,12 +16,14 @@ from halfstep.errors import LogError
 from halfstep.records import Finding, Machine, Observation, OpCall, StepValues, TensorStats, Verdict
 
 SCHEMA = 1
+START_BYTES = 4096  # more than the first line of a log has: what is none may be one line of any length
 BINS = 256
 _NAMED = ("step", "module", "kind", "name", "format", "sampled")
 _COUNTED = ("count", "zeros", "negatives", "infinities", "nans")
 _SUMMED = ("total", "squares", "amax")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=253402300800)]  # seconds since 1970; a date ends with the year 9999
 Number = float | Literal["nan", "inf", "-inf"]
 Range = tuple[Number, Number] | None
 
@@ -29,7 +32,7 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
     """A process opens the log: the first line of a log, and again where a later process goes on with it."""
 
     schema: int
-    time: float
+    time: Time
     halfstep: str
     torch: str
 
@@ -37,7 +40,7 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
 class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
     """A session begins: its plan, whether the low format is emulated, its modules, and where it runs."""
 
-    time: float
+    time: Time
     plan: dict[str, Any]
     emulated: bool
     modules: tuple[str, ...]
@@ -48,7 +51,7 @@ class StepLine(Struct, frozen=True, tag_field="type", tag="step"):
     """A `StepValues`."""
 
     step: Count
-    time: float
+    time: Time
     skipped: bool
     scale: Number
     grad_norm: Number | None
@@ -204,14 +207,17 @@ def number(value: float) -> Number:
 
 def encode(line: Line) -> bytes:
     """Returns a line as it stands in the file, with its end."""
-    return msgspec.json.encode(line) + b"\n"
+    try:
+        return msgspec.json.encode(line) + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair: Python has them in names of files that are not UTF-8
+        return json.dumps(msgspec.to_builtins(line), ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def check_start(line: bytes, path: object) -> None:
     """Refuses a file whose first line is not the first line of a log that this halfstep reads.
 
     Raises:
-        LogError: the file is empty, was cut within its first line, is no run log, or is of another schema.
+        LogError: the file is empty, its first line was cut or is damaged, or it is no run log or of another schema.
     """
     if not line.strip(b"\0 \r\n\t"):
         raise LogError(f"{path} is empty: nothing was logged; RunLog(path) in sinks=[...] of a session writes a log")
@@ -227,3 +233,7 @@ def check_start(line: bytes, path: object) -> None:
             f"{path} is of schema {found['schema']!r}, this halfstep writes and reads {SCHEMA}; "
             "use the halfstep that wrote it, or another file"
         )
+    try:
+        msgspec.convert(found, Start)
+    except msgspec.ValidationError as error:
+        raise LogError(f"{path} is damaged in its first line ({error}); mend that line, or name another file") from None

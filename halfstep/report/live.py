@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -22,17 +26,18 @@ SPEED_OVER = 50  # steps
 class LiveLine:
     """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
 
-    It is drawn at most `per_second` times a second, and not at all where there is no terminal; what else is printed
-    goes above it, as verdicts and findings do. No step waits for the device. `close()` draws the last step.
+    It is drawn at most `per_second` times a second, and not at all where there is no terminal; what else is printed or
+    logged goes above it, as verdicts and findings do. No step waits for the device. `close()` draws the last step.
+    Another line that draws itself anew, such as a progress bar, needs a terminal of its own.
 
     Raises:
-        LogError: `per_second` is not positive.
+        LogError: `per_second` is no positive number.
     """
 
     def __init__(self, *, console: Console | None = None, per_second: float = 4.0) -> None:
-        if not per_second > 0:
+        if isinstance(per_second, bool) or not isinstance(per_second, (int, float)) or not per_second > 0:
             raise LogError(f"per_second is {per_second!r}; give how often a second the line may be drawn, above 0")
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or Console(stderr=True, highlight=False, force_terminal=_at_terminal(sys.stderr))
         self._wait = 1.0 / per_second
         self._steps = LateReader()
         self._skipped = 0
@@ -42,13 +47,16 @@ class LiveLine:
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # what is printed into a file stays there
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stdout=_at_terminal(sys.stdout),  # what is printed into a file stays there
+            redirect_stderr=_at_terminal(sys.stderr),
         )
-        self._finish = weakref.finalize(self, self._live.stop)
+        self._undo = ExitStack()
+        self._finish = weakref.finalize(self, self._undo.close)
 
     def __call__(self, record: StepRecord) -> None:
-        """Takes what a step did; does not wait for the device."""
+        """Takes what a step did; does not wait for the device. After `close()` it does nothing."""
+        if not self._finish.alive:
+            return
         self._steps.add(record)
         for values in self._steps.ready():
             self._take(values)
@@ -85,8 +93,19 @@ class LiveLine:
         parts += [f"scale {last.scale:g}", f"skipped {self._skipped:,}"]
         parts += [f"{(last.step - first_step) / (end - first):.3g} steps/s"] if end > first else []
         if not self._live.is_started:
-            self._live.start()
+            self._start()
         self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _start(self) -> None:
+        before = sys.stdout, sys.stderr
+        self._undo.callback(self._live.stop)
+        self._live.start()
+        for handler in _stream_handlers():  # they hold the streams as they were when logging was set up
+            for old, new in zip(before, (sys.stdout, sys.stderr), strict=True):
+                if new is not old and handler.stream is old:
+                    handler.setStream(new)
+                    self._undo.callback(handler.setStream, old)
+                    break
 
     def __enter__(self) -> LiveLine:
         return self
@@ -95,3 +114,17 @@ class LiveLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _at_terminal(stream: TextIO | None) -> bool:
+    """Returns whether a standard stream, which may be absent or replaced by anything, is a terminal."""
+    ask = getattr(stream, "isatty", None)
+    return ask is not None and bool(ask())
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", ()):  # a place for a logger that is not there yet has none
+            if isinstance(handler, logging.StreamHandler):
+                yield handler

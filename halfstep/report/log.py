@@ -17,6 +17,7 @@ from halfstep.records import Finding, Observation, SessionStart, StepRecord, Ver
 from halfstep.report.late import LateReader
 from halfstep.report.lines import (
     SCHEMA,
+    START_BYTES,
     FindingLine,
     Line,
     ObservationLine,
@@ -46,14 +47,17 @@ class RunLog:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path) / LOG_NAME if Path(path).is_dir() else Path(path)
+        self.path = path_of(path)
         self._steps = LateReader()
         self._last = 0
         self._has_session = False
         try:
+            self.path = self.path / LOG_NAME if self.path.is_dir() else self.path
             self._file = _File(self.path)
-        except OSError as error:
-            raise LogError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
+        except LogError:
+            raise
+        except (OSError, ValueError) as error:
+            raise LogError(f"{self.path} cannot be written: {reason(error)}; name another file") from None
         self._write(Start(SCHEMA, _now(), __version__, str(torch.__version__)))
         self._finish = weakref.finalize(self, _finish, self._steps, self._file)
 
@@ -61,8 +65,7 @@ class RunLog:
         """Takes what a step did; does not wait for the device."""
         self._last = record.step
         self._steps.add(record)
-        for values in self._steps.ready():
-            self._write(StepLine.of(values))
+        self._write_steps()
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Takes any other record; verdicts and findings are noted with the number of the last step.
@@ -70,6 +73,7 @@ class RunLog:
         Raises:
             LogError: the log has a session already, or takes no such record.
         """
+        self._write_steps()  # what is of a step comes after the step, by which a reader knows that a run went back
         match record:
             case SessionStart(plan, device, emulated, modules):
                 if self._has_session:
@@ -94,6 +98,10 @@ class RunLog:
         """Writes what is left and closes the file; twice is once."""
         self._finish()
 
+    def _write_steps(self) -> None:
+        for values in self._steps.ready():
+            self._write(StepLine.of(values))
+
     def _write(self, line: Line) -> None:
         self._file.write(encode(line))
 
@@ -114,7 +122,7 @@ class _File:
         cut = False
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
-                check_start(file.readline(), path)
+                check_start(file.readline(START_BYTES), path)
                 file.seek(-1, os.SEEK_END)
                 cut = file.read() != b"\n"
         self._file = path.open("ab", buffering=0)
@@ -142,6 +150,22 @@ class _File:
 
     def close(self) -> None:
         self._file.close()
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Returns a path that a caller gave.
+
+    Raises:
+        LogError: it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise LogError(f"{path!r:.60} is no path; give that of the file, or of its folder, as a str or a Path")
+    return Path(path)
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Returns why the system refused a path: a ValueError is of one that no system has."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _finish(steps: LateReader, file: _File) -> None:

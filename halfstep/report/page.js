@@ -26,6 +26,7 @@
   const whole = span => (span < 6 ? {tick0: 0, dtick: 1} : {tickformat: "d"});
 
   const count = value => value.toLocaleString("en-US", {maximumFractionDigits: 0});
+  const scaleOf = shift => (shift < 0 ? (2 ** shift).toPrecision(3) : count(2 ** shift));
   const escaped = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   function choices(select, values, chosen) {
@@ -97,6 +98,7 @@
       small += number * below(exponent, limits.normal);
       beyond += number * (1 - below(exponent, limits.top ?? Infinity));
     });
+    if (limits.max !== null && largest * 2 ** shift <= 2 ** limits.zero) lost = all;  // half the smallest subnormal rounds to zero
     beyond = largest * 2 ** shift > topOf(limits) ? Math.max(1, beyond) : 0;
     return {all, lost: lost / all, small: (small - lost) / all, saturated: beyond / all};
   }
@@ -124,7 +126,7 @@
     $("format-label").hidden = isUpdate;
     const gradient = data.gradients.includes(kind), shift = gradient ? Number($("shift").value) : 0;
     $("shift-label").hidden = !gradient;
-    $("shift-value").textContent = `2^${shift} = ${count(2 ** shift)}`;
+    $("shift-value").textContent = `2^${shift} = ${scaleOf(shift)}`;
     const all = bins.reduce((sum, value) => sum + value, 0) || 1;
     const share = Array.from(bins, value => value / all);
     const places = by => share.map((_, index) => found.first + index + 0.5 + by);
@@ -136,22 +138,23 @@
     const traces = [bars(0, gradient ? "as they are (loss scale 1)" : "as they are", BLUE, {opacity: shift ? 0.55 : 0.9})];
     if (shift) traces.push(bars(shift, `times the loss scale 2^${shift}`, SHIFTED, {opacity: 0.75}));
     const seen = share.flatMap((value, index) => (value > (isUpdate ? RARE_UPDATE : RARE) ? [found.first + index] : []));
-    const low = Math.min(...seen, limits.zero - 2), high = Math.max(seen.at(-1) + 1 + shift || 0, limits.top === null ? 2 : limits.top + 2);
-    const wall = (x, color, text, side, rise = 0) => ({
+    const low = Math.min(limits.zero - 2, (seen[0] ?? 0) + Math.min(0, shift));
+    const high = Math.max((limits.top ?? 0) + 2, (seen.at(-1) ?? 0) + 1 + Math.max(0, shift));
+    const wall = (x, color, text, row) => ({  // each label in a row of its own: a narrow window, or a wide format, has them close
       line: {type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: {color, width: 2}},
-      note: {x, xref: "x", yref: "paper", y: 1, yanchor: "bottom", xanchor: side, yshift: rise, showarrow: false, text, font: {color, size: 12}},
+      note: {x, xref: "x", yref: "paper", y: 1, yanchor: "bottom", xanchor: x < (low + high) / 2 ? "left" : "right", yshift: 15 * row,
+        showarrow: false, text, font: {color, size: 12}},
     });
     const largestValue = count(topOf(limits)).length < 9 ? count(topOf(limits)) : topOf(limits).toPrecision(3);
-    const narrow = limits.zero - low < 0.25 * (high - low);  // no room for words left of the red line
-    const walls = isUpdate ? [wall(limits.zero, RED, "half a unit in the last place", "left")] : [
-      wall(limits.zero, RED, `${format}: half its smallest subnormal 2<sup>${limits.zero + 1}</sup>`, narrow ? "left" : "right", narrow ? 15 : 0),
-      wall(limits.normal, ORANGE, `smallest normal 2<sup>${limits.normal}</sup>`, "left"),
-      wall(limits.top, BLACK, `largest ${largestValue}`, "right"),
+    const walls = isUpdate ? [wall(limits.zero, RED, "half a unit in the last place", 0)] : [
+      wall(limits.zero, RED, `${format}: zero below 2<sup>${limits.zero}</sup>`, 2),
+      wall(limits.normal, ORANGE, `smallest normal 2<sup>${limits.normal}</sup>`, 1),
+      wall(limits.top, BLACK, `largest ${largestValue}`, 0),
     ];
     const shade = (x0, x1, color) => ({type: "rect", x0, x1, yref: "paper", y0: 0, y1: 1, fillcolor: color, line: {width: 0}, layer: "below"});
     Plotly.react("histogram", traces, {
-      height: 420, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 52, b: 50},
-      legend: {orientation: "h", x: 1, xanchor: "right", y: -0.08, yanchor: "top"}, showlegend: gradient,
+      height: 450, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 72, b: 50},
+      legend: {orientation: "h", x: 1, xanchor: "right", y: -0.19, yanchor: "top"}, showlegend: gradient,
       xaxis: {title: {text: isUpdate ? "units in the last place of the weight" : "magnitude"}, range: [low, high], ...POWER, tickformat: "d", zeroline: false, ticks: "outside"},
       yaxis: {title: {text: "share of the nonzero values"}, tickformat: ".3~%", rangemode: "tozero"},
       shapes: [shade(low, limits.zero, "rgba(198,40,40,0.08)"), shade(limits.zero, limits.normal, "rgba(224,134,0,0.06)"),
@@ -172,7 +175,7 @@
     if (!(total("nonzero") > 0)) return `No nonzero value of ${kind} was observed in ${place}.`;
     const parts = [`Of ${number} nonzero values of ${kind} in ${place}, ${found.sampled ? "a sample, " : ""}as they are: ` +
       inWords(judge(bins, found.first, largest, limits, 0), format)];
-    if (shift) parts.push(`Times a loss scale of ${count(2 ** shift)}: ` + inWords(judge(bins, found.first, largest, limits, shift), format));
+    if (shift) parts.push(`Times a loss scale of ${scaleOf(shift)}: ` + inWords(judge(bins, found.first, largest, limits, shift), format));
     if (format === null) return parts.join("<br>");
     const lost = total("lost") / total("nonzero"), small = (total("small") - total("lost")) / total("nonzero");
     parts.push(`As they were in this run${gradient ? ", with the loss scales that they carried" : ""}: ${percent(lost)} of them are ` +
@@ -195,16 +198,15 @@
     const none = !share.some(value => value > 0), unseen = share.every(value => isNaN(value));
     const every = Math.ceil(modules.length / (none ? 4 : 60)), labelled = modules.filter((_, row) => row % every === 0);
     const short = name => escaped(name.length > 34 ? `…${name.slice(-33)}` : name);
-    const first = columns.map(([from]) => from);
+    const steps = columns.map(([from]) => String(from));  // as names: what was not observed has no place on the axis
+    $(id).previousElementSibling.textContent = unseen ? `${title}: no such value was observed` : none ? `${title}: none` : title;
     Plotly.react(id, [{
-      type: "heatmap", x: first, y: modules, z: rows(shown), customdata: rows(share), zmin: EMPTY, zmax: 0, colorscale: COLORS, showscale: !none,
+      type: "heatmap", x: steps, y: modules, z: rows(shown), customdata: rows(share), zmin: EMPTY, zmax: 0, colorscale: COLORS, showscale: !none,
       hoverongaps: false, hovertemplate: "%{y}, step %{x}: %{customdata:.3~%}<extra></extra>",
       colorbar: {tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14},
     }], {
-      height: none ? 170 : Math.min(900, 150 + 16 * modules.length), font: FONT, margin: {l: 10, r: 10, t: 34, b: 45},
-      title: {text: unseen ? `${title}: no such value was observed` : none ? `${title}: none` : title, x: 0, xref: "paper", font: {size: 14}},
-      xaxis: {title: {text: "step"}, type: "linear", zeroline: false, ...whole(first.at(-1) - first[0]),
-        ...(unseen && {range: [first[0] - 0.5, first.at(-1) + 0.5]})},
+      height: none ? 165 : Math.min(900, Math.max(245, 145 + 16 * modules.length)), font: FONT, margin: {l: 10, r: 10, t: 29, b: 45},
+      xaxis: {title: {text: "step"}, type: "category", categoryarray: steps, range: [-0.5, steps.length - 0.5], nticks: 12, automargin: true},
       yaxis: {type: "category", categoryarray: modules, range: [modules.length - 0.5, -0.5], automargin: true, tickvals: labelled, ticktext: labelled.map(short)},
     }, CONFIG);
   }
@@ -234,6 +236,7 @@
     choices($("map-kind"), kinds, kinds[0]);
     choices($("format"), formats, data.low);
     $("map-measure").value = data.kinds[kinds[0]].formats.includes(data.low) ? "small" : "lost";
+    Object.assign($("shift"), {min: Math.min(0, data.shift), max: Math.max(24, data.shift)});
     $("shift").value = String(data.shift);
     modules();
     $("kind").addEventListener("change", () => {

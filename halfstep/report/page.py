@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from halfstep.errors import HalfstepError
-from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format
+from halfstep.errors import HalfstepError, LogError
+from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import SEVERITIES, UPDATE, StepValues, Verdict
 from halfstep.report.gather import BIAS, MARGIN, MEASURES, Array, Limits, Sums, gather, limits_of
@@ -50,13 +52,20 @@ class Page:
     charts: dict[str, Any]
 
 
-def page_of(run: Run, low: Format | None = None) -> Page:
-    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan."""
+def page_of(run: Run, low: Format | torch.dtype | str | None = None) -> Page:
+    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
+
+    Raises:
+        FormatError: `low` names no known format.
+        LogError: `run` is no Run.
+    """
+    if not isinstance(run, Run):
+        raise LogError(f"a page is made of the Run that read_log(path) returns, not of {run!r:.60}")
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
-    judge = low or planned or UNPLANNED
+    judge = (planned or UNPLANNED) if low is None else as_format(low)
     gathered = gather(run.observations(), run.observed, judge, run.modules)
     return Page(
-        title=f"{run.path.resolve().parent.name}/{run.path.name}",
+        title=shown(f"{run.path.resolve().parent.name}/{run.path.name}"),
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
         rows=tuple(_rows(run)),
@@ -76,6 +85,11 @@ def page_of(run: Run, low: Format | None = None) -> Page:
     )
 
 
+def shown(path: str | os.PathLike[str]) -> str:
+    """Returns a path as text that can be written, which that of a file whose name is not UTF-8 cannot be."""
+    return os.fsencode(path).decode(errors="replace")
+
+
 def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
     """Returns the places of at most `points` values that draw the line of all: extremes of groups, both ends.
 
@@ -89,6 +103,8 @@ def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
         finite = group[np.isfinite(values[group])]
         if len(finite):
             chosen.update((int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])))
+        else:  # where the line has a gap
+            chosen.add(int(group[0]))
     return np.array(sorted(chosen))
 
 

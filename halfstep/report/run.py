@@ -15,6 +15,7 @@ import msgspec
 from halfstep.errors import LogError
 from halfstep.records import Finding, Machine, Observation, StepValues, Verdict
 from halfstep.report.lines import (
+    START_BYTES,
     FindingLine,
     Line,
     ObservationLine,
@@ -24,9 +25,10 @@ from halfstep.report.lines import (
     VerdictLine,
     check_start,
 )
-from halfstep.report.log import LOG_NAME
+from halfstep.report.log import LOG_NAME, path_of, reason
 
 _DECODER = msgspec.json.Decoder(Line)
+_SHOWN = 3  # notes of one kind
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Run:
 
     `plan` (as `plan.io.to_dict` gives it), `emulated`, `modules` and `machine` are those of the last session, None or
     none where there is none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
+    `end` is the number of the last line that was read: a run that goes on may have written more since.
     """
 
     path: Path
@@ -66,6 +69,7 @@ class Run:
     events: tuple[Event, ...]
     notes: tuple[str, ...]
     returns: tuple[tuple[int, int], ...]  # (line, step) where the run went back to a step
+    end: int
 
     def observations(self) -> Iterator[Observation]:
         """Yields the observations, read from the file anew each time: there may be more than fit into memory."""
@@ -73,6 +77,8 @@ class Run:
         # the lowest step that the run went back to at this return or a later one
         floors = [*accumulate((step for _, step in reversed(self.returns)), min)][::-1]
         for number, line in _lines(self.path):
+            if number > self.end:
+                return
             if isinstance(line, ObservationLine):
                 later = bisect_right(lines, number)
                 if later == len(lines) or line.step < floors[later]:
@@ -87,15 +93,16 @@ def read_log(path: str | os.PathLike[str]) -> Run:
     Raises:
         LogError: there is no log, it is empty, of another schema, or something else.
     """
-    file = find_log(Path(path))
+    file = path_of(path)
     try:
+        file = find_log(file)
         with file.open("rb") as opened:
-            check_start(opened.readline(), file)
+            check_start(opened.readline(START_BYTES), file)
         found = _Found()
         for number, line in _lines(file):
             found.take(number, line)
     except OSError as error:
-        raise LogError(f"{file} cannot be read: {error.strerror}") from None
+        raise LogError(f"{file} cannot be read: {reason(error)}") from None
     return found.run(file)
 
 
@@ -130,7 +137,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
             except (msgspec.ValidationError, UnicodeDecodeError) as error:
                 line = f"is no line of a run log ({error})"
             except msgspec.DecodeError:
-                line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed while it wrote)"
+                line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed, or its disk full)"
             yield number, line
 
 
@@ -145,10 +152,13 @@ class _Found:
     events: list[Event] = field(default_factory=list)
     observed: set[int] = field(default_factory=set)
     returns: list[tuple[int, int]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    wentback: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    end: int = 0
 
     def take(self, number: int, line: Line | str) -> None:
+        if not isinstance(line, str):
+            self.end = number
         match line:
             case Start():
                 self.starts.append(line)
@@ -175,16 +185,21 @@ class _Found:
                 self.steps.pop()
             self.returns.append((number, values.step))
             self.observed = {step for step in self.observed if step < values.step}
-            self.notes.append(
+            self.wentback.append(
                 f"line {number}: the run went back to step {values.step}; {before - len(self.steps)} steps that it had "
                 "made before from there on are left out"
             )
         self.steps.append(values)
 
     def run(self, path: Path) -> Run:
-        notes = list(self.notes)
+        notes = self.wentback[:_SHOWN]
+        if len(self.wentback) > _SHOWN:
+            notes.append(
+                f"the run went back {len(self.wentback)} times in all; if several processes wrote this log at once, "
+                "give each of them a log of its own"
+            )
         if self.damaged:
-            shown = "; ".join(self.damaged[:3]) + ("; ..." if len(self.damaged) > 3 else "")
+            shown = "; ".join(self.damaged[:_SHOWN]) + ("; ..." if len(self.damaged) > _SHOWN else "")
             notes.append(f"{len(self.damaged)} of the lines cannot be read and are left out: {shown}")
         if self.session is None:
             notes.append(
@@ -210,4 +225,5 @@ class _Found:
             events=tuple(self.events),
             notes=tuple(notes),
             returns=tuple(self.returns),
+            end=self.end,
         )

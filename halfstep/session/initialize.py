@@ -74,7 +74,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
     chosen, notice = choose_plan(plan, low, first_device(models))
     chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
-    if not isinstance(sinks, (list, tuple)) or not all(callable(sink) for sink in sinks):
+    if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):
         raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that go on being skipped")

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 import halfstep
+from halfstep.errors import SetupError
 from halfstep.records import Finding, Recorder, SessionStart
 from halfstep.report.live import LiveLine
 from halfstep.report.log import RunLog
@@ -112,3 +113,9 @@ def test_a_recorder_that_refuses_leaves_the_model_as_it_was():
         halfstep.initialize(model, opt, "O2", low="bf16", sinks=[Refuses()])
     assert type(model) is kind
     assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sinks", [[RunLog], ["run.jsonl"], "run.jsonl"])
+def test_what_is_no_sink_is_refused(sinks):
+    with pytest.raises(SetupError, match="give a list of functions, each called with every StepRecord"):
+        open_session("O1", "bf16", sinks=sinks)

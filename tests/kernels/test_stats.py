@@ -129,11 +129,13 @@ def test_adding_parts_to_one_row_equals_counting_the_whole(way):
         torch.tensor(3.5),
         torch.randn(4, 4, requires_grad=True),
         torch.randn(30).to(torch.float8_e4m3fn),
+        torch.tensor([2**25 - 1, -(2**40) + 1, 0]),
+        torch.tensor([True, False, True]),
     ],
-    ids=["channels_last", "transposed", "strided", "expanded", "scalar", "leaf", "fp8"],
+    ids=["channels_last", "transposed", "strided", "expanded", "scalar", "leaf", "fp8", "integers", "truths"],
 )
 def test_any_layout_is_read_as_its_elements(way, t):
-    check(row_of(t), t.detach().float().contiguous().flatten())
+    check(row_of(t), t.detach().double().contiguous().flatten())
 
 
 def test_complex_and_conjugate_and_sparse_are_read_as_their_numbers(way):

@@ -52,6 +52,12 @@ def test_an_update_is_lost_below_half_a_unit_in_the_last_place():
     assert at(sums, 1) == {"nonzero": 8, "lost": 3, "small": 3, "count": 9, "zeros": 0, "saturated": 1}
 
 
+def test_an_update_of_just_half_a_unit_is_not_lost_and_half_the_smallest_subnormal_is():
+    update = seen(1, "m", {-1: 4}, kind="update")
+    assert at(gather([update], [1], FP16).kinds["update"], 1)["lost"] == update.lost_updates == 0
+    assert at(gather([seen(1, "m", {-25: 4})], [1], FP16).kinds["weight_grad"], 1)["lost"] == 4
+
+
 def test_one_value_beyond_the_largest_counts_as_one_and_none_as_none():
     almost = gather([seen(1, "m", {15: 1000})], [1], FP16).kinds["weight_grad"]  # 2^15 is the largest of these
     assert at(almost, 1)["saturated"] == 0
@@ -72,6 +78,12 @@ def test_steps_under_different_scales_add_up_in_true_values():
     found = gather(same, [1, 2, 3], FP16).kinds["weight_grad"]
     assert exponents(found, 1) == {-30: 7}
     assert exponents(found, 0) == {-30: 12}
+
+
+@pytest.mark.parametrize("power", [-126, 126])
+def test_any_scale_that_a_plan_may_have_is_taken_out(power):
+    found = gather([seen(1, "m", {0: 6}, scale=2.0**power)], [1], FP16).kinds["weight_grad"]
+    assert exponents(found, 1) == {-power: 6}
 
 
 def test_a_scale_that_is_no_power_of_two_moves_by_the_nearest_and_a_broken_one_by_nothing():

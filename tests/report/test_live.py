@@ -1,6 +1,8 @@
 """The live line: what it shows, how often, and that it is silent where no one looks."""
 
 import io
+import logging
+import sys
 
 import pytest
 from rich.console import Console
@@ -104,7 +106,58 @@ def test_closing_twice_is_once(times):
     assert text(console).count("\x1b[?25h") == 1
 
 
-@pytest.mark.parametrize("often", [0, -1.0])
+def test_after_close_nothing_is_drawn_and_the_cursor_stays():
+    console = screen()
+    line = LiveLine(console=console, per_second=1e9)
+    line(step(1))
+    line.close()
+    before = text(console)
+    line(step(2))
+    line.close()
+    assert text(console) == before
+
+
+class Terminal(io.StringIO):
+    """A standard stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_what_is_logged_goes_above_the_line_also_by_handlers_that_were_there_before(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    stream, logger = sys.stderr, logging.getLogger("tests.live")
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        with LiveLine() as line:
+            line(step(1))
+            logger.warning("something")
+            assert handler.stream is not stream
+        assert handler.stream is stream
+    finally:
+        logger.removeHandler(handler)
+    assert "step 1  scale 1  skipped 0\r\x1b[2Ksomething\nstep 1" in stream.getvalue()
+
+
+@pytest.mark.parametrize("setting", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_file_is_no_terminal_whatever_the_environment_says(monkeypatch, setting):
+    monkeypatch.setenv(setting, "1")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with LiveLine() as line:
+        line(step(1))
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_process_without_standard_streams_has_no_line(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with LiveLine() as line:
+        line(step(1))
+
+
+@pytest.mark.parametrize("often", [0, -1.0, "x", None, True])
 def test_a_line_that_is_never_drawn_is_refused(often):
     with pytest.raises(LogError, match="give how often a second"):
         LiveLine(per_second=often)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,6 +226,17 @@ def test_a_log_that_is_dropped_writes_what_is_left(tmp_path, late):
     assert numbers(read_log(tmp_path / "log")) == [1]
 
 
+def test_an_observation_comes_after_its_step(tmp_path, late):
+    path = tmp_path / "log"
+    write(path, step(1), step(2))
+    log = RunLog(path)
+    log(step(1))
+    late[-1].come = True  # before what was observed of the step, but after the step was written
+    log.record(observation(1, "again"))
+    log.close()
+    assert [seen.module for seen in read_log(path).observations()] == ["again"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_no_step_waits(tmp_path):
@@ -318,6 +330,8 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
         (b'{"loss":1.0}\n', "first line is not one"),
         (b"[1]\n", "first line is not one"),
         (b'{"type":"start","schema":2,"new":1}\n', "schema 2, this halfstep writes and reads 1"),
+        (b'{"type":"start","schema":1}\n', "damaged in its first line .*missing required field `time`"),
+        (b'{"type":"start","schema":1,"time":1e18,"halfstep":"1","torch":"2"}\n', "damaged in its first line"),
     ],
 )
 def test_what_is_no_log_is_refused_by_reader_and_writer(tmp_path, content, message):
@@ -329,6 +343,20 @@ def test_what_is_no_log_is_refused_by_reader_and_writer(tmp_path, content, messa
         with pytest.raises(LogError, match=message):
             RunLog(path)
         assert path.read_bytes() == content
+
+
+def test_a_large_file_without_lines_is_not_read_whole(tmp_path):
+    path = tmp_path / "model.bin"
+    with path.open("wb") as file:
+        file.truncate(2**26)
+    tracemalloc.start()
+    try:
+        for use in (read_log, RunLog):
+            with pytest.raises(LogError, match="is empty"):
+                use(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_lines_of_another_kind_are_noted(tmp_path):
@@ -367,6 +395,21 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(LogError, match="cannot be written"):
         RunLog(tmp_path / "file" / "log")
+
+
+@pytest.mark.parametrize("path", [3, None, b"run.jsonl", ["run.jsonl"]])
+def test_what_is_no_path_is_refused(path):
+    for use in (RunLog, read_log):
+        with pytest.raises(LogError, match="is no path"):
+            use(path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    with pytest.raises(LogError, match="cannot be written"):
+        RunLog(tmp_path / name)
+    with pytest.raises(LogError, match=r"cannot be read|there is no file"):
+        read_log(tmp_path / name)
 
 
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, caplog):
@@ -455,3 +498,29 @@ def test_a_step_that_no_run_has_is_a_damaged_line(tmp_path, step):
     run = read_log(path)
     assert [step.step for step in run.steps] == [7]
     assert any("1 of the lines cannot be read" in note for note in run.notes)
+
+
+def test_what_is_written_after_a_log_was_read_is_not_part_of_what_was_read(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, step(1), observation(1))
+    cut(path, 1)
+    with path.open("ab") as file:
+        file.write(b"\n" + encode(ObservationLine.of(observation(2)))[:-30])  # the run is writing it
+    run = read_log(path)
+    write(path, step(2), observation(2))
+    assert run.observed == (1,)
+    assert [seen.step for seen in run.observations()] == [1]
+
+
+def test_many_returns_are_one_note(tmp_path):
+    path = tmp_path / "run.jsonl"
+    write(path, *(step(number) for number in range(1, 9) for _ in range(2)))  # as two processes would
+    notes = [note for note in read_log(path).notes if "went back" in note]
+    assert len(notes) == 4
+    assert "went back 8 times in all; if several processes wrote this log at once, give each" in notes[-1]
+
+
+def test_a_text_that_is_not_unicode_does_not_end_the_run(tmp_path):
+    write(tmp_path / "log", step(1), Verdict("net", "mul", "forward", "overflow", "caf\udce9.py:3", (), "\u00e9", "do"))
+    (event,) = read_log(tmp_path / "log").events
+    assert (event.record.where, event.record.evidence) == ("caf?.py:3", "\u00e9")

@@ -2,12 +2,15 @@
 
 import base64
 import math
+import os
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import halfstep
+from halfstep.errors import FormatError, LogError
 from halfstep.formats import E4M3
 from halfstep.records import Finding, Verdict
 from halfstep.report.page import POINTS, page_of, thin
@@ -43,7 +46,13 @@ def test_few_values_are_all_drawn(count):
 
 
 def test_thinning_values_that_are_not_finite():
-    assert len(thin(np.full(POINTS + 1, np.nan))) == 2
+    values = np.ones(POINTS * 10)
+    values[1000:2000] = np.nan
+    values[3000] = np.inf
+    places = thin(values)
+    assert len(places) <= POINTS
+    assert np.isnan(values[places]).any()
+    assert len(thin(np.full(POINTS + 1, np.nan))) <= POINTS
 
 
 def test_the_timeline_has_loss_norm_and_the_changes_of_the_scale(tmp_path):
@@ -159,3 +168,23 @@ def test_the_gravest_row_comes_first(tmp_path):
     first = found.rows[0]
     assert (first.step, first.what, first.place) == (1, "overflow: mul (backward)", "the model itself, a.py:3")
     assert first.cure == (repr(rule),)
+
+
+@pytest.mark.parametrize("low", ["e4m3", E4M3.dtype])
+def test_a_format_may_be_named(tmp_path, low):
+    assert page(tmp_path, step(1), low=low).charts["low"] == "e4m3"
+    with pytest.raises(FormatError, match="unknown format 'fp12'"):
+        page(tmp_path, low="fp12")
+
+
+@pytest.mark.parametrize("run", ["run.jsonl", None])
+def test_what_is_no_run_is_refused(run):
+    with pytest.raises(LogError, match=r"the Run that read_log\(path\) returns, not of"):
+        page_of(run)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode")
+def test_a_name_that_is_not_unicode_can_be_shown(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    title = page_of(read_log(write(path, [step(1)]))).title
+    assert title == f"{tmp_path.name}/caf\ufffd.jsonl"

@@ -1,10 +1,14 @@
 """The files of TensorBoard hold what the records said."""
 
+import errno
+import logging
+import os
 import sys
 from dataclasses import replace
 
 import pytest
 
+from halfstep.errors import LogError
 from halfstep.records import Finding
 from tests.report.logs import START, seen, step
 from tests.scale.sync import NoSync
@@ -61,6 +65,43 @@ def test_updates_are_lost_below_half_a_unit_in_the_last_place(tmp_path):
     found = read(tmp_path)
     assert scalars(found, "lost/update/head.weight") == [(5, 0.75)]
     assert "saturated/update/head.weight" not in found.Tags()["scalars"]
+
+
+def test_shares_are_those_of_the_statistics_where_all_values_lie_on_the_limit(tmp_path):
+    with TensorBoard(tmp_path) as board:
+        board.record(seen(5, "head", {-25: 3}))
+        board.record(seen(5, "head", {-1: 3}, kind="update"))
+    found = read(tmp_path)
+    assert scalars(found, "lost/weight_grad/head.weight") == [(5, 1.0)]
+    assert scalars(found, "lost/update/head.weight") == [(5, 0.0)]
+
+
+@pytest.mark.parametrize("folder", [3, None])
+def test_what_is_no_path_is_refused(folder):
+    with pytest.raises(LogError, match="is no path"):
+        TensorBoard(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LogError, match=r"the folder .*file cannot be written: File exists; name another"):
+        TensorBoard(tmp_path / "file")
+
+
+def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with TensorBoard(tmp_path) as board, caplog.at_level(logging.WARNING, "halfstep"):
+        monkeypatch.setattr(board._writer, "add_scalar", full)
+        board(step(1))
+        board(step(2))
+        board.record(seen(2, "head", {0: 1}))
+    (message,) = caplog.messages
+    assert (
+        message
+        == f"{tmp_path} cannot be written any more (No space left on device); the run goes on without TensorBoard"
+    )
 
 
 def test_the_output_of_a_module_has_the_name_of_the_module(tmp_path):
