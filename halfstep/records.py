@@ -349,10 +349,11 @@ class Rounded:
 class ScaleRange:
     """Which constant loss scales are safe in a format, and where a dynamic one settles.
 
-    `largest` is where the largest gradient times the scale reaches the format's largest value, `place` the module that
-    has this gradient. `smallest` is the smallest power of two that leaves every module's gradients a signal to noise
-    ratio of 20 dB (None: no scale does); `recommended` a power of two with room for gradients eight times as large,
-    and `edit` that scale as an edit of a plan. A dynamic scale settles between the two of `settles`.
+    `largest` is where the largest gradient times the scale reaches the format's largest value, also where that gradient
+    is inside a module; `place` is the module at whose outputs and weights gradients are largest. `smallest` is the
+    smallest power of two that leaves every module's gradients a signal to noise ratio of 20 dB (None: no scale does);
+    `recommended` a power of two with room for gradients 64 times as large, and `edit` that scale as an edit of a plan.
+    A dynamic scale settles between the two of `settles`.
     """
 
     format: str

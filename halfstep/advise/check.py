@@ -80,7 +80,9 @@ def check(
         what = type(scaler).__name__
         raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")
     if any(tensor.is_meta for module, _ in session._modules() for tensor in module.parameters(recurse=False)):
-        raise SessionError("the model is on the meta device, where no number can be read; move it with to_empty() first")
+        raise SessionError(
+            "the model is on the meta device, where no number can be read; move it with to_empty() first"
+        )
     setup = Setup(
         plan=session.plan,
         parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session._modules()),
@@ -246,7 +248,7 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                 "eps vanishes",
                 type(optimizer).__name__,
                 f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 where a gradient is zero",
-                f"give eps={_usable(dtype):g} or more; or call model.float() before, and take level O2, whose state is fp32",
+                f"give eps={_usable(dtype):g} or more, or call model.float() and take level O2, whose state is fp32",
             )
     if setup.traced or setup.plan.ops == "none":
         return
