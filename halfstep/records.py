@@ -382,13 +382,26 @@ class WhatIf:
     scales: tuple[ScaleRange, ...]
     stay_full: dict[str, tuple[Finding, ...]]
 
-    def scale(self, fmt: str) -> ScaleRange:
-        """Returns the safe loss scales of a format, given by its name."""
-        return next(entry for entry in self.scales if entry.format == fmt)
+    def scale(self, fmt: Format | torch.dtype | str) -> ScaleRange:
+        """Returns the safe loss scales of a format.
 
-    def edits(self, fmt: str) -> tuple[object, ...]:
-        """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules."""
-        return (self.scale(fmt).edit, *(edit for finding in self.stay_full[fmt] for edit in finding.cure))
+        Raises:
+            FormatError: an unknown format, or one that was not predicted.
+        """
+        name = as_format(fmt).name
+        found = next((entry for entry in self.scales if entry.format == name), None)
+        if found is None:
+            raise FormatError(f"{name} was not predicted; it was asked what {', '.join(self.formats)} would do")
+        return found
+
+    def edits(self, fmt: Format | torch.dtype | str) -> tuple[object, ...]:
+        """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules.
+
+        Raises:
+            FormatError: an unknown format, or one that was not predicted.
+        """
+        scale = self.scale(fmt)
+        return (scale.edit, *(edit for finding in self.stay_full[scale.format] for edit in finding.cure))
 
 
 @dataclass(frozen=True)

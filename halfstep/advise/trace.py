@@ -16,7 +16,7 @@ from halfstep.formats import FP32, Format, as_format
 from halfstep.modes import uncompiled
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
-from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.replay import leaves_kept, run_to_the_loss, untouched
 from halfstep.observe.watch import dense
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED, find
@@ -84,7 +84,8 @@ def _run(
     try:
         loss = run_to_the_loss(closure, params)
         if bool(torch.isfinite(loss)):
-            session._aside.backward(loss, _scale(session, loss))
+            with leaves_kept(loss, params):  # those of other models, too
+                session._aside.backward(loss, _scale(session, loss))
     except SessionError:
         raise
     except Exception as error:  # whatever the model raises is what the check is for
@@ -330,7 +331,9 @@ def _runs(
     rewind()
     try:
         with session._aside.trial(plan) as trial:
-            trial.backward(run_to_the_loss(closure, params), 1.0)
+            loss = run_to_the_loss(closure, params)
+            with leaves_kept(loss, params):
+                trial.backward(loss, 1.0)
     except StopIteration:
         raise
     except Exception:  # the plan does not fit, or the step fails under it as well

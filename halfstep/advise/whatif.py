@@ -17,7 +17,7 @@ from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.observe.alone import wrappers_of
 from halfstep.observe.backward import watching_gradients
-from halfstep.observe.replay import untouched
+from halfstep.observe.replay import leaves_kept, untouched
 from halfstep.observe.rounding import rounded
 from halfstep.observe.watch import Place, parameters, step
 from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
@@ -56,7 +56,7 @@ def whatif(
     `closure` takes a batch, computes and returns the loss, and does not call backward. It is called `steps` times, and
     once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. An `optimizer`
     makes the steps training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights,
-    gradients, buffers, optimizer state and random states are put back.
+    gradients, buffers, optimizer state and random states are put back, and the gradients of what else the loss needs.
 
     Raises:
         SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, it
@@ -191,7 +191,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     with initialize(model, still, plan.edit(Scaling("none"))) as session:
 
         def backward(loss: Tensor) -> None:
-            with watching_gradients(loss, see_inside):
+            with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
                 session.backward(loss)
 
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.formats import FP32, Format, count_rounding, saturate
 from halfstep.observe.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
-from halfstep.observe.replay import run_to_the_loss
+from halfstep.observe.replay import leaves_kept, run_to_the_loss
 from halfstep.observe.rounding import rounded
 from halfstep.observe.stats import measure
 from halfstep.observe.watch import Place, show_weight_grads, watching
@@ -92,21 +92,25 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally, number: in
     The further passes start with the format's scale, go on from each module's output with the rounded gradient, and
     round the products on their way.
     """
-    with watching(model, tally.see), noting_nodes(model, tally.full_modules) as nodes:
+    params = list(model.parameters())
+    with ExitStack() as undo:
+        undo.enter_context(watching(model, tally.see))
+        nodes = undo.enter_context(noting_nodes(model, tally.full_modules))
         with ProductsSeen(model, tally.see_product):
-            loss = run_to_the_loss(closure, list(model.parameters()))
+            loss = run_to_the_loss(closure, params)
         if not bool(loss.isfinite()):
             raise SessionError(
                 f"the loss of step {number} is {float(loss.detach())} in fp32 already: no format cures that; look at "
                 "the data, the learning rate and the loss function first"
             )
+        undo.enter_context(leaves_kept(loss, params))
         nodes.forward_ended()
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         show_weight_grads(model, tally.see)
         tally.end_step()
-        held = [(parameter, parameter.grad) for parameter in model.parameters()]
+        held = [(parameter, parameter.grad) for parameter in params]
         for fmt in tally.formats:
-            for parameter in model.parameters():
+            for parameter in params:
                 parameter.grad = None
             with tally.backward_in(fmt, nodes) as scale:
                 _backward_again(loss, scale)

@@ -23,7 +23,7 @@ from halfstep.scale.loss import wide
 from halfstep.scale.scales import LossScales
 
 IN_A_CLOSURE = (
-    "a closure for blame or check is to compute the loss and return it: they run the backward pass themselves, no step"
+    "a closure for blame or check is to compute the loss and return it: they run the backward pass, and no step"
 )
 
 

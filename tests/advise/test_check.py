@@ -691,6 +691,18 @@ def test_nothing_is_left_behind(plan, low):
     session.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_of_what_is_not_in_the_session_are_left_alone(fails):
+    reference, other, inputs = torch.zeros(8), nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
+    model = Two(Does(lambda x: x * torch.isclose(x, reference) if fails else x))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="fp16") as session:
+        for leaf in (*other.parameters(), inputs):
+            leaf.grad = torch.ones_like(leaf)
+        found = halfstep.check(session, lambda: model(other(inputs)).square().mean())
+        assert [finding.cure for finding in found] == [(Rule("planted", FULL),)] * fails
+    assert all(bool((leaf.grad == 1).all()) for leaf in (*other.parameters(), inputs))
+
+
 def test_a_probe_does_not_see_the_traced_step():
     def seen(checking):
         model, optimizer = make()

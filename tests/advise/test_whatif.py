@@ -250,6 +250,30 @@ def test_nothing_is_left_behind(train):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_gradients_of_other_models_and_of_inputs_are_left_alone():
+    generator, critic, inputs = nn.Linear(4, 4), nn.Linear(4, 1), torch.ones(2, 4, requires_grad=True)
+
+    def closure():
+        return critic(generator(inputs)).square().mean()
+
+    closure().backward()
+    leaves = [*generator.parameters(), inputs]
+    before = [(leaf.grad, leaf.grad.clone()) for leaf in leaves]
+    halfstep.whatif(closure, critic)
+    assert all(leaf.grad is held and torch.equal(held, was) for leaf, (held, was) in zip(leaves, before, strict=True))
+
+
+def test_a_format_that_was_not_predicted_is_a_clear_error():
+    found = weighed([1.0])
+    assert found.scale(torch.float16) is found.scale(halfstep.FP16) is found.scale("fp16")
+    assert found.edits(halfstep.FP16) == found.edits("fp16")
+    for ask in (found.scale, found.edits):
+        with pytest.raises(FormatError, match="e4m3 was not predicted; it was asked what fp16 would do"):
+            ask("e4m3")
+        with pytest.raises(FormatError, match="unknown format 'fp17'"):
+            ask("fp17")
+
+
 def test_an_optimizer_makes_the_steps_training_steps():
     model, seen = Weigh([1.0]), []
 
