@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfstep.errors import OpError, PlanError, SessionError
+from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
 from halfstep.modes import uncompiled
 from halfstep.observe.places import Places
@@ -239,6 +240,10 @@ def _explained(session: Session, failure: Failure, runs: Callable[[Plan], bool])
             return _failed(failure, edits, "")
     except StopIteration:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
+    except Exception as error:  # of a tensor, say, that the model keeps from its last forward
+        return _failed(
+            failure, (), f"no edit could be tried, as the model cannot be copied: {type(error).__name__}: {error}"
+        )
     return _failed(failure, (), "it fails in fp32 as well, so no format is the reason: mend the step, then check again")
 
 
@@ -327,17 +332,22 @@ def _runs(
 
     Raises:
         StopIteration: the closure had no batch for it.
+        Exception: whatever copying the model raises.
     """
     rewind()
-    try:
-        with session._aside.trial(plan) as trial:
+    with ExitStack() as undo:
+        try:
+            trial = undo.enter_context(session._aside.trial(plan))
+        except HalfstepError:  # the plan does not fit
+            return False
+        try:
             loss = run_to_the_loss(closure, params)
             with leaves_kept(loss, params):
                 trial.backward(loss, 1.0)
-    except StopIteration:
-        raise
-    except Exception:  # the plan does not fit, or the step fails under it as well
-        return False
+        except StopIteration:
+            raise
+        except Exception:  # the step fails under it as well
+            return False
     return True
 
 

@@ -362,6 +362,15 @@ def test_no_edit_is_named_for_a_failure_that_does_not_come_twice():
     assert error.advice.startswith("a second call of the closure did not fail")
 
 
+def test_a_model_that_cannot_be_copied_is_not_said_to_fail_in_fp32():
+    reference = torch.zeros(8)
+    model = Two(Does(lambda x: x * torch.isclose(x, reference)))
+    model.kept = model.first(torch.ones(1, 8))  # no leaf, which torch does not copy
+    error = only(checked(model)[0])
+    assert error.cure == ()
+    assert "no edit could be tried, as the model cannot be copied: RuntimeError: Only Tensors" in error.advice
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_closure_that_runs_out_of_batches_is_not_said_to_fail_in_fp32(count):
     batches, reference = iter([torch.ones(4, 8)] * count), torch.zeros(8)
