@@ -349,10 +349,11 @@ class Rounded:
 class ScaleRange:
     """Which constant loss scales are safe in a format, and where a dynamic one settles.
 
-    `largest` is where the largest gradient times the scale reaches the format's largest value, `place` the module that
-    has this gradient. `smallest` is the smallest power of two that leaves every module's gradients a signal to noise
-    ratio of 20 dB (None: no scale does); `recommended` a power of two with room for gradients eight times as large,
-    and `edit` that scale as an edit of a plan. A dynamic scale settles between the two of `settles`.
+    `largest` is where the largest gradient times the scale reaches the format's largest value, also where that gradient
+    is inside a module; `place` is the module at whose outputs and weights gradients are largest. `smallest` is the
+    smallest power of two that leaves every module's gradients a signal to noise ratio of 20 dB (None: no scale does);
+    `recommended` a power of two with room for gradients 64 times as large, and `edit` that scale as an edit of a plan.
+    A dynamic scale settles between the two of `settles`.
     """
 
     format: str
@@ -381,13 +382,26 @@ class WhatIf:
     scales: tuple[ScaleRange, ...]
     stay_full: dict[str, tuple[Finding, ...]]
 
-    def scale(self, fmt: str) -> ScaleRange:
-        """Returns the safe loss scales of a format, given by its name."""
-        return next(entry for entry in self.scales if entry.format == fmt)
+    def scale(self, fmt: Format | torch.dtype | str) -> ScaleRange:
+        """Returns the safe loss scales of a format.
 
-    def edits(self, fmt: str) -> tuple[object, ...]:
-        """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules."""
-        return (self.scale(fmt).edit, *(edit for finding in self.stay_full[fmt] for edit in finding.cure))
+        Raises:
+            FormatError: an unknown format, or one that was not predicted.
+        """
+        name = as_format(fmt).name
+        found = next((entry for entry in self.scales if entry.format == name), None)
+        if found is None:
+            raise FormatError(f"{name} was not predicted; it was asked what {', '.join(self.formats)} would do")
+        return found
+
+    def edits(self, fmt: Format | torch.dtype | str) -> tuple[object, ...]:
+        """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules.
+
+        Raises:
+            FormatError: an unknown format, or one that was not predicted.
+        """
+        scale = self.scale(fmt)
+        return (scale.edit, *(edit for finding in self.stay_full[scale.format] for edit in finding.cure))
 
 
 @dataclass(frozen=True)

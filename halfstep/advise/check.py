@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from halfstep.advise.trace import trace_step
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, Format, as_format
-from halfstep.optim.steppers import is_own
 from halfstep.plan.fit import named
 from halfstep.plan.hardware import read_facts, units
 from halfstep.plan.matching import Site, uncompiled
@@ -70,7 +69,7 @@ def check(
     Weights, gradients, buffers, random states and the loss scale are afterwards as before.
 
     Raises:
-        SessionError: the session is closed, or the closure returns no scalar loss.
+        SessionError: the session is closed, the model on the meta device, or the closure returns no scalar loss.
     """
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
@@ -80,6 +79,10 @@ def check(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
         raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")
+    if any(tensor.is_meta for module, _ in session._modules() for tensor in module.parameters(recurse=False)):
+        raise SessionError(
+            "the model is on the meta device, where no number can be read; move it with to_empty() first"
+        )
     setup = Setup(
         plan=session.plan,
         parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session._modules()),
@@ -237,9 +240,7 @@ def _constants(setup: Setup) -> Iterator[Finding]:
     """The eps of modules and optimizers. What a module does with its own is known once a step is traced."""
     low = setup.plan.low
     for optimizer in setup.optimizers:
-        group = next(
-            (group for group in optimizer.param_groups if _vanishing_state(setup.plan, optimizer, group)), None
-        )
+        group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
         if group is not None:
             dtype = next(as_format(p.dtype) for p in group["params"] if p.dtype in LOW)
             yield Finding(
@@ -247,7 +248,7 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                 "eps vanishes",
                 type(optimizer).__name__,
                 f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 where a gradient is zero",
-                f"give eps={_usable(dtype):g} or more, or a plan with master weights (O2), whose state is fp32",
+                f"give eps={_usable(dtype):g} or more, or call model.float() and take level O2, whose state is fp32",
             )
     if setup.traced or setup.plan.ops == "none":
         return
@@ -270,9 +271,9 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                 )
 
 
-def _vanishing_state(plan: Plan, optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
     """Returns whether an optimizer keeps its state in the low format of its parameters, in which its eps is zero."""
-    if plan.ops != "none" and (plan.master != "none" or is_own(optimizer)):
+    if plan.ops != "none":  # then halfstep steps, or the optimizer does on fp32 copies: its state is fp32
         return False
     eps = group.get("eps")
     return isinstance(eps, float) and any(

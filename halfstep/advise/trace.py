@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfstep.errors import OpError, PlanError, SessionError
+from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
 from halfstep.modes import uncompiled
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
-from halfstep.observe.replay import run_to_the_loss, untouched
+from halfstep.observe.replay import leaves_kept, run_to_the_loss, untouched
 from halfstep.observe.watch import dense
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED, find
@@ -32,15 +33,16 @@ from halfstep.session.session import Session
 WIDE = Policy("full", "full", "full")
 LOW = (torch.float16, torch.bfloat16)
 FLOATS = (*LOW, torch.float32, torch.float64)
-# Where a tiny constant keeps a value off zero; of clamp only the lower bound does.
-GUARDS = ("add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_", "clamp_min", "clamp_min_")
-# Where a huge constant becomes a value of the result.
+# Where a huge constant becomes a value of the result, and a tiny one keeps it off zero.
 WRITES = (
     *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
     *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor", "where"),
 )
+# Where a tiny constant keeps a value off zero; of clamp only the lower bound does.
+GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
+UNTRIED = "so no edit could be tried: let it compute the loss of the same batch each time"
 BEYOND = "without overflow"  # torch's words for a constant that the format of the result does not have
 
 
@@ -71,9 +73,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
             failure, loss = _run(session, closure, params, tracer)
         found = tracer.findings(subject.plan)
         if failure is not None:
-            edits = _tried(session, closure, params, failure, rewind)
-            in_full = not edits and not _runs(session, closure, params, level("O0", session.plan.low), rewind)
-            found.append(_failed(failure, edits, in_full=in_full))
+            found.append(_explained(session, failure, lambda plan: _runs(session, closure, params, plan, rewind)))
         elif loss is not None:
             found += _of_results(session, loss, params)
     return found
@@ -85,7 +85,8 @@ def _run(
     try:
         loss = run_to_the_loss(closure, params)
         if bool(torch.isfinite(loss)):
-            session._aside.backward(loss, _scale(session, loss))
+            with leaves_kept(loss, params):  # those of other models, too
+                session._aside.backward(loss, _scale(session, loss))
     except SessionError:
         raise
     except Exception as error:  # whatever the model raises is what the check is for
@@ -114,7 +115,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
                 self._failed = (self.notes[-1], _formats(args, kwargs), error)
             raise
         note = self.notes[-1]
-        if note.phase == "forward":
+        if torch._C._current_graph_task_id() == -1:  # what a checkpoint runs again was seen
             self._look_at_constants(note, func, args, kwargs, result)
         return result
 
@@ -140,6 +141,8 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
                 self._constants[name, note.module, note.line, value] = (note, fmt, False)
+        if name not in WRITES and note.exact is not None and note.exact.constant:  # as (1 - mask) * -1e9
+            self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
 
     def _constant(self, note: Note, tensor: Tensor) -> Tensor | float:
         """Returns the number in a 0-dim tensor that no operation of the step has computed, else the tensor."""
@@ -185,7 +188,8 @@ def _constant(
 ) -> Finding:
     module = note.module or "(model)"
     place = module if tracer.line(note) is None else f"{module}, {tracer.line(note)}"
-    rule = (Rule(note.module, FULL),) if note.module and plan.ops != "none" else ()
+    name_in_model = (note.module or "").rpartition(":")[2]  # of several models, rules match the names in each
+    rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
         enough = 10.0 ** math.ceil(math.log10(8 * fmt.smallest_subnormal))
         return Finding(
@@ -209,7 +213,7 @@ def _constant(
 
 def _overflow(source: Tensor | None, out: Tensor) -> float | None:
     """Returns the value of largest magnitude that a cast made infinite, None where none was."""
-    if source is None or source.dtype not in (torch.float32, torch.float64) or source.shape != out.shape:
+    if source is None or source.dtype in LOW or source.is_complex() or source.shape != out.shape:
         return None
     lost = source.detach()[source.isfinite() & ~out.isfinite()]
     return float(lost[lost.abs().argmax()]) if lost.numel() else None
@@ -226,7 +230,25 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in FLOATS)
 
 
-def _failed(failure: Failure, edits: tuple[Edit, ...], *, in_full: bool) -> Finding:
+def _explained(session: Session, failure: Failure, runs: Callable[[Plan], bool]) -> Finding:
+    """Returns the finding of a failure, with edits under which the step `runs`, where it fails a second time."""
+    try:
+        if runs(session.plan):
+            return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
+        edits = _tried(session, failure, runs)
+        if edits or runs(level("O0", session.plan.low)):
+            return _failed(failure, edits, "")
+    except StopIteration:
+        return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
+    except Exception as error:  # of a tensor, say, that the model keeps from its last forward
+        return _failed(
+            failure, (), f"no edit could be tried, as the model cannot be copied: {type(error).__name__}: {error}"
+        )
+    return _failed(failure, (), "it fails in fp32 as well, so no format is the reason: mend the step, then check again")
+
+
+def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
+    """Returns a failure as a finding; `reason` says why there are no edits, "" that none was found."""
     module = failure.module or "(model)"
     place = module if failure.line is None else f"{module}, {failure.line}"
     message = str(failure.error).strip().splitlines()[0] if str(failure.error).strip() else ""
@@ -234,7 +256,7 @@ def _failed(failure: Failure, edits: tuple[Edit, ...], *, in_full: bool) -> Find
     if failure.formats:
         what += f" of {', '.join(failure.formats)}"
     evidence = f"{what} raises {type(failure.error).__name__}: {message}"
-    return Finding("error", _code(failure), place, evidence, _advice(failure, edits, in_full=in_full), edits)
+    return Finding("error", _code(failure), place, evidence, _advice(failure, edits, reason), edits)
 
 
 def _code(failure: Failure) -> str:
@@ -245,16 +267,16 @@ def _code(failure: Failure) -> str:
     return "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
 
 
-def _advice(failure: Failure, edits: tuple[Edit, ...], *, in_full: bool) -> str:
+def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
     if isinstance(failure.error, OpError):
         return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy, so that it computes in fp32"
     if BEYOND in str(failure.error):
         return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
     if edits:
         return f"make the edit, with which the step runs: {', '.join(map(_words, edits))}"
-    if in_full:
-        return "it fails in fp32 as well, so no format is the reason: mend the step, then check it again"
-    return "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
+    return reason or (
+        "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
+    )
 
 
 def _words(edit: Edit) -> str:
@@ -285,13 +307,7 @@ def _is_op(name: str) -> bool:
         return False
 
 
-def _tried(
-    session: Session,
-    closure: Callable[[], Any],
-    params: list[torch.nn.Parameter],
-    failure: Failure,
-    rewind: Callable[[], None],
-) -> tuple[Edit, ...]:
+def _tried(session: Session, failure: Failure, runs: Callable[[Plan], bool]) -> tuple[Edit, ...]:
     """Returns the first edits with which the step runs on a copy of the model, () where none is found."""
     if session.plan.ops == "none":
         return ()
@@ -300,7 +316,7 @@ def _tried(
             plan = session.plan.edit(*edits)
         except PlanError:
             continue
-        if _runs(session, closure, params, plan, rewind):
+        if runs(plan):
             return edits
     return ()
 
@@ -312,13 +328,26 @@ def _runs(
     plan: Plan,
     rewind: Callable[[], None],
 ) -> bool:
-    """Tells whether the step runs under a plan, on a copy of the model."""
+    """Tells whether the step runs under a plan, on a copy of the model.
+
+    Raises:
+        StopIteration: the closure had no batch for it.
+        Exception: whatever copying the model raises.
+    """
     rewind()
-    try:
-        with session._aside.trial(plan) as trial:
-            trial.backward(run_to_the_loss(closure, params), 1.0)
-    except Exception:  # the plan does not fit, or the step fails under it as well
-        return False
+    with ExitStack() as undo:
+        try:
+            trial = undo.enter_context(session._aside.trial(plan))
+        except HalfstepError:  # the plan does not fit
+            return False
+        try:
+            loss = run_to_the_loss(closure, params)
+            with leaves_kept(loss, params):
+                trial.backward(loss, 1.0)
+        except StopIteration:
+            raise
+        except Exception:  # the step fails under it as well
+            return False
     return True
 
 

@@ -16,12 +16,14 @@ from halfstep.cast.enter import owners
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.observe.alone import wrappers_of
-from halfstep.observe.replay import untouched
+from halfstep.observe.backward import watching_gradients
+from halfstep.observe.replay import leaves_kept, untouched
 from halfstep.observe.rounding import rounded
 from halfstep.observe.watch import Place, parameters, step
-from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Scouted, predict
+from halfstep.observe.whatif import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
+from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.fit import as_list, check_models, check_optimizers
+from halfstep.plan.fit import check_models, check_optimizers
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
@@ -54,7 +56,7 @@ def whatif(
     `closure` takes a batch, computes and returns the loss, and does not call backward. It is called `steps` times, and
     once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. An `optimizer`
     makes the steps training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights,
-    gradients, buffers, optimizer state and random states are put back.
+    gradients, buffers, optimizer state and random states are put back, and the gradients of what else the loss needs.
 
     Raises:
         SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, it
@@ -70,7 +72,7 @@ def whatif(
     chosen = list(dict.fromkeys(as_format(fmt) for fmt in several))
     _check(closure, model, chosen, steps)
     if optimizer is not None:
-        check_optimizers(as_list(optimizer, Optimizer, "optimizer"), [model])
+        _check_optimizer(optimizer, model)
     low_plan, _ = choose_plan(plan, "bf16", torch.device("cpu"))
     low_plan = customize(low_plan, low=BF16)
     if low_plan.ops == "none":
@@ -88,10 +90,7 @@ def whatif(
         prediction = predict(
             closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale
         )
-    findings = {
-        fmt.name: tuple(_stay_full([row for row in prediction.rows if row.format == fmt.name], model, low_plan))
-        for fmt in chosen
-    }
+    findings = {fmt.name: tuple(_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
     return WhatIf(
         plan=low_plan.name,
         steps=steps,
@@ -128,6 +127,19 @@ def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: 
         raise SetupError("the model is in a session; ask what if before initialize, or after session.close()")
 
 
+def _check_optimizer(optimizer: object, model: nn.Module) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise SetupError(
+            f"optimizer must be one torch.optim.Optimizer, not {type(optimizer).__name__}; or leave it out"
+        )
+    check_optimizers([optimizer], [model])
+    if needs_closure(optimizer):
+        raise SetupError(
+            f"{type(optimizer).__name__} calls the closure itself, several times a step; leave the optimizer out, and "
+            "the steps are of the same weights"
+        )
+
+
 @contextmanager
 def _kept(optimizer: Optimizer | None) -> Iterator[None]:
     """Puts back the state and settings of an optimizer."""
@@ -136,7 +148,7 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
         return
     state = {p: copy.deepcopy(entries) for p, entries in optimizer.state.items()}
     settings = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        {key: (value, copy.deepcopy(value)) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     called = getattr(optimizer, "_opt_called", False)
@@ -145,7 +157,12 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
     finally:
         optimizer.state = defaultdict(dict, state)
         for group, before in zip(optimizer.param_groups, settings, strict=True):
-            group.update(before)
+            for key, (value, kept) in before.items():
+                if isinstance(value, Tensor):  # a learning rate that its owner writes to
+                    group[key] = value
+                    value.copy_(kept)
+                else:
+                    group[key] = kept
         optimizer._opt_called = called  # type: ignore[attr-defined]  # what schedulers look at
 
 
@@ -156,19 +173,29 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     """
     places: dict[Place, Tensor] = {}
     largest: dict[Place, Tensor] = {}
+    inside: list[Tensor] = []
 
     def see(place: Place, tensor: Tensor) -> None:
         values = tensor.detach().float()
-        exact = (rounded(values, plan.low) == values) | ~values.isfinite()
-        places[place] = places[place] & exact.all() if place in places else exact.all()
+        exact = ((rounded(values, plan.low) == values) | ~values.isfinite()).all() & (tensor.dtype is not torch.float64)
+        places[place] = places[place] & exact if place in places else exact
         if place.kind in GRADIENTS and values.numel():
-            amax = values.abs().nan_to_num(0.0, 0.0, 0.0).max()
+            amax = _amax(values)
             largest[place] = torch.maximum(largest[place], amax) if place in largest else amax
 
+    def see_inside(gradient: Tensor) -> None:
+        if gradient.dtype is plan.low.dtype and gradient.numel():
+            inside.append(_amax(gradient.float()))
+
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
-    with initialize(model, still, plan) as session:
+    with initialize(model, still, plan.edit(Scaling("none"))) as session:
+
+        def backward(loss: Tensor) -> None:
+            with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
+                session.backward(loss)
+
         try:
-            loss = step(model, closure, see, backward=session.backward)
+            loss = step(model, closure, see, backward=backward)
         except SessionError:
             raise
         except Exception as error:
@@ -185,27 +212,39 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             low[place] = low[gradient] = place in stored_low
         else:  # a full weight that is cast for use has a gradient of that format
             low[place] = low.get(gradient, False)
+    outside = max((float(amax) for place, amax in largest.items() if low[place]), default=0.0)
+    most = max([outside, *map(float, inside)])
     return Scouted(
         low=low,
         full_modules=frozenset(uncompiled(each.name) for each in formats if each.compute is FP32),
-        largest_gradient=max((float(amax) for place, amax in largest.items() if low[place]), default=0.0),
+        largest_gradient=most,
+        inside=most / outside if outside else 1.0,
         ceiling=FP16_LOSS_CEILING if loss.dtype is plan.low.dtype else LARGEST_SCALE,
     )
 
 
-def _stay_full(rows: Iterable[Rounded], model: nn.Module, plan: Plan) -> Iterable[Finding]:
+def _amax(values: Tensor) -> Tensor:
+    return values.abs().nan_to_num(0.0, 0.0, 0.0).max()
+
+
+def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan) -> Iterable[Finding]:
     """Yields a finding for each module that a format does not suit."""
     harmed: dict[str, list[Rounded]] = {}
-    for row in rows:
-        if row.low and (row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)):
+    for row in prediction.rows:
+        bad = row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)
+        if row.format == fmt.name and row.low and bad:
             harmed.setdefault(row.module, []).append(row)
-    for module, bad in harmed.items():
-        policy = WIDE if any(row.kind == "activation" for row in bad) else FULL
+    beyond = {module: most for module, most in prediction.products.items() if most > fmt.max}
+    for module in dict.fromkeys([*harmed, *beyond]):
+        rows = harmed.get(module, [])
+        policy = WIDE if any(row.kind == "activation" for row in rows) else FULL
         cure, why = _cure(module, policy, model, plan)
-        evidence = "; ".join(
-            f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in bad
-        )
-        yield Finding("warning", "stay full", module or "(model)", evidence, why, cure)
+        evidence = [
+            f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in rows
+        ]
+        if module in beyond:
+            evidence.append(f"a product in it reaches {beyond[module]:.4g}, and {fmt} ends at {fmt.max:g}")
+        yield Finding("warning", "stay full", module or "(model)", "; ".join(evidence), why, cure)
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:

@@ -38,7 +38,7 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     if json is not None:
         check_writable(json)
     model = job.build(seed).to(device_of(device))
-    batches = job.batches(seed)
+    batches = iter(job.batches(seed))
 
     def closure() -> object:
         inputs, targets = to_device_of(model, *next(batches))

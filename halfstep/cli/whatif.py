@@ -63,6 +63,6 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
         plan=plan,
         loss_scale=loss_scale,
     )
-    stdout().print(whatif_table(result, modules=modules))
+    stdout().print(whatif_table(result, modules=modules), crop=False)  # a figure is better broken than cut
     if json is not None:
         write_json(json, whatif_json(result))

@@ -1,10 +1,13 @@
-"""Rounding on the way of a backward pass: the products of a model, and all that its recurrent layers do."""
+"""What is between the outputs of modules: the gradients and products there, and rounding on the way of a backward pass.
+
+Rounded are the products of a model, and all that its recurrent layers do.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +19,14 @@ from torch.utils._pytree import tree_map_only
 
 from halfstep.formats import Format
 from halfstep.modes import as_called
+from halfstep.observe.places import Places
 from halfstep.observe.rounding import rounded
 from halfstep.plan.matching import uncompiled
 
 # What runs low at every level, by the names of aten; with attention, whose names begin alike.
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_trilinear", "convolution_backward"})
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_trilinear", "convolution", "convolution_backward"}
+)
 ATTENTION = "_scaled_dot_product"
 
 
@@ -84,6 +90,52 @@ def _without_onednn() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
+    """Shows `see` each gradient that reaches an autograd node of a loss in a backward pass inside the `with`."""
+    with ExitStack() as undo:
+        waiting, known = [loss.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in known:
+                continue
+            known.add(node)
+            undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
+            waiting += [following for following, _ in node.next_functions]
+        yield
+
+
+def _show(grads: Sequence[Tensor | None], see: Callable[[Tensor], None]) -> None:
+    for grad in grads:
+        if grad is not None and grad.layout is torch.strided:
+            see(grad.detach())
+
+
+class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Inside, each fp32 product that a module of a model computes is shown to `see`, with the module's name."""
+
+    def __init__(self, model: nn.Module, see: Callable[[str, Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = Places([model])
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation and shows what it computed."""
+        result = as_called(func, args, kwargs or {})
+        if _is_product(func) and func._schema.name != "aten::baddbmm":  # which may have added a mask
+            module = self._places.here().module
+            if module is not None and isinstance(result, Tensor) and result.dtype is torch.float32:
+                self._see(module, result.detach())
+        return result
+
+
+def _is_product(func: Any) -> bool:
+    name: str = func._schema.name.rpartition("::")[2]
+    return name in PRODUCTS or name.startswith(ATTENTION)
+
+
 class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Inside, what the backward pass computes in fp32 is rounded to a format.
 
@@ -109,9 +161,7 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def _rounds(self, func: Any, number: int) -> bool:
         if _is_in(number, self._nodes.full):
             return False
-        name: str = func._schema.name.rpartition("::")[2]
-        product = name in PRODUCTS or name.startswith(ATTENTION)
-        return _is_in(number, self._nodes.model if product else self._nodes.recurrent)
+        return _is_in(number, self._nodes.model if _is_product(func) else self._nodes.recurrent)
 
     def _round(self, func: Any, t: Tensor) -> Tensor:
         if t.dtype is not torch.float32:

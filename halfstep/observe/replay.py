@@ -273,7 +273,7 @@ def refused(owner: object, methods: Sequence[str], why: str) -> Iterator[None]:
         SessionError: they are refused already: a closure called what runs it.
     """
     if any(name in owner.__dict__ for name in methods):
-        raise SessionError(f"this was called inside a closure that blame runs; {why}, and call blame outside of it")
+        raise SessionError(f"this was called inside a closure that blame or check runs; {why}; call it outside")
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise SessionError(why)

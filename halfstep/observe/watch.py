@@ -9,9 +9,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import run_uncompiled
+from halfstep.observe.outputs import tensors_in
 from halfstep.observe.replay import run_to_the_loss
 from halfstep.plan.matching import uncompiled
 
@@ -71,17 +71,17 @@ def _hook(
 ) -> Callable[..., None]:
     def look(_: nn.Module, args: Any, output: Any) -> None:
         again = torch._C._current_graph_task_id() != -1
-        for index, leaf in enumerate(tree_leaves(output)):
-            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+        for name, leaf in tensors_in(output):
+            if not leaf.is_floating_point():
                 continue
             version = 0 if leaf.is_inference() else leaf._version  # in-place modules return what they got
             if seen.get((id(leaf), version)) is leaf:
                 continue
             seen[id(leaf), version] = leaf
             if not again:
-                see(Place(module, "activation", str(index)), leaf.detach())
+                see(Place(module, "activation", name), leaf.detach())
             if leaf.requires_grad:
-                show = _gradient_hook(Place(module, "activation_grad", str(index)), see)
+                show = _gradient_hook(Place(module, "activation_grad", name), see)
                 undo.callback(leaf.register_hook(show).remove)  # type: ignore[no-untyped-call]
 
     return look

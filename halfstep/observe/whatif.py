@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.formats import FP32, Format, count_rounding, saturate
-from halfstep.observe.backward import Nodes, RoundedBackward, noting_nodes
-from halfstep.observe.replay import run_to_the_loss
+from halfstep.observe.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
+from halfstep.observe.replay import leaves_kept, run_to_the_loss
 from halfstep.observe.rounding import rounded
 from halfstep.observe.stats import measure
 from halfstep.observe.watch import Place, show_weight_grads, watching
@@ -32,12 +32,14 @@ Group = tuple[str, str]  # a module's name and a tensor kind
 class Scouted:
     """What one step said before the measurement: which places are stored low (others: all), the largest low gradient.
 
+    `inside` is how many times as large as those of the places that gradient is, which may lie between them.
     `full_modules` names the modules that compute full; `ceiling` is the largest scale that the loss's format takes.
     """
 
     low: Mapping[Place, bool] = field(default_factory=dict)
     full_modules: frozenset[str] = frozenset()
     largest_gradient: float = 0.0
+    inside: float = 1.0
     ceiling: float = LARGEST_SCALE
 
     def is_low(self, place: Place) -> bool:
@@ -47,10 +49,11 @@ class Scouted:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The rows of a `WhatIf` and its scales."""
+    """The rows of a `WhatIf`, its scales, and the largest result of a product in each module that computes low."""
 
     rows: tuple[Rounded, ...]
     scales: tuple[ScaleRange, ...]
+    products: Mapping[str, float]
 
 
 def predict(
@@ -77,39 +80,43 @@ def predict(
     for number in range(1, steps + 1):
         for parameter in model.parameters():
             parameter.grad = None
-        loss = _step(closure, model, tally)
-        if not math.isfinite(loss):
-            raise SessionError(
-                f"the loss of step {number} is {loss} in fp32 already: no format cures that; look at the data, "
-                "the learning rate and the loss function first"
-            )
+        _step(closure, model, tally, number)
         if optimizer is not None:
             optimizer.step()
     return tally.prediction()
 
 
-def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally) -> float:
-    """Runs a step in fp32, and its backward pass again in each format; leaves the fp32 gradients and returns the loss.
+def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally, number: int) -> None:
+    """Runs a step in fp32, and its backward pass again in each format; leaves the fp32 gradients.
 
     The further passes start with the format's scale, go on from each module's output with the rounded gradient, and
     round the products on their way.
     """
-    with watching(model, tally.see), noting_nodes(model, tally.full_modules) as nodes:
-        loss = run_to_the_loss(closure, list(model.parameters()))
+    params = list(model.parameters())
+    with ExitStack() as undo:
+        undo.enter_context(watching(model, tally.see))
+        nodes = undo.enter_context(noting_nodes(model, tally.full_modules))
+        with ProductsSeen(model, tally.see_product):
+            loss = run_to_the_loss(closure, params)
+        if not bool(loss.isfinite()):
+            raise SessionError(
+                f"the loss of step {number} is {float(loss.detach())} in fp32 already: no format cures that; look at "
+                "the data, the learning rate and the loss function first"
+            )
+        undo.enter_context(leaves_kept(loss, params))
         nodes.forward_ended()
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         show_weight_grads(model, tally.see)
         tally.end_step()
-        held = [(parameter, parameter.grad) for parameter in model.parameters()]
+        held = [(parameter, parameter.grad) for parameter in params]
         for fmt in tally.formats:
-            for parameter in model.parameters():
+            for parameter in params:
                 parameter.grad = None
             with tally.backward_in(fmt, nodes) as scale:
                 _backward_again(loss, scale)
                 show_weight_grads(model, tally.see)
         for parameter, grad in held:
             parameter.grad = grad
-    return float(loss.detach())
 
 
 def _backward_again(loss: Tensor, scale: float) -> None:
@@ -134,6 +141,7 @@ class Tally:
         self._sums: dict[tuple[Format, Group], _Sum] = {}
         self._stats: dict[Group, TensorStats] = {}
         self._low: dict[Group, bool] = {}
+        self._products: dict[str, float] = {}
         self._largest: list[tuple[float, str]] = []  # of each step, and its module
         self._now: tuple[float, str] = (0.0, "")
         self._backward_in: RoundedBackward | None = None
@@ -177,12 +185,19 @@ class Tally:
                 total.count(values, used)
         return None
 
+    def see_product(self, module: str, result: Tensor) -> None:
+        """Notes how large the result of a product in a module is, where the module computes low."""
+        if module not in self.full_modules and result.numel():
+            finite = result.nan_to_num(0.0, 0.0, 0.0)
+            self._products[module] = max(self._products.get(module, 0.0), _largest(finite))
+
     def _sum(self, fmt: Format, group: Group, device: torch.device) -> _Sum:
         return self._sums.setdefault((fmt, group), _Sum(device))
 
     def end_step(self) -> None:
         """Notes the largest gradient of the step that ended."""
-        self._largest.append(self._now)
+        amax, place = self._now
+        self._largest.append((amax * self._scouted.inside, place))
         self._now = (0.0, "")
 
     def prediction(self) -> Prediction:
@@ -198,7 +213,7 @@ class Tally:
             for group in self._stats
             if (fmt, group) in self._sums
         )
-        return Prediction(rows, tuple(self._range(fmt) for fmt in self.formats))
+        return Prediction(rows, tuple(self._range(fmt) for fmt in self.formats), self._products)
 
     def _row(self, group: Group, fmt: Format, total: _Sum) -> Rounded:
         module, kind = group

@@ -33,55 +33,58 @@ def _title(result: WhatIf) -> str:
 
 
 def _scales(scales: Iterable[ScaleRange]) -> Table:
-    table = _table("loss scale", "smallest safe", "largest safe", "recommended", "dynamic settles at", "set by")
+    rows = []
     for entry in scales:
         low, high = entry.settles
         unneeded = entry.recommended == 1
-        table.add_row(
+        line = (
             entry.format,
-            "-" if entry.smallest is None else "1 or less" if entry.smallest <= 1 else f"{entry.smallest:g}",
+            "-" if entry.smallest is None else "1 or less" if entry.smallest <= 1 else f"{entry.smallest:.8g}",
             f"{entry.largest:.4g}",
-            "none needed" if unneeded else f"{entry.recommended:g}",
-            "-" if unneeded else f"{low:g}" if low == high else f"{low:g} to {high:g}",
-            escape(f"{entry.place or '(model)'}, gradient {entry.largest_gradient:.3g}"),
+            "none needed" if unneeded else f"{entry.recommended:.8g}",
+            "-" if unneeded else f"{low:.8g}" if low == high else f"{low:.8g} to {high:.8g}",
+            f"{entry.place or '(model)'}, gradient {entry.largest_gradient:.3g}",
         )
-    return table
+        rows.append(line)
+    return _table(("loss scale", "smallest safe", "largest safe", "recommended", "dynamic settles at", "set by"), rows)
 
 
 def _whole(rows: Sequence[Rounded], formats: Sequence[str]) -> Table:
-    table = _table("format", "tensors", "at scale", "lost", "saturated", "SNR dB", "lowest SNR at")
+    lines = []
     for fmt in formats:
         for kind in TENSOR_KINDS:
             group = [row for row in rows if row.format == fmt and row.kind == kind]
             if not group:
                 continue
             worst = min(group, key=lambda row: row.snr_db)
-            table.add_row(
+            line = (
                 fmt,
                 kind,
-                f"{worst.scale:g}",
+                f"{worst.scale:.8g}",
                 _percent(_mean(group, "lost")),
                 _percent(_mean(group, "saturated")),
                 _decibels(worst.snr_db),
-                escape(worst.module or "(model)"),
+                worst.module or "(model)",
             )
-    return table
+            lines.append(line)
+    return _table(("format", "tensors", "at scale", "lost", "saturated", "SNR dB", "lowest SNR at"), lines)
 
 
 def _modules(rows: Sequence[Rounded]) -> Table:
-    table = _table("module", "tensors", "format", "stored", "at scale", "lost", "saturated", "SNR dB")
-    for row in rows:
-        table.add_row(
-            escape(row.module or "(model)"),
+    lines = [
+        (
+            row.module or "(model)",
             row.kind,
             row.format,
             "low" if row.low else "full",
-            f"{row.scale:g}",
+            f"{row.scale:.8g}",
             _percent(row.lost),
             _percent(row.saturated),
             _decibels(row.snr_db),
         )
-    return table
+        for row in rows
+    ]
+    return _table(("module", "tensors", "format", "stored", "at scale", "lost", "saturated", "SNR dB"), lines)
 
 
 def _below(result: WhatIf) -> Iterator[str]:
@@ -105,10 +108,19 @@ def _mean(rows: Sequence[Rounded], name: str) -> float:
     return sum(getattr(row, name) * weight for row, weight in zip(rows, weights, strict=True)) / total if total else 0.0
 
 
-def _table(*headers: str) -> Table:
+def _table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """Returns a table that, where it has little room, breaks names and headers over lines, and no figure."""
     table = Table(box=None, padding=(0, 1))
-    for header in headers:
-        table.add_column(header, no_wrap=True, justify="left" if header in WORDS else "right")
+    for header, *cells in zip(headers, *lines, strict=True):
+        figures = [word for cell in cells for word in cell.split() if header not in WORDS]
+        table.add_column(
+            header,
+            overflow="fold",
+            justify="left" if header in WORDS else "right",
+            min_width=max(map(len, figures), default=None),
+        )
+    for line in lines:
+        table.add_row(*map(escape, line))
     return table
 
 

@@ -24,7 +24,7 @@ from halfstep.scale.loss import FP16_LOSS_CEILING, wide
 from halfstep.scale.scales import LossScales
 
 IN_A_CLOSURE = (
-    "the closure that blame runs is to compute the loss and return it: blame runs the backward pass itself, and no step"
+    "a closure for blame or check is to compute the loss and return it: they run the backward pass, and no step"
 )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, LOW, OpChange, Rule, Scaling
@@ -81,11 +82,13 @@ PLANTED = {
     "add": (lambda x: zero_row(x) / (zero_row(x).abs().sum(-1, keepdim=True) + 1e-8), "add", "1e-08"),
     "clamp": (lambda x: zero_row(x) / zero_row(x).abs().clamp(min=1e-9), "clamp", "1e-09"),
     "normalize": (lambda x: F.normalize(zero_row(x), dim=-1), "clamp_min|normalize", "1e-12"),
-    "where": (lambda x: torch.where(torch.ones_like(x) > 0, -1e9, x).softmax(-1), "where|scalar_tensor", "-1e\\+09"),
+    "masked_fill": (lambda x: zero_row(x) / zero_row(x).masked_fill(zero_row(x) == 0, 1e-9), "masked_fill", "1e-09"),
+    "where": (lambda x: zero_row(x) / torch.where(zero_row(x) == 0, 1e-9, zero_row(x)), "where|scalar_tensor", "1e-09"),
+    "maximum": (lambda x: zero_row(x) / torch.maximum(zero_row(x).abs(), torch.tensor(1e-9)), "maximum", "1e-09"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["add", "clamp", "normalize"])
+@pytest.mark.parametrize("fault", PLANTED)
 def test_an_eps_that_vanishes_is_named_and_its_cure_cures(fault):
     function, operator, value = PLANTED[fault]
     model = Two(Does(function))
@@ -149,6 +152,47 @@ def test_a_mask_that_becomes_infinite_in_silence_is_a_warning():
     assert "-1e+09 becomes -inf in fp16" in silent.evidence
     assert not steps(model, plan)
     assert steps(model, plan.edit(*silent.cure))
+
+
+def test_a_mask_that_a_product_makes_infinite_is_a_warning():
+    keep = torch.tensor([[0.0]] + 3 * [[1.0]])
+    model = Two(Does(lambda x: (x + (1.0 - keep.to(x.dtype)) * -1e9).softmax(-1)))
+    found, plan = checked(model)
+    silent = next(finding for finding in found if finding.severity == "warning")
+    assert "mul: -1e+09 becomes -inf in fp16" in silent.evidence
+    assert not steps(model, plan)
+    assert steps(model, plan.edit(*silent.cure))
+    assert checked(model, low="bf16")[0] == []
+
+
+def test_a_cast_of_integers_that_overflows_is_a_warning():
+    found, _ = checked(Two(Does(lambda x: x * torch.tensor([65504, 1]).to(x.dtype).sum().isfinite())))
+    assert found == []
+    found, _ = checked(Two(Does(lambda x: x * torch.tensor([70_000, 1]).to(x.dtype).isfinite().all())))
+    assert "a cast to fp16: 70000 becomes inf" in only(found).evidence
+
+
+def test_in_the_second_of_two_models_the_cure_names_the_module_as_rules_do():
+    torch.manual_seed(0)
+    models = [nn.Linear(8, 8), Two(Does(lambda x: x / (x.abs() + 1e-8)))]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.0)
+
+    def closure():
+        return loss_of(lambda x: models[1](models[0](x)))
+
+    with halfstep.initialize(models, optimizer, "O2", low="fp16") as session:
+        found = only(halfstep.check(session, closure))
+        cured = session.plan.edit(*found.cure)
+    assert found.place.startswith("1:planted, ")
+    with halfstep.initialize(models, optimizer, cured) as session:
+        assert halfstep.check(session, closure) == ()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_runs_again_is_found_once_and_in_its_module(reentrant):
+    function = lambda x: x / (x.abs() + 1e-8)  # noqa: E731
+    model = Two(Does(lambda x: checkpoint(function, x, use_reentrant=reentrant)))
+    assert only(checked(model)[0]).place.startswith("planted, ")
 
 
 def test_a_cast_that_overflows_is_a_warning():
@@ -305,6 +349,38 @@ def test_a_failure_of_the_low_format_that_no_edit_cures_says_so():
     assert "no edit of the plan was found" in error.advice
 
 
+def test_no_edit_is_named_for_a_failure_that_does_not_come_twice():
+    calls = iter(range(9))
+
+    def first(x):
+        if next(calls) == 0:
+            raise ValueError("a bad batch")
+        return x
+
+    error = only(checked(Two(Does(first)))[0])
+    assert error.cure == ()
+    assert error.advice.startswith("a second call of the closure did not fail")
+
+
+def test_a_model_that_cannot_be_copied_is_not_said_to_fail_in_fp32():
+    reference = torch.zeros(8)
+    model = Two(Does(lambda x: x * torch.isclose(x, reference)))
+    model.kept = model.first(torch.ones(1, 8))  # no leaf, which torch does not copy
+    error = only(checked(model)[0])
+    assert error.cure == ()
+    assert "no edit could be tried, as the model cannot be copied: RuntimeError: Only Tensors" in error.advice
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_closure_that_runs_out_of_batches_is_not_said_to_fail_in_fp32(count):
+    batches, reference = iter([torch.ones(4, 8)] * count), torch.zeros(8)
+    model = Two(Does(lambda x: x * torch.isclose(x, reference)))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O2", low="fp16") as session:
+        error = only(halfstep.check(session, lambda: model(next(batches)).sum()))
+    assert error.cure == ()
+    assert error.advice.startswith("the closure ran out of batches")
+
+
 def test_a_backward_that_fails_is_named():
     class Bad(torch.autograd.Function):
         @staticmethod
@@ -439,18 +515,29 @@ def test_a_mask_that_stays_full_is_a_note():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "eps", "count"), [("RMSprop", 1e-8, 1), ("RMSprop", 1e-6, 0), ("AdamW", 1e-8, 0)]
+    ("optimizer", "eps", "count"), [("RMSprop", 1e-8, 1), ("RMSprop", 1e-6, 0), ("AdamW", 1e-8, 1)]
 )
 def test_an_eps_that_vanishes_in_low_optimizer_state_is_named(optimizer, eps, count):
-    model = Two(nn.Linear(8, 8))
+    model = Two(nn.Linear(8, 8)).half()
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, eps=eps)
-    found, _ = checked(model, "O3", trace=False, optimizer=optimizer)
-    assert [finding.code for finding in found] == ["eps vanishes"] * count
+    found, _ = checked(model, "O0", trace=False, optimizer=optimizer)
+    assert [finding.code for finding in found if finding.place == type(optimizer).__name__] == ["eps vanishes"] * count
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert model.first.weight.isnan().any() == bool(count)
 
 
-def test_masters_keep_the_eps_of_every_optimizer():
+@pytest.mark.parametrize("plan", ["O2", "O3"])
+@pytest.mark.parametrize("optimizer", ["RMSprop", "Adagrad", "NAdam"])
+def test_the_state_of_every_optimizer_is_full_and_keeps_its_eps(plan, optimizer):
     model = Two(nn.Linear(8, 8))
-    assert checked(model, "O2", trace=False, optimizer=torch.optim.RMSprop(model.parameters(), lr=1e-3))[0] == []
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
+    assert checked(model, plan, trace=False, optimizer=optimizer)[0] == []
+    with halfstep.initialize(model, optimizer, plan, low="fp16") as session:
+        session.backward(loss_of(model) * 0)
+        session.step()
+        assert session.status().nonfinite_parameters == ()
 
 
 def test_an_eps_of_a_module_is_a_note_where_no_step_is_traced():
@@ -613,6 +700,18 @@ def test_nothing_is_left_behind(plan, low):
     session.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_of_what_is_not_in_the_session_are_left_alone(fails):
+    reference, other, inputs = torch.zeros(8), nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
+    model = Two(Does(lambda x: x * torch.isclose(x, reference) if fails else x))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="fp16") as session:
+        for leaf in (*other.parameters(), inputs):
+            leaf.grad = torch.ones_like(leaf)
+        found = halfstep.check(session, lambda: model(other(inputs)).square().mean())
+        assert [finding.cure for finding in found] == [(Rule("planted", FULL),)] * fails
+    assert all(bool((leaf.grad == 1).all()) for leaf in (*other.parameters(), inputs))
+
+
 def test_a_probe_does_not_see_the_traced_step():
     def seen(checking):
         model, optimizer = make()
@@ -688,8 +787,17 @@ def test_what_cannot_be_checked_is_a_clear_error():
         halfstep.check(session, lambda: loss_of(model), scaler=3)
     with pytest.raises(SessionError, match="takes an open session, not Two"):
         halfstep.check(model)
+    with pytest.raises(SessionError, match="closure for blame or check"):
+        halfstep.check(session, lambda: session.backward(loss_of(model)))
     session.close()
     with pytest.raises(SessionError, match="not a closed session"):
+        halfstep.check(session)
+
+
+def test_a_model_without_numbers_is_a_clear_error():
+    model = nn.Linear(8, 8, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.initialize(model, optimizer, "O0") as session, pytest.raises(SessionError, match="meta device"):
         halfstep.check(session)
 
 

@@ -115,6 +115,40 @@ def test_gradients_larger_than_the_scouted_one_lower_the_recommended_scale_that_
     assert found.scale("fp16").recommended == recommended
 
 
+class Faded(nn.Module):
+    """Its last operation shrinks gradients a thousandfold: the largest one is at no module's output that is low."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x) * 2.0**-10
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_a_gradient_between_modules_limits_the_scale_as_well(plan):
+    model = Faded()
+
+    def closure():
+        return nn.functional.mse_loss(model(torch.ones(8, 4)), torch.ones(8, 1), reduction="sum")
+
+    scales = halfstep.whatif(closure, model, ("fp16",), plan=plan).scale("fp16")
+    below = 2.0 ** math.floor(math.log2(scales.largest))
+    for scale, skipped in ((scales.recommended, 0), (below, 0), (2 * below, 1)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with halfstep.initialize(model, optimizer, plan, low="fp16", loss_scale=scale) as session:
+            session.backward(closure())
+            session.step()
+            assert session.status().skipped == skipped
+
+
+def test_the_loss_scale_of_the_plan_does_not_move_what_is_recommended():
+    gradients = [2.0**-20, 2.0**-22]
+    scaled = halfstep.level("O2", "fp16").edit(Scaling("static", init=1024.0))
+    assert weighed(gradients, plan=scaled).scales == weighed(gradients).scales
+
+
 def test_a_dynamic_scale_settles_between_the_limits_of_the_steps():
     model, inputs = Weigh([1.0]), iter([[1.0], [4.0], [1.0]])
     found = halfstep.whatif(lambda: model(torch.tensor(next(inputs))).sum(), model, ("fp16",), steps=2)
@@ -151,6 +185,45 @@ def test_what_the_plan_keeps_full_is_told_apart():
     assert not row_of(halfstep.whatif(closure, model, ("fp16",), steps=1, plan=ruled), "weight", module="0").low
 
 
+def test_what_computes_in_fp64_is_not_low():
+    model = nn.ModuleDict({"low": nn.Linear(4, 4), "wide": nn.Linear(4, 4).double()})
+    nn.init.ones_(model["wide"].weight)
+
+    def closure():
+        return model["wide"](model["low"](torch.ones(2, 4)).double()).mean()  # whose gradients bf16 has
+
+    rows = halfstep.whatif(closure, model, ("fp16",), steps=1).rows
+    assert {row.low for row in rows if row.module == "wide"} == {False}
+    assert any(row.low for row in rows if row.module == "low")
+
+
+def test_tensors_inside_an_output_are_seen_whatever_holds_them():
+    @dataclasses.dataclass
+    class Held:
+        hidden: torch.Tensor
+
+    class Holding(nn.Linear):
+        def forward(self, x):
+            return Held(super().forward(x) * 2)
+
+    model = Holding(4, 4)
+    rows = halfstep.whatif(lambda: model(torch.ones(2, 4)).hidden.sum(), model, ("fp16",), steps=1).rows
+    assert {row.kind for row in rows} == {"weight", "activation", "activation_grad", "weight_grad"}
+
+
+def test_a_learning_rate_in_a_tensor_stays_the_tensor_that_its_owner_writes_to():
+    model, lr = Weigh([1.0]), torch.tensor(0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+    def closure():
+        lr.mul_(0.5)
+        return model(torch.ones(1)).sum()
+
+    halfstep.whatif(closure, model, ("fp16",), steps=2, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert float(lr) == 0.5
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_nothing_is_left_behind(train):
     model, optimizer = make()
@@ -175,6 +248,30 @@ def test_nothing_is_left_behind(train):
     assert torch.equal(torch.get_rng_state(), states[2])
     assert next(steps) == 4, "one step to see what is low, and three"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_gradients_of_other_models_and_of_inputs_are_left_alone():
+    generator, critic, inputs = nn.Linear(4, 4), nn.Linear(4, 1), torch.ones(2, 4, requires_grad=True)
+
+    def closure():
+        return critic(generator(inputs)).square().mean()
+
+    closure().backward()
+    leaves = [*generator.parameters(), inputs]
+    before = [(leaf.grad, leaf.grad.clone()) for leaf in leaves]
+    halfstep.whatif(closure, critic)
+    assert all(leaf.grad is held and torch.equal(held, was) for leaf, (held, was) in zip(leaves, before, strict=True))
+
+
+def test_a_format_that_was_not_predicted_is_a_clear_error():
+    found = weighed([1.0])
+    assert found.scale(torch.float16) is found.scale(halfstep.FP16) is found.scale("fp16")
+    assert found.edits(halfstep.FP16) == found.edits("fp16")
+    for ask in (found.scale, found.edits):
+        with pytest.raises(FormatError, match="e4m3 was not predicted; it was asked what fp16 would do"):
+            ask("e4m3")
+        with pytest.raises(FormatError, match="unknown format 'fp17'"):
+            ask("fp17")
 
 
 def test_an_optimizer_makes_the_steps_training_steps():
@@ -214,6 +311,36 @@ def test_a_module_whose_values_overflow_should_stay_full_and_the_edits_cure_it()
     assert found.stay_full["bf16"] == ()
     plan = halfstep.level("O2", "fp16")
     for edits, finite in (((), False), (found.edits("fp16"), True)):
+        with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan.edit(*edits)):
+            assert bool(torch.isfinite(closure())) == finite
+
+
+class Scores(nn.Module):
+    """Products beyond 65,504 between its own operations, and an output of ordinary size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.value, self.size = nn.Linear(4, 4), size
+
+    def forward(self, x):
+        scores = (x * self.size) @ (x * self.size).transpose(-1, -2)
+        return (scores / self.size**2).softmax(-1) @ self.value(x)
+
+
+@pytest.mark.parametrize(("size", "bad"), [(100.0, False), (200.0, True)])
+def test_a_module_with_a_product_that_overflows_inside_should_stay_full_and_the_edits_cure_it(size, bad):
+    model = nn.Sequential(nn.Identity(), Scores(size), nn.Linear(4, 1))
+
+    def closure():
+        return model(torch.ones(3, 4)).square().mean()
+
+    found = halfstep.whatif(closure, model, ("fp16", "bf16"), steps=1)
+    assert [finding.place for finding in found.stay_full["fp16"]] == ["1"] * bad
+    assert found.stay_full["bf16"] == ()
+    if bad:
+        assert "a product in it reaches 1.6e+05, and fp16 ends at 65504" in found.stay_full["fp16"][0].evidence
+    plan = halfstep.level("O2", "fp16")
+    for edits, finite in (((), not bad), (found.edits("fp16"), True)):
         with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan.edit(*edits)):
             assert bool(torch.isfinite(closure())) == finite
 
@@ -401,6 +528,7 @@ ONE = torch.ones(1)
 
 
 OTHER = torch.optim.SGD([torch.ones(1)], lr=0.1)
+LBFGS = torch.optim.LBFGS(MODEL.parameters())
 
 
 @pytest.mark.parametrize(
@@ -411,7 +539,8 @@ OTHER = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (MODEL, lambda: MODEL(ONE).detach().sum(), {}, SessionError, "needs no gradient"),
         (MODEL, lambda: MODEL(ONE).sum().backward(), {}, SessionError, "the closure returned NoneType"),
         (MODEL, lambda: backwarded(MODEL(ONE).sum()), {}, SessionError, "ran the backward pass"),
-        (MODEL, lambda: MODEL(ONE * torch.inf).sum(), {}, SessionError, "not finite in fp32|inf in fp32"),
+        (MODEL, lambda: MODEL(ONE * torch.inf).sum(), {}, SessionError, "the loss of step 1 is inf in fp32 already"),
+        (MODEL, lambda: MODEL(ONE).sum() * math.nan, {}, SessionError, "the loss of step 1 is nan in fp32 already"),
         (MODEL, lambda: MODEL(ONE).sum() * 0, {}, SessionError, "no gradient reaches"),
         (MODEL, lambda: MODEL(ONE).sum(), {"formats": ("fp17",)}, FormatError, "unknown format 'fp17'"),
         (MODEL, lambda: MODEL(ONE).sum(), {"formats": ()}, FormatError, "needs formats"),
@@ -420,6 +549,8 @@ OTHER = torch.optim.SGD([torch.ones(1)], lr=0.1)
         (MODEL, None, {}, SessionError, "takes a function that returns the loss, not NoneType"),
         (MODEL, lambda: MODEL(ONE).sum(), {"optimizer": 3}, SetupError, "optimizer"),
         (MODEL, lambda: MODEL(ONE).sum(), {"optimizer": OTHER}, SetupError, "are not the model's"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"optimizer": [OTHER]}, SetupError, "must be one torch.optim.Optimizer"),
+        (MODEL, lambda: MODEL(ONE).sum(), {"optimizer": LBFGS}, SetupError, "calls the closure itself"),
         (MODEL, lambda: MODEL(ONE).sum(), {"steps": 0}, SetupError, "steps is 0"),
         (MODEL, lambda: MODEL(ONE).sum(), {"plan": "O0"}, PlanError, "stores nothing low"),
         (MODEL, lambda: MODEL(ONE).sum(), {"loss_scale": 0}, PlanError, "scale init"),

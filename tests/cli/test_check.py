@@ -45,6 +45,14 @@ def test_errors_end_with_1_and_warnings_do_not(halfstep, tmp_path, expression, c
     assert "edit: Rule(pattern='0'" in out or "edit: OpChange" in out
 
 
+def test_batches_may_be_a_list_as_for_the_other_commands(halfstep, tmp_path):
+    listed = "    def batches(self, seed): return [(torch.ones(2, 4), torch.ones(2, 4))]\ndef mine()"
+    own = OWN.format(expression="x").replace("def mine()", listed)
+    (tmp_path / "own.py").write_text(own, encoding="utf-8")
+    code, out, _ = halfstep("check", f"{tmp_path / 'own.py'}:mine", "--plan", "O2", "--low", "fp16")
+    assert (code, out) == (0, "Own under O2 in fp16: nothing found\n")
+
+
 def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tmp_path):
     (tmp_path / "own.py").write_text(OWN.format(expression="x.masked_fill(x > 0, -1e9)"), encoding="utf-8")
     options = ["--plan", "O2", "--low", "fp16", "--json", tmp_path / "x.json"]

@@ -451,7 +451,7 @@ def test_a_hook_on_the_gradient_of_a_parameter_acts_in_trials_too(plan, low):
 
 def test_blame_inside_its_own_closure_is_refused():
     _, _, session, closure = tower()
-    with pytest.raises(SessionError, match="inside a closure that blame runs"):
+    with pytest.raises(SessionError, match="inside a closure that blame or check runs"):
         session.blame(lambda: session.blame(closure))
     assert session.blame(closure) is None
     session.close()

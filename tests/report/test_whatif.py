@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from halfstep.records import Finding, Rounded, ScaleRange, TensorStats, WhatIf
@@ -39,14 +40,23 @@ FOUND = WhatIf(
 )
 
 
-def printed(found, **options):
-    console = Console(width=200, record=True, file=io.StringIO())
+def printed(found, width=200, **options):
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(whatif_table(found, **options))
     return console.export_text()
 
 
 def line_of(text, start):
     return next(line.split() for line in text.splitlines() if line.split()[: len(start.split())] == start.split())
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_figure_is_cut_where_there_is_little_room(width):
+    scale = replace(SCALE, largest=1.677e5, recommended=16777216.0, place="encoder.blocks.0.attention.proj")
+    rows = (*(replace(each, scale=16777216.0) for each in FOUND.rows), row("encoder.blocks.0.attention.norm_1"))
+    text = printed(replace(FOUND, scales=(scale,), rows=rows), width=width, modules=True)
+    assert "…" not in text
+    assert {"1.677e+05", "16777216", "32768", "65536", "50.00%", "100.00%", "<0.01%"} <= set(text.split())
 
 
 def test_shares_of_a_kind_are_weighted_by_elements_and_leave_out_what_stays_full():
