@@ -46,6 +46,7 @@ PASSED = (
 _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
 # What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
 # 4,096 without gradients before them, which cost little. Where there is more, no step is coming, or it is a long one.
+# And 64 steps of others may come before it.
 _PATIENCE = 2**12
 _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
