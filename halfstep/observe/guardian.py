@@ -212,7 +212,7 @@ class Guardian:
         self._others += 1
         if self._others * _TRAINING > self._patience:  # it may never come
             self._give_up()
-        elif self._others % _OTHERS == 0:
+        elif self._others % (_OTHERS + 1) == 0:
             armed.recorder.forget()
 
     def _arm_next(self) -> None:
