@@ -242,7 +242,8 @@ class Observation:
         """The share of updates that were smaller than half a unit in the last place; None for other kinds.
 
         Of the weights that the step had an update for: one of exactly zero (no gradient, a skipped step) is none. With
-        a master the update is kept there until it has grown; without one (O3) it is lost for good.
+        a master the update is kept there until it has grown; without one (O3) it is lost for good. Of optimizers other
+        than torch's Adam, AdamW and SGD only what changes the fp32 value is seen: what fp32 rounds away counts as none.
         """
         if self.kind != UPDATE:
             return None

@@ -1,69 +1,109 @@
-"""How many of an optimizer's last steps were skipped, and the loss scale, read late so that nothing waits for it."""
+"""How many steps in a row were skipped, and at which loss scale, read late so that nothing waits for it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import c_bool, c_float
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
-_LONGEST_PAUSE = 64  # windows
+_LONGEST_PAUSE = 64 * WINDOW  # steps
+
+Watched = tuple[tuple[int, ...], int | None]  # the ids of optimizers that step together, and a loss that they step on
+Scales = Mapping[Any, Tensor]  # by the ids of losses, or by None
+_Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it was skipped, the scales of its losses
+
+
+@dataclass
+class _Run:
+    """How many of the last steps were skipped in a row; how many to come are left out, and how many the next time."""
+
+    length: int = 0
+    left_out: int = 0
+    pause: int = WINDOW
 
 
 class Counter:
-    """Counts the skips in each eight steps of the same optimizers on one loss, without waiting for the device.
+    """Counts the skipped steps in a row, apart for each who steps and each loss, without waiting for the device.
 
-    It reads them and the scale after the eighth, and gives them at the step after it, or when they have come. `wait`
-    is how many times it is then not asked, `pause` how many that is after a look that found nothing.
+    `WINDOW` steps are looked at together, when the next one comes or when they have come to the host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type != "cuda"
-        self._skipped: list[Tensor] = []
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-        self._values: tuple[float, float] | None = None
-        self._wait, self._pause = 0, 1
+    def __init__(self, device: torch.device, floor: float) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._floor = floor
+        self._steps: list[_Step] = []
+        self._coming: tuple[list[_Step], torch.cuda.Event | None] | None = None
+        self._runs: dict[Watched, _Run] = {}  # empty until a step is skipped
 
-    def count(self, skipped: Tensor, scale: Tensor) -> tuple[int, float] | None:
-        """Takes a step, whether it was skipped and its scale, 0-dim tensors; returns what of the last eight has come.
+    def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
+        """Takes a step of `parts`, and returns whose steps need a look, of those that have come.
 
-        That is how many were skipped, and the scale at the last of them. A step that a CUDA graph captures does
-        not count: what would be read are the numbers of its replays.
+        They do where `WINDOW` in a row were skipped, or one was while its loss scale lay at the floor. `skipped` and
+        the `scales` of its losses are 0-dim tensors. A step that a CUDA graph captures does not count: what would be
+        read are the numbers of its replays.
         """
-        if not self._on_host and torch.cuda.is_current_stream_capturing():
-            self._skipped, self._pending = [], None
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            self._steps, self._coming = [], None
             return None
-        found = self._read()
-        self._skipped.append(skipped)
-        if len(self._skipped) == WINDOW:
-            self._begin_to_read(scale)
-            self._skipped = []
+        found = None
+        if self._coming is not None:
+            steps, event = self._coming
+            if event is None or event.query():  # type: ignore[no-untyped-call]
+                self._coming = None
+                found = self._look(steps)
+        self._steps.append((parts, skipped, scales))
+        if self._coming is None and len(self._steps) >= WINDOW:
+            self._coming = _to_host(self._steps) if self._on_cuda else (self._steps, None)
+            self._steps = []
         return found
 
-    def rest(self) -> None:
-        """Has the next looks left out, twice as many each time."""
-        self._wait, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+    def rest(self, watched: Watched) -> None:
+        """Leaves out the next steps of those `watched`, twice as many each time."""
+        run = self._runs[watched]
+        run.left_out, run.pause = run.pause, min(2 * run.pause, _LONGEST_PAUSE)
 
-    def is_resting(self) -> bool:
-        """Tells whether the look that is due now is to be left out."""
-        self._wait -= 1
-        return self._wait >= 0
+    def _look(self, steps: Sequence[_Step]) -> Watched | None:
+        skips = [_number(skipped) for _, skipped, _ in steps]
+        if not self._runs and not any(skips):
+            return None
+        found = None
+        for (parts, _, scales), skipped in zip(steps, skips, strict=True):
+            who = tuple(map(id, parts))
+            for loss_id, scale in scales.items():
+                run = self._runs.setdefault((who, loss_id), _Run())
+                run.length = run.length + 1 if skipped else 0
+                run.left_out -= 1
+                alarming = run.length >= WINDOW or (skipped and _number(scale) <= self._floor)
+                if alarming and run.left_out < 0:
+                    found = found or (who, loss_id)
+        if found is not None:
+            self._runs[found].length = 0
+        return found
 
-    def _begin_to_read(self, scale: Tensor) -> None:
-        if self._on_host:
-            skipped = sum(float(each.cpu().numpy()) for each in self._skipped)
-            self._values = skipped, float(scale.cpu().numpy())
-            return
-        both = torch.stack((torch.stack(self._skipped).sum().to(torch.float32), scale.to(torch.float32)))
-        host = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._pending = (host, event)
 
-    def _read(self) -> tuple[int, float] | None:
-        if self._pending is not None:
-            host, event = self._pending
-            if not event.query():  # type: ignore[no-untyped-call]
-                return None
-            self._values, self._pending = (float(host[0]), float(host[1])), None
-        values, self._values = self._values, None
-        return None if values is None else (int(values[0]), values[1])
+def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
+    """Returns steps whose tensors are on the host when the event has come."""
+    skips = torch.stack([skipped for _, skipped, _ in steps]).to(torch.float32)
+    both = torch.cat((skips, torch.stack([t for _, _, scales in steps for t in scales.values()])))
+    host = torch.empty(both.shape, dtype=torch.float32, device="cpu", pin_memory=True)
+    own = host.copy_(both, non_blocking=True).unbind()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    values = iter(own[len(steps) :])
+    arriving: list[_Step] = []
+    for (parts, _, scales), skipped in zip(steps, own, strict=False):
+        arriving.append((parts, skipped, dict(zip(scales, values, strict=False))))
+    return arriving, event
+
+
+def _number(t: Tensor) -> float:
+    """Returns what a 0-dim bool or fp32 tensor holds; on a CPU it lies there, and to read it is no operation."""
+    if t.device.type != "cpu":
+        return float(t)
+    kind = c_bool if t.dtype is torch.bool else c_float
+    return float(kind.from_address(t.data_ptr()).value)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -25,13 +24,13 @@ from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.blame import LEAST, NOT_SEEN, Subject
-from halfstep.observe.counter import WINDOW, Counter
+from halfstep.observe.counter import WINDOW, Counter, Watched
 from halfstep.observe.cures import scaling_cure, untried_cure
 from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.observe.growth import degree
 from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OTHERS, OpRecorder
+from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.observe.words import say
 from halfstep.records import StepRecord, Verdict
 
@@ -40,9 +39,14 @@ TOO_LONG = (
     "steps go on being skipped, and what makes them so could not be recorded: a step takes too many operations (long "
     "rollouts before its backward pass); call session.blame(closure) with a closure that computes the loss of a part"
 )
+PASSED = (
+    "what a model computed without gradients before, in the same step, was not recorded and may have made it: "
+    "session.blame(closure) with that in the closure tells"
+)
 _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
 # What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
 # 4,096 without gradients before them, which cost little. Where there is more, no step is coming, or it is a long one.
+# And 64 steps of others may come before it.
 _PATIENCE = 2**12
 _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
@@ -61,12 +65,14 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
     """Records as any recorder; what goes wrong in it ends the recording, and never the step that it watches.
 
     `spent` adds up what the model's calls since the last backward pass count. It has `ended` where it failed, or where
-    the operations were `too_many`.
+    the operations were `too_many`. `carried` has the loss scale of each backward pass, with the note that it may begin
+    with.
     """
 
     def __init__(self, places: Places, *, on: bool) -> None:
         super().__init__(places, on=on)
         self.spent = 0
+        self.carried: list[tuple[int, Tensor]] = []
         self.ended = self.too_many = False
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -93,6 +99,16 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         self._local.results = [result]
         return result
 
+    def scale_of(self, note: Note | None, otherwise: Tensor) -> float:
+        """Returns the loss scale of the backward pass that an operation belongs to, or what is given `otherwise`."""
+        begun = [scale for first, scale in self.carried if note is not None and first <= note.index]
+        return float(begun[-1] if begun else otherwise)
+
+    def forget(self) -> None:
+        """Ends the recording until it is switched on again, and drops what was recorded."""
+        super().forget()
+        self.carried = []
+
     def _end(self) -> None:
         self.ended = True
         self.forget()
@@ -102,14 +118,14 @@ class Armed:
     """A recorder that lies in wait for the next training forward and is taken off at the end of that step.
 
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
-    is `lost` where the caller's own modes, or threads, took it off before. Where forwards go on without a backward
-    pass and `patience` ends, or the recording has, `give_up` is called: the step is a long one, or none is coming since
-    the caller was interrupted.
+    is `lost` where the caller's own modes, or threads, took it off before. A forward without gradients has `passed`
+    where one came first, and was not recorded. Where forwards go on without a backward pass and `patience` ends, or the
+    recording has, `give_up` is called: the step is a long one, or none is coming since the caller was interrupted.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.recorder = Watching(Places(roots), on=False)
-        self.lost = False
+        self.lost = self.passed = False
         self.patience = _PATIENCE
         self.give_up: Callable[[], None] = self.leave
         self._thread = threading.get_ident()
@@ -121,13 +137,14 @@ class Armed:
         """Begins to record where a forward is for training; called before the session casts what is given to it."""
         recorder, training = self.recorder, torch.is_grad_enabled()
         recorder.on = not recorder.ended and (recorder.on or training)
+        self.passed = self.passed or not recorder.on
         recorder.spent += _TRAINING if training else _EVALUATION if recorder.on else _PASSING
         if recorder.ended or recorder.spent > self.patience:
             self.give_up()
 
     def leave(self) -> None:
         """Takes the recorder off."""
-        self.lost = threading.get_ident() != self._thread or _get_current_dispatch_mode() is not self.recorder
+        self.lost = threading.get_ident() != self._thread or self.recorder not in _get_current_dispatch_mode_stack()
         if self._finally.detach() is not None:
             _take_off(self.recorder, self._thread)
 
@@ -136,9 +153,9 @@ class Guardian:
     """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
 
     Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
-    `WINDOW` of them, counted in such blocks, were skipped, or one was while a scale lies at `floor`, the next ones are
-    recorded, one at a time, until one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale
-    cures, which is normal, from what it does not.
+    `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, the next ones are recorded, one
+    at a time, until one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which
+    is normal, from what it does not.
     """
 
     def __init__(
@@ -152,16 +169,21 @@ class Guardian:
     ) -> None:
         self._subject, self._arm, self._tell = subject, arm, tell
         self._on_failure = on_failure
-        self._device = device
         scaling = subject.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._counters: dict[tuple[object, int | None], Counter] = {}  # by optimizers and loss
+        self._counter = Counter(device, self._floor)
         self._armed: tuple[Armed, Callable[[], None]] | None = None
-        self._about: tuple[object, int | None] = ((), None)  # whose step is waited for
+        self._about: Watched = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
         self._others = 0  # steps of others while one is waited for
         self._patience = _PATIENCE
         self._said: set[object] = set()
+
+    def carry(self, scale: Tensor) -> None:
+        """Notes the loss scale of the backward pass that comes next."""
+        if self._armed is not None:
+            recorder = self._armed[0].recorder
+            recorder.carried.append((len(recorder.notes), scale.detach().clone()))
 
     def after_step(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
         """Looks at the counters where it is time, or at what was recorded.
@@ -171,35 +193,26 @@ class Guardian:
         Raises:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure.
         """
-        who = tuple(map(id, parts))
         if self._armed is not None:
-            self._after_recorded(self._armed[0], who, scales, record, parts)
+            self._after_recorded(self._armed[0], record, parts, scales)
             return
-        for loss_id, scale in scales.items() or ((None, record.scale),):
-            counter = self._counters.get((who, loss_id))
-            if counter is None:
-                counter = self._counters[who, loss_id] = Counter(self._device)
-            found = counter.count(record.skipped, scale)
-            if self._armed is None and found is not None and not counter.is_resting() and self._is_alarming(*found):
-                self._about, self._left = (who, loss_id), WINDOW
-                self._arm_next()
+        about = self._counter.count(parts, record.skipped, scales or {None: record.scale})
+        if about is not None:
+            self._about, self._left = about, WINDOW
+            self._arm_next()
 
     def _after_recorded(
-        self,
-        armed: Armed,
-        who: object,
-        losses: Collection[int],
-        record: StepRecord,
-        parts: Sequence[Stepped],
+        self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
     ) -> None:
         """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded a while."""
         waited_for, loss_id = self._about
-        if who == waited_for and (loss_id is None or loss_id in losses):
-            self._conclude(record, parts)
+        if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
+            self._conclude(record, parts, scales)
             return
         self._others += 1
-        if self._others > _OTHERS:
-            self._others = 0
+        if self._others * _TRAINING > self._patience:  # it may never come
+            self._give_up()
+        elif self._others % (_OTHERS + 1) == 0:
             armed.recorder.forget()
 
     def _arm_next(self) -> None:
@@ -228,7 +241,7 @@ class Guardian:
             _LOG.warning(notice)
 
     def _look_later(self) -> None:
-        self._counters[self._about].rest()
+        self._counter.rest(self._about)
 
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
@@ -238,14 +251,10 @@ class Guardian:
             armed.leave()
             disarm()
 
-    def _is_alarming(self, skips: int, scale: float) -> bool:
-        return skips >= WINDOW or (skips > 0 and scale <= self._floor)
-
-    def _conclude(self, record: StepRecord, parts: Sequence[Stepped]) -> None:
+    def _conclude(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
         """Ends the recording, and raises or warns where the recorded step failed for good."""
         assert self._armed is not None
         armed, _ = self._armed
-        sinks = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
         recorder, was_on = armed.recorder, armed.recorder.on
         self.close()
         if bool(record.skipped) and (armed.lost or not was_on):
@@ -256,16 +265,8 @@ class Guardian:
                 return
             self._look_later()
             return
-        losses = [record.loss] if record.loss is not None else []
         try:
-            origin = find_origin(recorder, losses) or find_origin(recorder, sinks)
-            plan, full, scale = self._subject.plan, self._subject.full, float(record.scale)
-            found = None if origin is None else diagnose(recorder, origin, plan, full, scale)
-            if found is None or found.kind == UNSEEN:
-                self._say_unseen(recorder)
-                self._look_later()
-                return
-            judged = self._judge(found, scale, among_others=recorder.communicated)
+            judged = self._explain(armed, record, parts, scales)
         except Exception:  # what only explains a failure is never to be one
             _LOG.warning(NOT_SEEN, exc_info=True)
             self._look_later()
@@ -273,18 +274,40 @@ class Guardian:
         if judged is not None:
             self._report(*judged, record.step)
 
-    def _judge(self, found: Diagnosis, scale: float, *, among_others: bool) -> tuple[Verdict, str] | None:
+    def _explain(
+        self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
+    ) -> tuple[Verdict, str] | None:
+        """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
+        recorder, subject = armed.recorder, self._subject
+        losses = [record.loss] if record.loss is not None else []
+        gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
+        origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
+        scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
+        found = None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
+        if found is None or found.kind == UNSEEN:
+            self._say_unseen(recorder)
+            self._look_later()
+            return None
+        lowest = min(map(float, scales.values()), default=scale)
+        judged = self._judge(found, scale, shared=lowest if recorder.communicated else None)
+        if judged is None or not armed.passed or found.kind != "input data":
+            return judged
+        verdict, about_scale = judged
+        return replace(verdict, advice=f"{verdict.advice}; {PASSED}"), about_scale
+
+    def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
         """Returns the verdict on the recorded step, and what a lower loss scale would do, in words.
 
         None where a lower one, which will come, is the cure, or may be that of another process: to end training at the
-        same step, none of them does before the scale, which they share, is at its floor.
+        same step, none of them does before the lowest scale of the step, which they have `shared`, is at its floor.
         """
         plan = self._subject.plan
         found = replace(found, untried="session.blame(closure) would")
         lower = _Lower.estimate(found, plan.low, scale)
-        comes_down = plan.scale.kind == "dynamic" and scale > self._floor
-        if comes_down and among_others:
-            _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", scale)
+        dynamic = plan.scale.kind == "dynamic"
+        comes_down = dynamic and scale > self._floor
+        if dynamic and shared is not None and shared > self._floor:
+            _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", shared)
             return None
         if found.kind == OTHERS:
             return say(found, plan, (), scale=scale), ""
@@ -295,7 +318,7 @@ class Guardian:
             verdict = say(found, plan, untried_cure(plan, found, self._subject.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind="scale too high", lower_scale=lower.scale)
-        limit = f"its floor is {self._floor:g}" if plan.scale.kind == "dynamic" else f"it stays at {scale:g}"
+        limit = f"its floor is {self._floor:g}" if dynamic else f"it stays at {scale:g}"
         verdict = say(found, plan, scaling_cure(plan.scale, lower.scale, estimated=True), scale=scale)
         return verdict, f": the loss scale is too high, and {limit}"
 

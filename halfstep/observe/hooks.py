@@ -35,7 +35,7 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Hooks on modules until `remove`, which call `saw` with the outputs of passes that need gradients.
+    """Hooks on modules from `put_on` to `remove`, which call `saw` with the outputs of passes that need gradients.
 
     `saw(module, found)` gets the floating and complex tensors of an output, and `saw_grad(module, place, gradient)` the
     gradient of each, if one comes while the hooks are there. A pass without gradients (evaluation) is not seen. What a
@@ -45,24 +45,27 @@ class StepHooks:
 
     def __init__(
         self,
-        modules: Mapping[str, nn.Module],
         saw: Callable[[str, Found], None] | None,
         saw_grad: Callable[[str, str, Tensor], None] | None,
     ) -> None:
         self._saw = saw
         self._saw_grad = saw_grad
-        self.closed_to_hooks = [name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)]
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(_ForwardHook(name, self._output))
-            for name, module in modules.items()
-            if name not in self.closed_to_hooks
-        ]
+        self.closed_to_hooks: list[str] = []
+        self._handles: list[RemovableHandle] = []
         self.take_off: Callable[[], None] = partial(_take_off, self._handles)  # keeps neither modules nor these hooks
         self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
         self._again: dict[str, int] = {}  # by module: the part of this backward pass that computed it first
         self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with how often each was written to
         self.saw_any = False
+
+    def put_on(self, modules: Mapping[str, nn.Module]) -> None:
+        """Puts hooks on the modules, but for scripted ones; where this is interrupted, `take_off` undoes it."""
+        for name, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.closed_to_hooks.append(name)
+            else:
+                self._handles.append(module.register_forward_hook(_ForwardHook(name, self._output)))
 
     def new_backward(self) -> None:
         """Notes that what comes next belongs to another backward pass."""

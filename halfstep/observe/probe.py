@@ -82,6 +82,7 @@ class Probe:
         if self.window is not None:
             self.window.close()
             self.window = None
+        undo_all(self.undo)  # of a window that Ctrl-C ended before it was open
         self._hand_over(wait=True)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:

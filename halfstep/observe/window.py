@@ -44,11 +44,11 @@ class Window:
         if kinds & {"activation", "activation_grad"}:
             undo.append(run_uncompiled())
             self.hooks = StepHooks(
-                modules,
                 self._activations if "activation" in kinds else None,
                 self._activation_grad if "activation_grad" in kinds else None,
             )
             undo.append(self.hooks.take_off)
+            self.hooks.put_on(modules)
 
     @cached_property
     def owners(self) -> Owners:

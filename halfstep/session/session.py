@@ -219,7 +219,7 @@ class Session:
         scale = self._scales.of(loss_id)
         if loss.dtype == torch.float16:
             scale.limit(FP16_LOSS_CEILING)
-        self._probes.carry(scale.value)
+        self._carry(scale.value)
         if self._plain:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             self._add_loss(loss, loss_id)
@@ -240,6 +240,12 @@ class Session:
         self._scales.went_backward(loss_id)
         self._add_loss(loss, loss_id)
         self._awaiting = list(self._parts)
+
+    def _carry(self, scale: Tensor) -> None:
+        """Says which loss scale the gradients of the next backward pass carry to those who look at the step."""
+        self._probes.carry(scale)
+        if self._guardian is not None:
+            self._guardian.carry(scale)
 
     def _add_loss(self, loss: Tensor, loss_id: int) -> None:
         if loss.numel() != 1:  # its backward had a gradient of its own
@@ -266,7 +272,7 @@ class Session:
         scale = self._scales.of(loss_id)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
-        self._probes.carry(scale.value)
+        self._carry(scale.value)
         value = scale.value.clone()
         if scale.active:
             directions = tuple(

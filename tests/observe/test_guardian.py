@@ -32,6 +32,7 @@ from tests.observe.faults.plants import (
     Total,
     WhereTrap,
 )
+from tests.observe.test_probe import Counted
 from tests.scale.sync import NoSync
 
 
@@ -786,21 +787,72 @@ def test_what_ran_where_it_cannot_be_seen_is_said_once(caplog, monkeypatch):
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor of a device that is neither a CPU nor CUDA: no array shares its memory."""
+    """A tensor of a device that is neither a CPU nor CUDA: its memory is not the host's."""
 
-    def numpy(self):
-        raise TypeError("can't convert device type tensor to numpy")
+    @property
+    def device(self):
+        return torch.device("xpu")
 
-    def cpu(self):
-        return self.as_subclass(torch.Tensor)
+    def data_ptr(self):
+        raise RuntimeError("not on the host")
+
+
+PARTS = (object(),)
+
+
+def counted(counter, flags, scale, tensor=lambda t: t):
+    """Gives a counter steps at one scale; returns the numbers of those after which it asks for a look."""
+    steps = [counter.count(PARTS, tensor(torch.tensor(bool(flag))), {0: tensor(torch.tensor(scale))}) for flag in flags]
+    return [number for number, found in enumerate(steps, 1) if found is not None]
+
+
+@pytest.mark.parametrize(
+    ("flags", "looks"),
+    [
+        ([0, *[1] * (WINDOW - 1), *[0] * 20], []),
+        ([1] * WINDOW + [0] * 20, [WINDOW + 1]),
+        ([0, *[1] * WINDOW, *[0] * 20], [2 * WINDOW + 1]),  # over two windows, with a step that is fine in each
+        ([0, *[1] * (WINDOW - 1), 0, *[1] * (WINDOW - 1), *[0] * 20], []),
+        ([1] * (WINDOW - 2) + [0] * 20, []),
+    ],
+)
+def test_skips_are_counted_in_a_row(flags, looks):
+    assert counted(Counter(torch.device("cpu"), 1.0), flags, 2.0) == looks
+
+
+@pytest.mark.parametrize(("scale", "looks"), [(1.0, [WINDOW + 1]), (1.5, [])])
+def test_one_skip_is_enough_where_the_scale_lies_at_its_floor(scale, looks):
+    assert counted(Counter(torch.device("cpu"), 1.0), [0, 1] + [0] * 20, scale) == looks
 
 
 def test_counters_of_other_devices_are_waited_for():
-    counter = Counter(torch.device("xpu"))
-    scale = torch.tensor(128.0).as_subclass(Elsewhere)
-    for step in range(WINDOW):
-        assert counter.count(torch.tensor(step < 3).as_subclass(Elsewhere), scale) is None
-    assert counter.count(torch.tensor(True).as_subclass(Elsewhere), scale) == (3, 128.0)
+    found = counted(Counter(torch.device("xpu"), 1.0), [1] * 10, 2.0, lambda t: t.as_subclass(Elsewhere))
+    assert found == [WINDOW + 1]
+
+
+class Late:
+    """An event on a device that comes when it is told to."""
+
+    come = False
+
+    def record(self):
+        pass
+
+    def query(self):
+        return Late.come
+
+
+def test_what_is_still_on_its_way_from_a_gpu_is_not_waited_for(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", Late)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
+    monkeypatch.setattr(Late, "come", False)
+    counter = Counter(torch.device("cuda"), 1.0)
+    assert counted(counter, [0] + [1] * (3 * WINDOW), 2.0) == []
+    monkeypatch.setattr(Late, "come", True)
+    assert counted(counter, [0], 2.0) == []  # the first window, with one step that was fine
+    assert counted(counter, [0], 2.0) == [1]  # all that came meanwhile, in one piece
 
 
 @pytest.mark.parametrize("plan", ["O1", "O2"])
@@ -851,7 +903,7 @@ def test_an_optimizer_of_many_losses_is_watched_whichever_of_them_a_step_has():
 
     with pytest.raises(halfstep.NumericsError) as caught:
         train()
-    assert caught.value.verdict.kind == "invalid"  # the inputs are spoiled where the recorder sees it
+    assert caught.value.verdict.kind == "input data"
     session.close()
 
 
@@ -875,3 +927,99 @@ def test_an_optimizer_that_steps_rarely_is_seen():
         train()
     assert caught.value.verdict.kind == "invalid"
     session.close()
+
+
+def test_an_optimizer_that_steps_no_more_is_not_waited_for_for_ever():
+    models = [nn.Linear(16, 4), nn.Linear(16, 4)]
+    first, then = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in models)
+    session = halfstep.initialize(models, [first, then], "O2", low="bf16")
+    inputs = torch.randn(4, 16)
+
+    def step(index, optimizer, inputs):
+        optimizer.zero_grad()
+        session.backward(models[index](inputs).mean(), loss_id=index)
+        session.step(optimizer)
+        return bool(_get_current_dispatch_mode_stack())
+
+    assert [step(0, first, inputs * torch.nan) for _ in range(WINDOW + 1)][-1]  # its next step would be recorded
+    recorded = sum(step(1, then, inputs) for _ in range(200))
+    assert 40 < recorded < 80
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    session.close()
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_losses_with_scales_of_their_own_that_of_the_failing_one_counts(plan, order):
+    model = nn.ModuleDict({"trunk": nn.Linear(16, 16), "0": nn.Linear(16, 4), "1": nn.Linear(16, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = halfstep.initialize(model, optimizer, plan, low="fp16")
+    inputs = torch.randn(8, 16)
+
+    def training():
+        for _ in range(6 * WINDOW):
+            optimizer.zero_grad()
+            for loss_id in order:  # the gradient of the second fits fp16 at a scale of 1/8 and below
+                with session.autocast():
+                    loss = model[str(loss_id)](model["trunk"](inputs)).float().sum() * (3e5 if loss_id else 1.0)
+                session.backward(loss, loss_id=loss_id)
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    verdict = caught.value.verdict
+    assert (verdict.kind, verdict.module, verdict.cure) == ("scale too high", "1", (dynamic(2.0**-3, 2.0**-15),))
+    assert session.status().scales[1] < session.status().scales[0]
+    session.close()
+
+
+def test_of_two_sessions_that_wait_at_a_time_each_sees_its_own_step():
+    opened = []
+    for _ in range(2):
+        model = Cnn(LogOfZero())
+        session, optimizer = session_on(model, "O2", "bf16")
+        run(session, optimizer, model, WINDOW + 1, images())
+        opened.append((session, optimizer, model))
+    for session, optimizer, model in opened:
+        with pytest.raises(NumericsError):
+            run(session, optimizer, model, 1, images())
+        session.close()
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_data_that_a_model_may_have_made_without_gradients_is_said_to_be_so(passed):
+    models = [nn.Sequential(nn.Linear(8, 8), LogOfZero()), nn.Linear(8, 4)]
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=1e-3)
+    session = halfstep.initialize(models, optimizer, "O1", low="bf16")
+    inputs = torch.randn(4, 8)
+
+    def training():
+        for _ in range(2 * WINDOW):
+            with torch.no_grad():
+                made = models[0](inputs) if passed else inputs * torch.nan
+            optimizer.zero_grad()
+            session.backward(models[1](made).mean())
+            session.step()
+
+    with pytest.raises(NumericsError) as caught:
+        training()
+    assert caught.value.verdict.kind == "input data"
+    assert (guardian.PASSED in caught.value.verdict.advice) == passed
+    session.close()
+
+
+@mixed_plans
+def test_watching_runs_no_operation(name, low):
+    counts = []
+    for watched in (False, True):
+        model, optimizer, session = start(name, low)
+        if not watched:
+            session._guardian = None
+        modes = [Counted() for _ in range(3 * WINDOW)]
+        for number, mode in enumerate(modes):
+            with mode:
+                train(session, model, optimizer, [number], poison=[2])
+        counts.append([mode.calls for mode in modes])
+        session.close()
+    assert counts[0] == counts[1]

@@ -173,6 +173,29 @@ def test_hooks_exist_only_while_a_step_is_observed():
     assert not hooks_of(model)
 
 
+@pytest.mark.parametrize("calls", [0, 2, 4])
+def test_ctrl_c_while_a_probe_is_attached_leaves_nothing_behind(calls, monkeypatch):
+    model, session = small_session()
+    probe = session.observe(every=2)
+    put_on, left = nn.Module.register_forward_hook, iter(range(calls))
+
+    def interrupted(*args, **kwargs):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return put_on(*args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "register_forward_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, session)  # looks at the one after it
+    monkeypatch.undo()
+    step(model, session)
+    probe.detach()
+    assert not hooks_of(model)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert {o.step for o in probe.flush()} == {1}
+    session.close()
+
+
 @mixed_plans
 def test_observed_steps_train_to_the_same_bits(name, low):
     results = []
