@@ -63,14 +63,23 @@ class GradientLedger:
     under another loss's scale, or after `unscale_`, is held apart, unscaled and added to the true gradients. Gradients
     that were left over from an earlier step take part as they would in fp32. Nothing syncs.
 
+    Where they are `reduced` over processes, in buckets of the parameters' own dtype as torch does, they add up in that,
+    and none is held apart: it may be one that only a later backward reduces.
+
     `left_over` says that the last backward added to gradients that nobody had written to since a step: no `zero_grad`.
     `params` is called each time, so that parameter groups added later take part. Around each backward call
     `before_backward`, and then `after_backward`, or `undo_backward` where it raised.
     """
 
-    def __init__(self, params: Callable[[], list[Parameter]], full_accumulate: bool) -> None:
+    def __init__(
+        self,
+        params: Callable[[], list[Parameter]],
+        full_accumulate: bool,
+        reduced: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._params = params
         self._full_accumulate = full_accumulate
+        self._reduced = reduced
         self._stash: dict[Parameter, Tensor] = {}
         self._widened: set[Parameter] = set()
         self._flags: dict[int, Tensor] = {}
@@ -92,7 +101,7 @@ class GradientLedger:
             self._narrow()
             self._forget()
             self._carry(scale)
-        elif self._stale or self._is_carried(scale) or (self._losses == (loss_id,) and not self._true):
+        elif self._may_join(loss_id, scale):
             self._drop_cleared_flags(held)
             self._join(held, scale)
         else:
@@ -181,14 +190,21 @@ class GradientLedger:
     def _is_carried(self, scale: Tensor) -> bool:
         return self._source is not None and self._source[0] is scale and self._source[1] == scale._version
 
+    def _may_join(self, loss_id: int, scale: Tensor) -> bool:
+        same_loss = self._losses == (loss_id,) and not self._true
+        return self._stale or same_loss or self._is_carried(scale) or self._reduced()
+
     def _join(self, held: list[Parameter], scale: Tensor) -> None:
         """Makes the held gradients carry `scale`, so that backward can add to them in place."""
         carried = self._is_carried(scale)
-        if self._full_accumulate or not carried:
+        reduced = self._reduced()
+        if not carried or (self._full_accumulate and not reduced):
             self._widen(held)
         if not carried:
             factor = scale.detach() if self._true else scale.detach() * _inverse(self._scale).to(scale.device)
             _multiply_(held, factor)
+        if reduced:
+            self._shrink(held)
         self._carry(scale)
 
     def _set_apart(self, held: list[Parameter]) -> None:
@@ -243,6 +259,14 @@ class GradientLedger:
                 param.grad_dtype = torch.float32
                 param.grad = grad.float()
                 self._widened.add(param)
+
+    def _shrink(self, params: Iterable[Parameter]) -> None:
+        """Turns what was widened into gradients of the parameters' own dtype."""
+        for param in self._widened.intersection(params):
+            grad, param.grad = param.grad, None
+            param.grad_dtype = None
+            param.grad = None if grad is None else grad.to(param.dtype)
+            self._widened.discard(param)
 
     def _narrow(self) -> None:
         """Has autograd make gradients in the parameters' own dtype again, where they hold none."""

@@ -43,15 +43,17 @@ def make_part(
     *,
     plain: bool,
     full_accumulate: bool,
+    reduced: Callable[[], bool],
     name_of: Callable[[nn.Parameter], str],
 ) -> Part:
     """Returns the part of one optimizer; `plain` leaves the step to the optimizer.
 
-    `full_accumulate`: gradients that add up are held in fp32. `name_of` says in messages which parameter is meant.
+    `full_accumulate`: gradients that add up are held in fp32, but for those `reduced` over processes. `name_of` says in
+    messages which parameter is meant.
     """
     return Part(
         optimizer,
-        GradientLedger(lambda: _parameters(optimizer), full_accumulate=full_accumulate),
+        GradientLedger(lambda: _parameters(optimizer), full_accumulate, reduced),
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )

@@ -21,6 +21,7 @@ from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.kernels.batch import Scratch
+from halfstep.observe.alone import group_is_open, wrappers_of
 from halfstep.observe.attach import make_probe
 from halfstep.observe.blame import Held, blame
 from halfstep.observe.guardian import Guardian, OnFailure
@@ -107,6 +108,7 @@ class Session:
         self._guardian: Guardian | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
+        self._reduced: bool | None = None  # not known yet
         self._aside = Aside(
             self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
         )
@@ -176,6 +178,7 @@ class Session:
             self._store,
             plain=self._plain,
             full_accumulate=self.plan.param == "low",
+            reduced=self._is_reduced,
             name_of=self._name_of,
         )
         self._undo.callback(part.stepper.close)
@@ -185,6 +188,12 @@ class Session:
             if not part.needs_closure:
                 self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
         return part
+
+    def _is_reduced(self) -> bool:
+        """Tells whether DistributedDataParallel reduces the gradients; looked for once in a process group."""
+        if self._reduced is None and group_is_open():
+            self._reduced = bool(wrappers_of(self._roots))
+        return bool(self._reduced)
 
     def _look_for_fp16_losses(self, value: Tensor) -> Tensor:
         if value.dtype is torch.float16 and value.dim() == 0 and value.requires_grad:

@@ -140,3 +140,31 @@ def test_gradient_penalty_equals_fp32():
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-8)
     session.close()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("story", ["accumulated", "zeroed in place", "left over", "unscaled between", "two losses"])
+def test_ddp_takes_part_in_every_way_to_add_up(story, name, low):
+    trained = []
+    for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):
+        model, optimizer = build()
+        session = halfstep.initialize(model, optimizer, name, low=low, loss_scale=Scaling("dynamic", init=2.0**8))
+        wrapped = wrap(model)
+        for step in range(4):
+            if story != "left over":
+                optimizer.zero_grad(set_to_none=story != "zeroed in place")
+            first, second, third = losses(wrapped, step, 3)
+            session.backward(first)
+            if story == "unscaled between":
+                session.unscale_()
+            if story == "two losses" and step == 0:
+                second = second * torch.inf  # the scale of this one comes down
+            session.backward(second, loss_id=int(story == "two losses"))
+            session.backward(third)
+            session.step()
+        session.close()
+        trained.append([p.detach().float() for p in model.parameters()])
+    for bare, reduced in zip(*trained, strict=True):
+        torch.testing.assert_close(reduced, bare, rtol=0.02, atol=0.02)

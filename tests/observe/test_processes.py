@@ -16,6 +16,7 @@ from halfstep import NumericsError, Scaling, SetupError
 from halfstep.observe.counter import WINDOW
 
 DDP = nn.parallel.DistributedDataParallel
+ACCUMULATED = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "fp16")]
 COMES_DOWN = Scaling("dynamic", init=2.0**12)  # to its floor of 1, in 12 skips
 
 
@@ -65,6 +66,40 @@ def trained(rank, look):
     return [round(float(t.double().sum()), 6) for t in model.parameters()]
 
 
+def accumulated(rank, level, low):
+    """Trains on two batches a step, of which only the second has its gradients reduced; returns the model's results."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, level, low=low, loss_scale=None if level == "O0" else 2.0**10)
+    wrapped = DDP(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            session.backward(wrapped(batch(rank, 2 * step)).float().square().mean())
+        session.backward(wrapped(batch(rank, 2 * step + 1)).float().square().mean())
+        session.step()
+    session.close()
+    return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def apart(rank, level):
+    """Trains with two losses whose scales differ, the first of which is not reduced before the second; as above."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, level, low="fp16", loss_scale=Scaling("dynamic", init=2.0**8))
+    wrapped = DDP(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            session.backward(wrapped(batch(rank, 2 * step)).float().square().mean())
+        loss = wrapped(batch(rank, 2 * step + 1)).float().square().mean()
+        session.backward(loss * torch.inf if step == 0 else loss, loss_id=1)
+        session.step()
+    found = [p.detach().flatten().tolist() for p in model.parameters()], session.status().scales[1]
+    session.close()
+    return found
+
+
 def predicted(rank, *, alone):
     """Lets rank 1 ask what-if of a model that both then step once."""
     model = network()
@@ -93,7 +128,7 @@ def work(rank, path):
         init_method=f"file://{path}/rendezvous",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=300),
     )
     try:
         found = {
@@ -104,6 +139,8 @@ def work(rank, path):
             "plain": trained(rank, None),
             "blame": trained(rank, lambda session, closure: session.blame(closure)),
             "check": trained(rank, halfstep.check),
+            "accumulated": {f"{level} {low}": accumulated(rank, level, low) for level, low in ACCUMULATED},
+            "apart": {level: apart(rank, level) for level in ("O1", "O2")},
             "gradients": predicted(rank, alone=False),
             "whatif": predicted(rank, alone=True),
             "refused": refused(rank),
@@ -142,6 +179,21 @@ def test_a_process_whose_own_batch_is_bad_too_names_that(found):
 @pytest.mark.parametrize("look", ["blame", "check"])
 def test_a_process_may_look_alone_in_the_middle_of_training(found, look):
     assert found[0][look] == found[1][look] == found[0]["plain"] == found[1]["plain"]
+
+
+@pytest.mark.parametrize(("level", "low"), ACCUMULATED[1:])
+def test_gradients_of_several_batches_are_reduced_once_at_every_level(found, level, low):
+    one, other = (each["accumulated"][f"{level} {low}"] for each in found)
+    assert one == other
+    for trained, full in zip(one, found[0]["accumulated"]["O0 bf16"], strict=True):
+        torch.testing.assert_close(torch.tensor(trained), torch.tensor(full), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_losses_with_scales_of_their_own_are_reduced_together(found, level):
+    (one, scale), (other, _) = (each["apart"][level] for each in found)
+    assert scale == 2.0**7
+    assert one == other
 
 
 def test_a_process_may_ask_what_if_alone(found):
