@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.overrides import enable_reentrant_dispatch
+from torch.utils._pytree import tree_leaves
 
 _AUTOCAST = tuple(
     torch._C._dispatch_key_parse(f"Autocast{device}") for device in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1")
@@ -22,14 +25,19 @@ _AUTOCAST = tuple(
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation that came to a dispatch mode; a custom one with autocast as it was where it was called.
+    """Runs an operation that came to a dispatch mode; one whose parts count on autocast with it as it was outside."""
+    if is_custom(func):
+        with _autocast_as_called(func):
+            return func(*args, **kwargs)
+    if is_composite(func) and _mixed(args, kwargs):
+        return in_parts(func, args, kwargs)
+    return func(*args, **kwargs)
 
-    Inside a mode autocast is off; without one what a custom operation computes with is cast.
-    """
-    if not is_custom(func):
-        return func(*args, **kwargs)
-    with autocast_as_called(func):
-        return func(*args, **kwargs)
+
+def in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a composite operation, which reached a dispatch mode whole, by its parts; with autocast likewise."""
+    with _autocast_as_called(func) if is_custom(func) or _mixed(args, kwargs) else nullcontext():
+        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @functools.cache
@@ -38,15 +46,32 @@ def is_custom(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace not in ("aten", "prim", "prims")
 
 
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Tells whether an operation is made of others; it reaches a mode whole under torch.inference_mode."""
+    if not isinstance(func, OpOverload):
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    known = torch._C._dispatch_has_kernel(name)  # to ask for a key of an operation that it has not ends the process
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CompositeImplicitAutograd)
+
+
+def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether low inputs lie beside fp32 ones, as in an LSTM of fp32 weights: autocast is off inside a mode."""
+    dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    return torch.float32 in dtypes and not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+
+
 @contextmanager
-def autocast_as_called(func: OpOverload) -> Iterator[None]:
+def _autocast_as_called(func: OpOverload) -> Iterator[None]:
     """Has autocast on inside as it was where `func`, which came to a dispatch mode, was called."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     with enable_reentrant_dispatch():
         outside = torch._C._dispatch_tls_local_exclude_set()
     name: str = func.name()  # type: ignore[no-untyped-call]
-    for key in _AUTOCAST:  # a kernel of its own for autocast turns it off inside
-        if not outside.has(key) and not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+    for key in _AUTOCAST:  # a custom operation's own kernel for autocast turns it off inside
+        off_inside = is_custom(func) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        if not outside.has(key) and not off_inside:
             excluded = excluded.remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         yield

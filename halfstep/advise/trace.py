@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
 from halfstep.modes import uncompiled
+from halfstep.observe.badness import unwrapped
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.replay import leaves_kept, run_to_the_loss, untouched
@@ -213,7 +214,10 @@ def _constant(
 
 def _overflow(source: Tensor | None, out: Tensor) -> float | None:
     """Returns the value of largest magnitude that a cast made infinite, None where none was."""
-    if source is None or source.dtype in LOW or source.is_complex() or source.shape != out.shape:
+    if source is None or source.dtype in LOW or source.is_complex():
+        return None
+    source, out = unwrapped(source), unwrapped(out)
+    if source.shape != out.shape:
         return None
     lost = source.detach()[source.isfinite() & ~out.isfinite()]
     return float(lost[lost.abs().argmax()]) if lost.numel() else None

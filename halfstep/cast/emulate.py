@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, FP16, Format
-from halfstep.modes import as_called, autocast_as_called, is_custom, run_uncompiled
+from halfstep.modes import as_called, in_parts, is_composite, run_uncompiled
 
 aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -122,25 +117,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return self._write(func, args, named)
         if func is _POWER and args[1] in _POWERS and args[0].dtype is self._dtype is torch.float16:
             return self._product(func, args, named)
-        if _is_composite(func):
-            return self._decompose(func, args, named)
+        if is_composite(func):
+            with self:
+                return in_parts(func, args, named)
         return as_called(func, args, named)
-
-    def _decompose(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a composite operation, which reaches a mode whole under torch.inference_mode, part by part.
-
-        Inside a mode autocast is off. Low inputs beside fp32 weights, as of an LSTM, say that the parts of one of
-        torch's own count on it; those of a custom one always may.
-        """
-        around: AbstractContextManager[Any] = nullcontext()
-        if is_custom(func):
-            around = autocast_as_called(func)
-        else:
-            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            if self._dtype in dtypes and torch.float32 in dtypes:
-                around = enable_reentrant_dispatch()
-        with around, self:
-            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Tells whether every operand is low; attention alone mixes in an fp32 mask and fp32 statistics."""
@@ -173,12 +153,3 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 def _dispatches(kind: Any) -> bool:
     """Tells whether a class of tensors says itself what operations do with it."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    key = DispatchKey.CompositeImplicitAutograd
-    if not isinstance(func, OpOverload):
-        return False
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

@@ -22,7 +22,7 @@ from halfstep.observe.badness import Badness, badness, measure, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.rerun import Exact, recompute, recompute_unmasked
-from halfstep.observe.schemas import aten_name, is_collective, is_overwritten, is_uninitialised, is_view, scalars
+from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars
 from halfstep.records import OpCall
 
 OTHERS = "another process"  # kind of a Leaf
@@ -225,7 +225,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         parents: list[Note] = []
         leaves: list[Leaf] = []
         for each in read:
-            bad = None if is_overwritten(func, given, each.tensor) else badness(each.values)
+            bad = None if is_unread(func, given, each.tensor) else badness(each.values)
             if bad is None:
                 continue
             writers = [w for w in self.writers(each.memory) if w is not note]

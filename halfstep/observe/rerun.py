@@ -80,8 +80,9 @@ def recompute(
         wider = _computed(func, given, tensors, read, torch.float64)
         defined = bool(wider) and all(badness(t) is None for t in wider)
         return Exact(largest, False, defined=defined, pole=bool(wider) and not defined and _has_poles(func, read))
-    constant = _constant(found[0], out[0]) if len(floats) == 1 and not floats[0].is_complex() else None
-    if constant is not None and not _is_written(constant, given, tensors, out[0]):
+    first = unwrapped(out[0])
+    constant = _constant(found[0], first) if len(floats) == 1 and not floats[0].is_complex() else None
+    if constant is not None and not _is_written(constant, given, tensors, first):
         constant = None
     return Exact(largest, True, constant is not None, constant or 0.0)
 

@@ -12,6 +12,8 @@ _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 )
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_RUNNING = ("running_mean", "running_var")
+_TRAINING = ("training", "train", "use_input_stats", "update")  # whichever an operation has; without one it trains
 _UNINITIALISED = tuple(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
@@ -38,12 +40,19 @@ def is_view(func: Any) -> bool:
     return bool(func.is_view) and not func._schema.is_mutable
 
 
-def is_overwritten(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
-    """Tells whether an operation writes over a tensor without reading it, as over what `out=` gives it."""
+def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
+    """Tells whether an operation does not read a tensor that it is given: it writes over it, or only updates it.
+
+    As what `out=` gives it, and the running statistics of a batch norm that trains.
+    """
     args, kwargs = given
     if func._schema.name in _OVERWRITING:
         return bool(args) and args[0] is tensor
-    return any(each.is_out and kwargs.get(each.name) is tensor for each in func._schema.arguments)
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    unread = {each.name for each in func._schema.arguments if each.is_out}
+    if all(named.get(flag, True) for flag in _TRAINING):
+        unread.update(_RUNNING)
+    return any(named.get(name) is tensor for name in unread)
 
 
 def is_collective(func: Any) -> bool:

@@ -814,3 +814,23 @@ def test_a_session_for_inference_is_checked_as_well():
     model = Two(Does(lambda x: x / (x.abs() + 1e-8)))
     with halfstep.initialize(model, None, "O2", low="fp16") as session:
         assert "constant vanishes" in {f.code for f in halfstep.check(session, lambda: loss_of(model))}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize(("factor", "codes"), [(1.0, []), (1e6, ["not finite", "value beyond the format"])])
+def test_nested_tensors_are_looked_into(factor, codes, layout):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            nested = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=layout)
+            narrow = (nested * factor).to(torch.float16).float()
+            return self.fc(narrow / factor).to_padded_tensor(0.0)
+
+    model = Nested()
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O1", low="bf16") as session:
+        found = halfstep.check(session, lambda: model(torch.ones(8, 8)).float().square().mean())
+    assert [finding.code for finding in found if finding.severity != "note"] == codes

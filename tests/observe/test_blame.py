@@ -1006,3 +1006,16 @@ def test_nested_tensors_are_looked_into(low, layout):
     verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.module, verdict.operator) == ("invalid", "0", "div")
     session.close()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_to_blame_only_where_they_are_read(training):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).train(training)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
+    model[1].running_var.fill_(torch.nan)
+    inputs = torch.randn(8, 8)
+    model[1].weight.data.fill_(3e38)  # the norm itself overflows
+    verdict = session.blame(lambda: model(inputs).mean())
+    assert (verdict.module, verdict.kind) == ("1", "overflow" if training else "weights")
+    assert ("running_var" in str(verdict)) is not training
+    session.close()
