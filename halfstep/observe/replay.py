@@ -5,9 +5,11 @@ Whether it does the same each time is seen from what its modules get.
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy
@@ -20,6 +22,7 @@ from halfstep.observe.alone import alone
 from halfstep.observe.badness import unwrapped
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, deque, dict, set)  # what a model may change in place
 _KEPT = 2**24  # elements of a tensor that is an attribute, up to which what is written into it is undone
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
@@ -49,19 +52,17 @@ class _State:
         distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
         self._values = [(t, t.detach().clone()) for t in distinct.values()]
         self._attributes = [(m, _attributes(m)) for m in modules.values()]
-        kept = {id(t): t for m in modules.values() for t in _attribute_tensors(m) if _is_kept(t)}
-        self._written = [(t, t._version, t.detach().clone()) for t in kept.values()]
+        reached = _reached(value for _, own in self._attributes for value in own.values())
+        self._contents = [(each, copy.copy(each)) for each in reached if isinstance(each, _CONTAINERS)]
+        kept = [each for each in reached if isinstance(each, Tensor) and _is_kept(each)]
+        self._written = [(t, t._version, t.detach().clone()) for t in kept]
         self._grads = [(p, p.grad) for p in params]
         self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def rewind(self) -> None:
         """Brings buffers, weights, attributes and random state back to the start, and clears the gradients."""
-        for module, own in self._attributes:
-            _restore(module, own)
-        for tensor, version, value in self._written:
-            if tensor._version != version:
-                tensor.data.copy_(value)
+        self._rewind_attributes()
         for module, name, buffer in self._buffers:
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
@@ -77,6 +78,15 @@ class _State:
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
 
+    def _rewind_attributes(self) -> None:
+        for module, own in self._attributes:
+            _restore(module, own)
+        for container, contents in self._contents:
+            _put_back(container, contents)
+        for tensor, version, value in self._written:
+            if tensor._version != version:
+                tensor.data.copy_(value)
+
     def finish(self) -> None:
         self.rewind()
         for param, grad in self._grads:
@@ -88,9 +98,33 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in vars(module).items() if n not in _OF_MODULES and not n.startswith("_halfstep")}
 
 
-def _attribute_tensors(module: nn.Module) -> list[Tensor]:
-    """Returns the tensors among a module's attributes, and in lists, tuples and dicts that are."""
-    return [leaf for leaf in tree_leaves(_attributes(module)) if isinstance(leaf, Tensor)]
+def _reached(values: Iterable[Any]) -> list[Any]:
+    """Returns values, and what lies in the lists, deques, dicts, sets and tuples among them at any depth, once each."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            waiting += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+def _ids(values: Iterable[Any]) -> list[int]:
+    return [id(value) for value in values]
+
+
+def _put_back(container: Any, contents: Any) -> None:
+    """Gives a container the contents that it had, where it has others."""
+    if isinstance(container, dict):
+        same = _ids(container) == _ids(contents) and _ids(container.values()) == _ids(contents.values())
+    else:
+        same = _ids(container) == _ids(contents)
+    if not same:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(contents)
 
 
 def _restore(module: nn.Module, own: dict[str, Any]) -> None:
@@ -219,9 +253,9 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
         if "forward" in own.__dict__ or isinstance(own, torch.jit.ScriptModule):
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which a copy cannot stand in for")
     kept = [(own, _attributes(own)) for own, _ in pairs.values()]
-    hand_over = _handing_over(list(pairs.values()))
+    handing_over = _handing_over(list(pairs.values()))
     for own, other in pairs.values():
-        own.__dict__["forward"] = _forward_of(other, hand_over)
+        own.__dict__["forward"] = _forward_of(other, handing_over)
     try:
         with ExitStack() as stack:
             for own, other in pairs.values():
@@ -233,24 +267,31 @@ def standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iter
             _restore(own, before)
 
 
-def _handing_over(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Callable[[], None]:
-    """Returns what gives modules the attributes that their copies were given since."""
+def _handing_over(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context for a copy's forward: at the end of the outermost, modules get what their copies were given."""
     first = [(own, other, _attributes(other)) for own, other in pairs]
+    running = 0
 
-    def hand_over() -> None:
-        for own, other, before in first:
-            now = _attributes(other)
-            own.__dict__.update({n: v for n, v in now.items() if n not in before or before[n] is not v})
-
-    return hand_over
-
-
-def _forward_of(twin: nn.Module, afterwards: Callable[[], None]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def handing_over() -> Iterator[None]:
+        nonlocal running
+        running += 1
         try:
-            return type(twin).forward(twin, *args, **kwargs)
+            yield
         finally:
-            afterwards()
+            running -= 1
+            for own, other, before in first if running == 0 else ():
+                for name, value in _attributes(other).items():
+                    if name not in before or before[name] is not value or isinstance(value, _CONTAINERS):
+                        own.__dict__[name] = value
+
+    return handing_over
+
+
+def _forward_of(twin: nn.Module, handing_over: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with handing_over():
+            return type(twin).forward(twin, *args, **kwargs)
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import random
@@ -915,6 +916,45 @@ def test_a_state_that_a_model_keeps_in_an_attribute_is_as_before_in_each_run(wri
     assert model[0].mean is mean
     assert torch.equal(mean, torch.zeros(8))
     assert not hasattr(model[0], "loss")
+    session.close()
+
+
+class Collecting(nn.Module):
+    """Overflows in fp16, and leaves what it saw in lists and dicts, as routers leave their losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.losses, self.counts, self.seen = [], {"calls": 0}, (set(), collections.deque(maxlen=3))
+
+    def forward(self, x):
+        out = self.linear(x) * 1e6
+        self.losses.append(out.float().mean())
+        self.counts["calls"] += 1
+        self.seen[0].add(self.counts["calls"])
+        self.seen[1].append(x)
+        return out / 1e6
+
+
+def test_what_a_model_collects_is_as_before_in_each_run():
+    model, inputs = nn.Sequential(Collecting(), nn.Linear(8, 4)), torch.randn(8, 8)
+    session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="fp16")
+    part = model[0]
+    losses, kept = part.losses, torch.zeros(())
+    losses.append(kept)
+
+    def closure():
+        loss = model(inputs).square().mean()
+        assert len(part.losses) == 2  # also where a copy stands in for it
+        return loss + part.losses[-1] / 1e6
+
+    verdict = session.blame(closure)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "0", "mul")
+    assert "tried: the closure's loss" in verdict.advice
+    assert part.losses is losses
+    assert len(losses) == 1
+    assert losses[0] is kept
+    assert (part.counts, part.seen) == ({"calls": 0}, (set(), collections.deque()))
     session.close()
 
 
