@@ -345,6 +345,21 @@ def test_a_module_with_a_product_that_overflows_inside_should_stay_full_and_the_
             assert bool(torch.isfinite(closure())) == finite
 
 
+def test_a_mask_that_is_added_to_a_product_is_no_overflow_of_it():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value = nn.Linear(4, 4)
+
+        def forward(self, x):
+            mask = torch.full((1, 3, 3), -1e9).triu(1)
+            return torch.baddbmm(mask, x[None], x[None].transpose(1, 2)).softmax(-1)[0] @ self.value(x)
+
+    model = nn.Sequential(nn.Identity(), Masked(), nn.Linear(4, 1))
+    found = halfstep.whatif(lambda: model(torch.ones(3, 4)).square().mean(), model, "fp16", steps=1)
+    assert found.stay_full["fp16"] == ()
+
+
 def test_a_tied_module_and_a_borrowed_one_get_rules_that_resolve():
     class Tied(nn.Module):
         def __init__(self):
