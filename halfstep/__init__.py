@@ -1,6 +1,5 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
-from halfstep.advise.check import check
 from halfstep.advise.whatif import whatif
 from halfstep.errors import (
     DataError,
@@ -22,6 +21,7 @@ from halfstep.plan.policy import FULL, LOW, Policy
 from halfstep.plan.resolve import Assignment, resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
+from halfstep.preflight.check import check
 from halfstep.records import Finding, Observation, Status, StepRecord, TensorStats, Verdict, WhatIf
 from halfstep.report.log import RunLog
 from halfstep.report.run import Run, read_log

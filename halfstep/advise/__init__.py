@@ -1,1 +1,1 @@
-"""What to do: checks before training and predictions, as findings whose cures are edits of the plan."""
+"""What to do: predictions, as findings whose cures are edits of the plan."""

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from halfstep.advise.check import check as run_check
 from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, write_json
 from halfstep.cli.screen import stdout
+from halfstep.preflight.check import check as run_check
 from halfstep.report.check import check_text
 from halfstep.report.json import check_json
 from halfstep.session.initialize import initialize

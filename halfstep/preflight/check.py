@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.advise.trace import trace_step
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, Format, as_format
 from halfstep.plan.fit import named
@@ -23,6 +22,7 @@ from halfstep.plan.policy import FULL
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
+from halfstep.preflight.trace import trace_step
 from halfstep.records import SEVERITIES, Finding
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session.session import Session

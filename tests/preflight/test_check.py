@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, LOW, OpChange, Rule, Scaling
-from halfstep.advise.check import Part, Setup, _shapes
 from halfstep.errors import SessionError
 from halfstep.plan.hardware import DeviceFacts
+from halfstep.preflight.check import Part, Setup, _shapes
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.cifar_resnet import CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
@@ -600,11 +600,11 @@ def test_sizes_that_tensor_cores_pad_are_a_note_on_a_device_that_has_them(monkey
     assignment = halfstep.resolve(plan, model)
     parts = tuple(Part(f.name, m, f) for (_, m), f in zip(model.named_modules(), assignment.modules, strict=True))
     setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None)
-    monkeypatch.setattr("halfstep.advise.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0)))
+    monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0)))
     assert [(f.severity, f.evidence) for f in _shapes(setup)] == [
         ("note", "sizes that are no multiple of 8: 1 (65, 16)")
     ]
-    monkeypatch.setattr("halfstep.advise.check.read_facts", lambda device: DeviceFacts("cuda", capability=(6, 0)))
+    monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(6, 0)))
     assert list(_shapes(setup)) == []
 
 
