@@ -38,8 +38,8 @@ from torch import Tensor
 
 import halfstep
 from halfstep.errors import HalfstepError
+from halfstep.forecast.watch import Place, step
 from halfstep.formats import as_format
-from halfstep.observe.watch import Place, step
 from halfstep.plan.machine import read_machine
 from halfstep.records import TENSOR_KINDS
 from halfstep.workloads.load import load_workload

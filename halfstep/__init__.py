@@ -1,6 +1,5 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
-from halfstep.advise.whatif import whatif
 from halfstep.errors import (
     DataError,
     FormatError,
@@ -13,6 +12,7 @@ from halfstep.errors import (
     SetupError,
     StateError,
 )
+from halfstep.forecast.whatif import whatif
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Format
 from halfstep.plan.io import load_plan, save_plan
 from halfstep.plan.levels import level

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from halfstep.advise.whatif import whatif as predict
 from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, names, write_json
 from halfstep.cli.screen import stdout
+from halfstep.forecast.whatif import whatif as predict
 from halfstep.report.json import whatif_json
 from halfstep.report.whatif import whatif_table
 from halfstep.workloads.load import load_workload, parse_settings

@@ -35,6 +35,11 @@ def readable(t: Tensor) -> Tensor | None:
     return t
 
 
+def dense(grad: Tensor) -> Tensor:
+    """Returns a gradient's values, of a sparse one those that it stores."""
+    return grad if grad.layout is torch.strided else grad.coalesce().values()
+
+
 def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if id(value) not in seen and (value.is_floating_point() or value.is_complex()):

@@ -16,10 +16,10 @@ from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
 from halfstep.modes import uncompiled
 from halfstep.observe.badness import unwrapped
+from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.replay import leaves_kept, run_to_the_loss, untouched
-from halfstep.observe.watch import dense
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED, find
 from halfstep.plan.plan import Edit, OpChange, OpList, Plan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.modes import run_uncompiled
-from halfstep.observe.outputs import tensors_in
+from halfstep.observe.outputs import dense, tensors_in
 from halfstep.observe.replay import run_to_the_loss
 from halfstep.plan.matching import uncompiled
 
@@ -99,8 +99,3 @@ def parameters(model: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
             if parameter is not None and parameter.is_floating_point() and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield Place(uncompiled(name), "weight", own), parameter
-
-
-def dense(grad: Tensor) -> Tensor:
-    """Returns a gradient's values, of a sparse one those that it stores."""
-    return grad if grad.layout is torch.strided else grad.coalesce().values()

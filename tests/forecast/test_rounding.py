@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from halfstep.forecast.rounding import rounded
 from halfstep.formats import BF16, E4M3, E5M2, FP16, TF32, round_nearest
-from halfstep.observe.rounding import rounded
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16, E4M3, E5M2, TF32], ids=str)

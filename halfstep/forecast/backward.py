@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from halfstep.forecast.rounding import rounded
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.places import Places
-from halfstep.observe.rounding import rounded
 from halfstep.plan.matching import uncompiled
 
 # What runs low at every level, by the names of aten; with attention, whose names begin alike.
