@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.diagnose.replay import leaves_kept, run_to_the_loss
 from halfstep.errors import SessionError
 from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import Place, show_weight_grads, watching
 from halfstep.formats import FP32, Format, count_rounding, saturate
-from halfstep.observe.replay import leaves_kept, run_to_the_loss
 from halfstep.observe.stats import measure
 from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.records import Rounded, ScaleRange, TensorStats

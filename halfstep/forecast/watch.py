@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnose.replay import run_to_the_loss
 from halfstep.modes import run_uncompiled
 from halfstep.observe.outputs import dense, tensors_in
-from halfstep.observe.replay import run_to_the_loss
 from halfstep.plan.matching import uncompiled
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
+from halfstep.diagnose.replay import leaves_kept, untouched
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
@@ -20,7 +21,6 @@ from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import Place, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.observe.alone import wrappers_of
-from halfstep.observe.replay import leaves_kept, untouched
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import check_models, check_optimizers

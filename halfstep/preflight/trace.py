@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from halfstep.diagnose.replay import leaves_kept, run_to_the_loss, untouched
 from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
 from halfstep.modes import uncompiled
@@ -19,7 +20,6 @@ from halfstep.observe.badness import unwrapped
 from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
-from halfstep.observe.replay import leaves_kept, run_to_the_loss, untouched
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED, find
 from halfstep.plan.plan import Edit, OpChange, OpList, Plan

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import plain_copies
+from halfstep.diagnose.blame import Subject
+from halfstep.diagnose.guardian import Armed
+from halfstep.diagnose.replay import refused, standing_in
 from halfstep.modes import run_uncompiled
-from halfstep.observe.blame import Subject
-from halfstep.observe.guardian import Armed
 from halfstep.observe.probe import Probes
 from halfstep.observe.recorder import OpRecorder, Recorded
-from halfstep.observe.replay import refused, standing_in
 from halfstep.plan.plan import Plan
 from halfstep.scale.loss import FP16_LOSS_CEILING, wide
 from halfstep.scale.scales import LossScales

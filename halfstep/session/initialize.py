@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
 from halfstep.cast.functions import check_functions
+from halfstep.diagnose.guardian import OnFailure
 from halfstep.errors import SetupError
 from halfstep.formats import Format
-from halfstep.observe.guardian import OnFailure
 from halfstep.optim.steppers import is_own, needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import (

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
+from halfstep.diagnose.blame import Held, blame
+from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.kernels.batch import Scratch
 from halfstep.observe.alone import group_is_open, wrappers_of
 from halfstep.observe.attach import make_probe
-from halfstep.observe.blame import Held, blame
-from halfstep.observe.guardian import Guardian, OnFailure
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import halfstep
 from halfstep import Rule
 from halfstep.cast.opregistry import MARKERS, REGISTRY
-from halfstep.observe.counter import WINDOW
+from halfstep.diagnose.counter import WINDOW
 from tests.contracts.cases import PLANS, Net, every_plan, start, train
 from tests.contracts.test_close import HOOKS
 

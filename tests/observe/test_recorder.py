@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.cast.emulate import Emulation
+from halfstep.diagnose.origin import find_origin
 from halfstep.formats import FP16
 from halfstep.observe.badness import Badness, badness, measure
-from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder, Recorded
 

@@ -16,10 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
-from halfstep.errors import HalfstepError, PlanError
-from halfstep.modes import uncompiled
-from halfstep.observe.badness import badness
-from halfstep.observe.cures import (
+from halfstep.diagnose.cures import (
     WHOLE,
     candidates,
     is_whole,
@@ -28,12 +25,15 @@ from halfstep.observe.cures import (
     untried_cure,
     with_edits,
 )
-from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
-from halfstep.observe.origin import absorbed, find_origin, last_origin
+from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.diagnose.origin import absorbed, find_origin, last_origin
+from halfstep.diagnose.replay import Inputs, leaves_kept, noting_inputs, run_to_the_loss, untouched
+from halfstep.diagnose.words import say, say_absorbed
+from halfstep.errors import HalfstepError, PlanError
+from halfstep.modes import uncompiled
+from halfstep.observe.badness import badness
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, OpRecorder
-from halfstep.observe.replay import Inputs, leaves_kept, noting_inputs, run_to_the_loss, untouched
-from halfstep.observe.words import say, say_absorbed
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan

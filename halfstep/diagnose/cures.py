@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.errors import PlanError
-from halfstep.observe.diagnosis import Diagnosis
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.norms import norm_kind

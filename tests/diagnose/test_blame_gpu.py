@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.observe.counter import WINDOW, Counter
-from tests.observe.faults.hosts import Cnn, Transformer, images, targets, words
-from tests.observe.faults.plants import CustomBackward, Gain
+from halfstep.diagnose.counter import WINDOW, Counter
+from tests.diagnose.faults.hosts import Cnn, Transformer, images, targets, words
+from tests.diagnose.faults.plants import CustomBackward, Gain
 
 pytestmark = pytest.mark.gpu
 

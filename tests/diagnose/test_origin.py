@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep.observe.counter import WINDOW
+from halfstep.diagnose.counter import WINDOW
 
 
 def session_on(model):

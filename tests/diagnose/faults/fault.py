@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.observe.faults.hosts import words
+from tests.diagnose.faults.hosts import words
 
 FORWARD, BACKWARD, SCALE = "forward", "backward", "scale too high"
 HARMLESS = "harmless mask"

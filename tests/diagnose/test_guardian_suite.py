@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from halfstep import NumericsError
-from halfstep.observe.counter import WINDOW
-from tests.observe.test_blame_suite import FAULTS, opened
+from halfstep.diagnose.counter import WINDOW
+from tests.diagnose.test_blame_suite import FAULTS, opened
 
 PLANTED = [fault for fault in FAULTS if fault.expect is not None and not fault.stale and not fault.compiled]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import halfstep
-from tests.observe.faults.fault import HARMLESS
-from tests.observe.faults.hosts import targets
-from tests.observe.faults.table import FAULTS as PLANNED
-from tests.observe.faults.unplanned import UNPLANNED
+from tests.diagnose.faults.fault import HARMLESS
+from tests.diagnose.faults.hosts import targets
+from tests.diagnose.faults.table import FAULTS as PLANNED
+from tests.diagnose.faults.unplanned import UNPLANNED
 
 FAULTS = (*PLANNED, *UNPLANNED)
 TRAINED = 8  # steps

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.observe.faults.fault import BACKWARD, FORWARD, SCALE, Fault, set_at
-from tests.observe.faults.hosts import WIDTH, Stacked, rows
-from tests.observe.faults.plants import CustomBackward, SqrtOfZero, Steep
+from tests.diagnose.faults.fault import BACKWARD, FORWARD, SCALE, Fault, set_at
+from tests.diagnose.faults.hosts import WIDTH, Stacked, rows
+from tests.diagnose.faults.plants import CustomBackward, SqrtOfZero, Steep
 
 INVALID, OVERFLOW, MASKED = "invalid", "overflow", "masked row"
 GRADIENT = "where its gradient has no value"

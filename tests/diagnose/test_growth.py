@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.observe.growth import degree
+from halfstep.diagnose.growth import degree
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, Rule, Scaling, SessionError
-from halfstep.observe.cures import FULL_OUT
+from halfstep.diagnose.cures import FULL_OUT
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
-from tests.observe.faults.hosts import Attention, Cnn, Stacked, Transformer, images, rows, targets, words
-from tests.observe.faults.plants import Gain, SqrtOfZero
+from tests.diagnose.faults.hosts import Attention, Cnn, Stacked, Transformer, images, rows, targets, words
+from tests.diagnose.faults.plants import Gain, SqrtOfZero
 
 
 class Block(nn.Module):

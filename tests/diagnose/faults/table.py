@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.observe.faults import plants
-from tests.observe.faults.fault import BACKWARD, FORWARD, SCALE, Fault, both, first, grow, set_at, write
-from tests.observe.faults.hosts import (
+from tests.diagnose.faults import plants
+from tests.diagnose.faults.fault import BACKWARD, FORWARD, SCALE, Fault, both, first, grow, set_at, write
+from tests.diagnose.faults.hosts import (
     PLANT_AT,
     WIDTH,
     Attention,

@@ -20,18 +20,18 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from halfstep.diagnose.blame import LEAST, NOT_SEEN, Subject
+from halfstep.diagnose.counter import WINDOW, Counter, Watched
+from halfstep.diagnose.cures import scaling_cure, untried_cure
+from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.diagnose.growth import degree
+from halfstep.diagnose.origin import find_origin
+from halfstep.diagnose.words import say
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called
-from halfstep.observe.blame import LEAST, NOT_SEEN, Subject
-from halfstep.observe.counter import WINDOW, Counter, Watched
-from halfstep.observe.cures import scaling_cure, untried_cure
-from halfstep.observe.diagnosis import UNSEEN, Diagnosis, diagnose
-from halfstep.observe.growth import degree
-from halfstep.observe.origin import find_origin
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
-from halfstep.observe.words import say
 from halfstep.records import StepRecord, Verdict
 
 OnFailure = Literal["raise", "warn"]

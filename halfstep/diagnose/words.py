@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from halfstep.diagnose.diagnosis import Diagnosis
+from halfstep.diagnose.origin import NORMALISERS
 from halfstep.formats import BF16, FP16, Format
-from halfstep.observe.diagnosis import Diagnosis
-from halfstep.observe.origin import NORMALISERS
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL

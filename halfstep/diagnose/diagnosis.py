@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnose.origin import Origin, reached_from
 from halfstep.formats import BF16, FP16, FP32, Format
-from halfstep.observe.origin import Origin, reached_from
 from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import OpCall
