@@ -14,6 +14,7 @@ from halfstep.errors import (
 )
 from halfstep.forecast.whatif import whatif
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Format
+from halfstep.initialize import initialize
 from halfstep.plan.io import load_plan, save_plan
 from halfstep.plan.levels import level
 from halfstep.plan.plan import OpChange, OpChanges, Plan
@@ -26,7 +27,6 @@ from halfstep.records import Finding, Observation, Status, StepRecord, TensorSta
 from halfstep.report.log import RunLog
 from halfstep.report.run import Run, read_log
 from halfstep.scale.grad_scaler import GradScaler
-from halfstep.session.initialize import initialize
 from halfstep.session.session import Session
 from halfstep.version import __version__
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from halfstep.errors import WorkloadError
 from halfstep.formats import FP16, FP32, Format
+from halfstep.initialize import initialize
 from halfstep.plan.hardware import default_emulate
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
-from halfstep.session.initialize import initialize
 from halfstep.session.parts import memory_of
 from halfstep.workloads.workload import Workload
 

@@ -9,10 +9,10 @@ import typer
 
 from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, write_json
 from halfstep.cli.screen import stdout
+from halfstep.initialize import initialize
 from halfstep.preflight.check import check as run_check
 from halfstep.report.check import check_text
 from halfstep.report.json import check_json
-from halfstep.session.initialize import initialize
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 

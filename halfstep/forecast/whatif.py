@@ -20,6 +20,7 @@ from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scout
 from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import Place, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
+from halfstep.initialize import initialize
 from halfstep.observe.alone import wrappers_of
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
@@ -34,7 +35,6 @@ from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.plan.tied import together
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
-from halfstep.session.initialize import initialize
 from halfstep.session.session import Session
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")

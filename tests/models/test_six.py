@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.session.initialize import initialize
+from halfstep.initialize import initialize
 from tests.models.zoo import TASKS
 
 STEPS = 30
