@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, LOW, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
-from halfstep.session import initialize
+from halfstep.initialize import _say_that_it_steps_itself
 from tests.contracts.cases import Net, batch, make, start
 from tests.contracts.test_close import fingerprint
 
@@ -286,7 +286,7 @@ def test_a_backward_that_did_not_happen_does_not_count(name):
 
 @pytest.fixture
 def nothing_said():
-    initialize._say_that_it_steps_itself.cache_clear()
+    _say_that_it_steps_itself.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_said")

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import halfstep
 from halfstep import FP16, FULL, NumericsError, Rule, Scaling, SetupError
 from halfstep.cast.emulate import Emulation
+from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW, Counter
 from halfstep.diagnose.cures import FULL_OUT, WHOLE, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis
-from halfstep.observe import guardian
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.diagnose.faults.hosts import Cnn, Transformer, images, targets, words

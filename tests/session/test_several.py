@@ -10,8 +10,8 @@ from torch import nn
 
 import halfstep
 from halfstep import NumericsError
+from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
-from halfstep.observe import guardian
 from halfstep.observe.probe import LONGEST
 
 
