@@ -329,6 +329,16 @@ double decay_of(const Common& c) {
 
 extern "C" {
 
+// The columns of a row; stats.py repeats them by hand and compares this when it loads the library.
+const char* halfstep_columns() {
+  static const std::string text =
+      "count:" + std::to_string(kCount) + " zeros:" + std::to_string(kZeros) + " negatives:" + std::to_string(kNegatives) +
+      " infinities:" + std::to_string(kInfinities) + " nans:" + std::to_string(kNans) + " total:" +
+      std::to_string(kTotal) + " squares:" + std::to_string(kSquares) + " amax:" + std::to_string(kPeak) + " width:" +
+      std::to_string(kWidth);
+  return text.c_str();
+}
+
 // Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is
 // read in runs of `length` elements, `sample` elements together.
 void halfstep_add_stats(int64_t tensors, const void* const* data, const int64_t* sizes, const int32_t* kinds,

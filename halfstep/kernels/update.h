@@ -6,8 +6,10 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 extern "C" {
@@ -38,6 +40,21 @@ struct Common {
   double weight_decay;
   int32_t maximize;
 };
+
+// Where each field lies, and how many bytes it and its structure have. native.py repeats the structures by hand; it
+// compares this when it loads a library, as a field that is taken for another would be written over in silence.
+const char* halfstep_structures() {
+#define FIELD(type, name) " " #name ":" + std::to_string(offsetof(type, name)) + "+" + std::to_string(sizeof(type::name)) +
+  static const std::string text =
+      "Tensors" FIELD(Tensors, tensors) FIELD(Tensors, numels) FIELD(Tensors, weights) FIELD(Tensors, extras)
+      FIELD(Tensors, grads) FIELD(Tensors, grad_formats) FIELD(Tensors, firsts) FIELD(Tensors, seconds)
+      FIELD(Tensors, peaks) FIELD(Tensors, steps) FIELD(Tensors, fresh) FIELD(Tensors, layout)
+      FIELD(Tensors, format) FIELD(Tensors, threads) " :" + std::to_string(sizeof(Tensors)) +
+      ", Common" FIELD(Common, factor) FIELD(Common, found) FIELD(Common, lr_single) FIELD(Common, lr_double)
+      FIELD(Common, lr) FIELD(Common, weight_decay) FIELD(Common, maximize) " :" + std::to_string(sizeof(Common));
+#undef FIELD
+  return text.c_str();
+}
 
 }  // extern "C"
 
