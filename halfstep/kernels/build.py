@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from halfstep.errors import HalfstepError
@@ -31,7 +33,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17")
 _SHARED = ("-shared", "-fPIC")
 _THREADS = "-fopenmp"
-_LIMIT = 30.0  # seconds: ten times what the longest source takes
+_LIMIT = 45.0  # seconds: fifteen times what a source takes on an idle machine of 2021
 _PIECE, _PIECES = 4096, 64  # what is kept of a compiler's output: the last 256 KiB
 _LOG = logging.getLogger("halfstep")
 _GIVEN_UP: set[str] = set()  # compilers that ran out of time in this process, which waits for none of them twice
@@ -77,19 +79,25 @@ def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | N
     return loaded
 
 
-def check_layout(loaded: ctypes.CDLL, function: str, layout: str) -> None:
-    """Checks that compiled code has numbers in memory where Python has them: `function` of it returns the same text.
+class _Place(ctypes.Structure):  # as in update.h
+    _fields_ = (("name", ctypes.c_char_p), ("at", ctypes.c_int64), ("size", ctypes.c_int64))
+
+
+def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
+    """Checks that compiled code has its numbers where Python has them: names, places and sizes, in the same order.
 
     Raises:
-        HalfstepError: it has not.
+        HalfstepError: what `function` of the library returns is not `layout`.
     """
     call = getattr(loaded, function)
-    call.argtypes, call.restype = (), ctypes.c_char_p
-    compiled = call().decode()
-    if compiled != layout:
+    call.argtypes, call.restype = (), ctypes.POINTER(_Place)
+    places = itertools.takewhile(lambda place: place.name, call())
+    compiled = [(place.name.decode(), place.at, place.size) for place in places]
+    if compiled != list(layout):
+        told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
         raise HalfstepError(
-            f"halfstep's Python and C++ code disagree about memory: {function} of {loaded._name} says {compiled!r}, "
-            f"Python {layout!r}; restart this process if halfstep was installed anew while it ran, else report it"
+            f"halfstep's Python and C++ code disagree about memory: {function} in {loaded._name} is {' '.join(told)}, "
+            f"Python {' '.join(own)}; restart this process if halfstep was installed anew while it ran, else report it"
         )
 
 

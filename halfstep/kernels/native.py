@@ -43,12 +43,12 @@ def check_structures(loops: ctypes.CDLL) -> None:
     Raises:
         HalfstepError: it has not.
     """
-    check_layout(loops, "halfstep_structures", f"Tensors {_fields(_Tensors)}, Common {_fields(_Common)}")
+    check_layout(loops, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
 
 
-def _fields(structure: type[ctypes.Structure]) -> str:
-    places = ((name, getattr(structure, name)) for name, *_ in structure._fields_)
-    return " ".join([*(f"{name}:{at.offset}+{at.size}" for name, at in places), f":{ctypes.sizeof(structure)}"])
+def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
+    fields = [(field, getattr(structure, field)) for field, *_ in structure._fields_]
+    return [(name, 0, ctypes.sizeof(structure)), *((field, at.offset, at.size) for field, at in fields)]
 
 
 class Table:

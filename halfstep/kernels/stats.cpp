@@ -329,14 +329,12 @@ double decay_of(const Common& c) {
 
 extern "C" {
 
-// The columns of a row; stats.py repeats them by hand and compares this when it loads the library.
-const char* halfstep_columns() {
-  static const std::string text =
-      "count:" + std::to_string(kCount) + " zeros:" + std::to_string(kZeros) + " negatives:" + std::to_string(kNegatives) +
-      " infinities:" + std::to_string(kInfinities) + " nans:" + std::to_string(kNans) + " total:" +
-      std::to_string(kTotal) + " squares:" + std::to_string(kSquares) + " amax:" + std::to_string(kPeak) + " width:" +
-      std::to_string(kWidth);
-  return text.c_str();
+// The columns after the exponent counts; stats.py repeats them by hand and compares this when it loads the library.
+const Place* halfstep_columns() {
+  static const Place places[] = {{"row", 0, kWidth}, {"count", kCount, 1}, {"zeros", kZeros, 1},
+                                 {"negatives", kNegatives, 1}, {"infinities", kInfinities, 1}, {"nans", kNans, 1},
+                                 {"total", kTotal, 1}, {"squares", kSquares, 1}, {"amax", kPeak, 1}, {nullptr, 0, 0}};
+  return places;
 }
 
 // Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is

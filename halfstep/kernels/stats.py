@@ -62,8 +62,8 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
 def _loops() -> ctypes.CDLL | None:
     loops = library(_SOURCE, "halfstep_columns", "halfstep_add_stats")
     if loops is not None:
-        columns = [f"{name}:{BINS + place}" for place, name in enumerate((*COUNTS, *DOUBLES, "width"))]
-        check_layout(loops, "halfstep_columns", " ".join(columns))
+        columns = [(name, BINS + column, 1) for column, name in enumerate((*COUNTS, *DOUBLES))]
+        check_layout(loops, "halfstep_columns", [("row", 0, WIDTH), *columns])
     return loops
 
 
