@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything of halfstep that needs a GPU, in one command of less than 9 minutes: tests, CUDA graphs, both benchmarks,
 # and accuracy in real fp16 and bf16. Needs python3 with torch and, for its full speed, Triton; no network, and nothing
-# is installed: packages that are missing are unpacked from benchmarks/bare into a temporary folder.
+# is installed: packages that are missing are unpacked from benchmarks/bare, which `pack` fills, into a temporary folder.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,9 +21,8 @@ TEXT
 
 python=${PYTHON:-python3}
 bare=benchmarks/bare
-# What halfstep and its tests import, by package; all but the first two are for the tests alone.
-packages=(msgspec tomli_w pytest pluggy iniconfig packaging xdist execnet hypothesis sortedcontainers)
-pins=(msgspec tomli_w 'pytest==8.3.5' pluggy iniconfig packaging pytest-xdist execnet 'hypothesis==6.155.0' sortedcontainers)
+# What halfstep and its tests need besides torch, Triton and numpy, as in pyproject.toml.
+needed=('msgspec>=0.19' 'tomli-w>=1.0' 'typer>=0.12' 'rich>=13' 'pytest>=9.0' 'pytest-xdist>=3.6' 'hypothesis>=6.100')
 
 find_data() {
   local place
@@ -41,8 +40,8 @@ pack() {
   mkdir -p "$bare/wheels"
   local platforms=()
   for place in manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64; do platforms+=(--platform "$place"); done
-  "$python" -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version "$version" \
-    "${platforms[@]}" --dest "$bare/wheels" "${pins[@]}" || exit 1
+  "$python" -m pip download --quiet --only-binary=:all: --implementation cp --python-version "$version" \
+    "${platforms[@]}" --dest "$bare/wheels" "${needed[@]}" || exit 1
   data=$(find_data)
   if [ -n "$data" ] && [ "$data" != "$(pwd)/$bare/data" ]; then
     mkdir -p "$bare/data/cifar10" && cp -f "$data"/cifar10/*.npz "$bare/data/cifar10/"
@@ -50,16 +49,26 @@ pack() {
   du -sh "$bare"/*
 }
 
+# has NAME [MAJOR]: whether python3 has a distribution, of at least a major version.
+has() {
+  "$python" -c 'import importlib.metadata as m, sys; sys.exit(int(m.version(sys.argv[1]).split(".")[0]) < int(sys.argv[2]))' \
+    "$1" "${2:-0}" 2>/dev/null
+}
+
 # unpack_missing FOLDER: makes the packages that python3 lacks importable from FOLDER.
 unpack_missing() {
-  local name wheel
+  local wheel name requirement
   mkdir -p "$1"
-  for name in "${packages[@]}"; do
-    "$python" -c "import $name" 2>/dev/null && continue
-    wheel=$(find "$bare/wheels" -name "${name}-*.whl" -o -name "pytest_${name}-*.whl" 2>/dev/null | head -n 1)
-    if [ -z "$wheel" ] || ! "$python" -m zipfile -e "$wheel" "$1"; then
-      echo "the package $name is missing, and $bare/wheels has none: benchmarks/gpu.sh pack fetches it"
-    fi
+  for wheel in "$bare"/wheels/*.whl; do
+    name=$(basename "$wheel")
+    name=${name%%-*}
+    # An old pytest comes with old packages of its own.
+    if [ -f "$wheel" ] && ! { has pytest 9 && has "$name"; }; then "$python" -m zipfile -e "$wheel" "$1"; fi
+  done
+  for requirement in "${needed[@]}"; do
+    name=${requirement%%>=*}
+    PYTHONPATH="$1${PYTHONPATH:+:$PYTHONPATH}" has "$name" && continue
+    echo "the package $name is missing, and $bare/wheels has none: benchmarks/gpu.sh pack fetches it"
   done
 }
 

@@ -1,17 +1,31 @@
-"""C++ sources of halfstep, compiled at first use with the machine's own compiler and kept for the next process."""
+"""C++ sources of halfstep, compiled at first use with the machine's own compiler and kept for the next process.
+
+A library is code that this process will run, so it is loaded only from a folder in which no other user can put one.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
+import math
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from halfstep.errors import HalfstepError
+from halfstep.kernels.kept import find, locked, private_folders, put, refuse_shared
 
 _COMPILERS = ("g++", "clang++", "c++")
 # Without the two that drop errno and traps, square roots are not vectorised; without contraction the loops give the
@@ -19,32 +33,72 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17")
 _SHARED = ("-shared", "-fPIC")
 _THREADS = "-fopenmp"
+_LIMIT = 45.0  # seconds: fifteen times what a source takes on an idle machine of 2021
+_PIECE, _PIECES = 4096, 64  # what is kept of a compiler's output: the last 256 KiB
 _LOG = logging.getLogger("halfstep")
+_GIVEN_UP: set[str] = set()  # compilers that ran out of time in this process, which waits for none of them twice
+
+
+class _CannotCompileError(Exception):
+    """There will be no library; the text is what the compiler or the system said."""
+
+
+class _OutOfTimeError(_CannotCompileError):
+    """It takes longer than a first step can wait."""
 
 
 @functools.cache
-def library(source: Path, *names: str) -> ctypes.CDLL | None:
+def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | None:
     """Returns the compiled `source`, or None, with one notice that says why, where it cannot be compiled here.
 
     It has the functions `names`. It is kept in the user's cache folder under a name made of source, headers beside it,
     flags, compiler and processor, so that a home shared by several machines holds one for each, and of its own bytes,
-    so that a file that was cut or changed is made again: to load one would end the process.
+    so that a file that was cut or changed is made again: to load one would end the process. Of several processes that
+    need it at once one compiles and the others wait. All of it takes at most some `limit` seconds; a compiler that
+    takes longer is stopped, and not tried again in this process.
     """
     compiler = find_compiler()
     if compiler is None:
         _say_that_there_is_none()
         return None
+    if compiler in _GIVEN_UP:
+        return None
     try:
-        return _loaded(source, compiler, names)
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        loaded = _loaded(source, compiler, time.monotonic() + limit)
+        missing = [name for name in names if not hasattr(loaded, name)]
+        if missing:
+            raise _CannotCompileError(f"what it made has no {', '.join(missing)}")
+    except (OSError, _CannotCompileError) as error:
         _LOG.warning(
-            "%s could not compile %s: it runs as torch operations on this CPU, about half as fast. It said: %s",
+            "%s could not compile %s: it runs as torch operations on this CPU, about half as fast. Reason: %s",
             compiler,
             source.name,
-            said[-2000:],
+            str(error).strip()[-2000:],
         )
         return None
+    return loaded
+
+
+class _Place(ctypes.Structure):  # as in update.h
+    _fields_ = (("name", ctypes.c_char_p), ("at", ctypes.c_int64), ("size", ctypes.c_int64))
+
+
+def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
+    """Checks that compiled code has its numbers where Python has them: names, places and sizes, in the same order.
+
+    Raises:
+        HalfstepError: what `function` of the library returns is not `layout`.
+    """
+    call = getattr(loaded, function)
+    call.argtypes, call.restype = (), ctypes.POINTER(_Place)
+    places = itertools.takewhile(lambda place: place.name, call())
+    compiled = [(place.name.decode(), place.at, place.size) for place in places]
+    if compiled != list(layout):
+        told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
+        raise HalfstepError(
+            f"halfstep's Python and C++ code disagree about memory: {function} in {loaded._name} is {' '.join(told)}, "
+            f"Python {' '.join(own)}; restart this process if halfstep was installed anew while it ran, else report it"
+        )
 
 
 @functools.cache
@@ -61,69 +115,152 @@ def find_compiler() -> str | None:
     return next((path for path in map(shutil.which, _COMPILERS) if path), None)
 
 
-def _loaded(source: Path, compiler: str, names: tuple[str, ...]) -> ctypes.CDLL:
-    stem = f"{source.stem}-{_key(source, compiler)}"
-    try:
-        folder = Path.home() / ".cache" / "halfstep"
-        folder.mkdir(parents=True, exist_ok=True)
-        for kept in folder.glob(f"{stem}-*.so"):
-            try:
-                return _opened(kept, names)
-            except OSError:
-                kept.unlink(missing_ok=True)
-        return _opened(_compile(source, compiler, folder, stem), names)
-    except (OSError, RuntimeError):  # no home, or one that cannot be written to: for this process alone then
-        with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as room:
-            return _opened(_compile(source, compiler, Path(room), stem), names)
+# ---- kept libraries ----------------------------------------------------------------------------------------------
 
 
-def _opened(path: Path, names: tuple[str, ...]) -> ctypes.CDLL:
-    """Loads a library that `_compile` has made.
+def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
+    """Loads the kept library, or compiles it and keeps it in the first folder that can hold it.
+
+    All folders are searched before anything is compiled: where the cache folder cannot be used, the library is kept in
+    the temporary one, so that it is compiled once and not at every start.
 
     Raises:
-        OSError: it is not as it was made, or no library with these functions.
+        OSError: no folder can hold it, or it cannot be loaded from any.
     """
-    if not path.stem.endswith(_digest(path)):
-        raise OSError(f"{path} is not as it was made")
-    opened = ctypes.CDLL(str(path))
-    missing = [name for name in names if not hasattr(opened, name)]
-    if missing:
-        raise OSError(f"what it made has no {', '.join(missing)}")
+    stem = f"{source.stem}-{_key(source, compiler, deadline)}"
+    folders, refused = private_folders()
+    made: bytes | None = None
+    for folder in folders:
+        kept = find(folder, stem)
+        if kept is not None:
+            loaded = _opened(kept, refused)
+            if loaded is not None:
+                return loaded
+            made = kept.read_bytes()
+    for folder in folders:
+        try:
+            with locked(folder / f"{stem}.lock", deadline):
+                kept = find(folder, stem)
+                if kept is None:
+                    made = made or _compile(source, compiler, deadline)
+                    kept = put(folder, stem, made)
+            made = kept.read_bytes()
+        except TimeoutError as error:
+            raise _OutOfTimeError(str(error)) from error
+        except OSError as error:
+            refused.append(f"{folder} cannot hold them ({error.strerror or error})")
+            continue
+        loaded = _opened(kept, refused)
+        if loaded is not None:
+            return loaded
+    with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as room:
+        kept = put(Path(room), stem, made or _compile(source, compiler, deadline))
+        loaded = _opened(kept, refused, "a folder that goes with this process")
+    if loaded is None:
+        raise OSError("; ".join(refused))
+    return loaded
+
+
+def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.CDLL | None:
+    """Loads a library, with one notice where it is not kept where it should be; None where it cannot be loaded."""
+    try:
+        opened = ctypes.CDLL(str(path))
+    except OSError as error:
+        said = str(error).rpartition(": ")[2]
+        refused.append(f"libraries in {path.parent} cannot be loaded ({said}); it may be mounted noexec")
+        return None
+    if refused:
+        _say_where("; ".join(dict.fromkeys(refused)), where or str(path.parent))
     return opened
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+@functools.cache
+def _say_where(refused: str, where: str) -> None:
+    _LOG.warning(
+        "compiled loops are kept in %s, since %s. Another way is to set XDG_CACHE_HOME to a folder of your own",
+        where,
+        refused,
+    )
 
 
-def _key(source: Path, compiler: str) -> str:
-    version = _run([compiler, "--version"])
+# ---- the compiler ------------------------------------------------------------------------------------------------
+
+
+def _key(source: Path, compiler: str, deadline: float = math.inf) -> str:
+    version = _run([compiler, "--version"], deadline)
     key = "\n".join([*_FLAGS, *_SHARED, compiler, version, _processor()]).encode()
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     return hashlib.sha256(b"\n".join([*texts, key])).hexdigest()[:16]
 
 
-def _compile(source: Path, compiler: str, folder: Path, stem: str) -> Path:
-    """Compiles into a file of `folder` whose name is `stem` and a digest of what is in it, and returns its path.
+def _compile(source: Path, compiler: str, deadline: float) -> bytes:
+    """Returns the compiled library. What the compiler leaves when it is stopped goes with the folder it works in."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as room:
+            refuse_shared(Path(room).resolve())
+            made = Path(room) / f"{source.stem}.so"
+            command = [compiler, *_FLAGS, *_SHARED, str(source), "-o", str(made)]
+            try:
+                _run([*command, _THREADS], deadline, room)
+            except _OutOfTimeError:
+                raise
+            except _CannotCompileError:  # Apple's clang has no OpenMP: one thread then
+                _run(command, deadline, room)
+            return made.read_bytes()
+    except OSError as error:
+        raise _CannotCompileError(str(error)) from error
 
-    It comes there in one move, so that processes that do the same at the same time do not see half of it.
+
+def _run(command: list[str], deadline: float, room: str | None = None) -> str:
+    """Returns what a command prints, in whatever encoding, and of much the end; with `room` also what it warns of.
+
+    Raises:
+        _CannotCompileError: it failed.
+        _OutOfTimeError: it did not end in time, and was stopped with all that it had started.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as room:
-        made = Path(room) / f"{stem}.so"
-        command = [compiler, *_FLAGS, *_SHARED, str(source), "-o", str(made)]
-        try:
-            _run([*command, _THREADS])
-        except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: one thread then
-            _run(command)
-        target = folder / f"{stem}-{_digest(made)}.so"
-        os.replace(made, target)
-    return target
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,  # a compiler that asks gets no answer
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if room else subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": room} if room else None,
+        start_new_session=True,
+    )
+    printed: collections.deque[bytes] = collections.deque(maxlen=_PIECES)
+    reader = threading.Thread(target=_read, args=(process, printed), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        _GIVEN_UP.add(command[0])
+        raise _OutOfTimeError("it did not end in time and was stopped") from None
+    except BaseException:
+        _stop(process)
+        raise
+    reader.join(timeout=1)  # not for ever: a server that it has started may hold the pipe
+    text = b"".join(list(printed)).decode(errors="replace")
+    if code:
+        raise _CannotCompileError(text or f"exit status {code}")
+    return text
 
 
-def _run(command: list[str]) -> str:
-    """Returns what a command prints, in whatever encoding."""
-    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")
-    return done.stdout
+def _read(process: subprocess.Popen[bytes], printed: collections.deque[bytes]) -> None:
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        while piece := os.read(pipe.fileno(), _PIECE):
+            printed.append(piece)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and what it has started, such as the compiler behind ccache, without asking."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=1)  # one that waits for a dead drive cannot be ended
 
 
 def _processor() -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import Adam, Batch, Options, Scratch, is_dense
-from halfstep.kernels.build import library
+from halfstep.kernels.build import check_layout, library
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,6 +35,20 @@ class _Common(ctypes.Structure):
         *((name, _D) for name in ("lr", "weight_decay")),
         ("maximize", _I),
     )
+
+
+def check_structures(loops: ctypes.CDLL) -> None:
+    """Checks that a library has the fields of `_Tensors` and `_Common` where they are here.
+
+    Raises:
+        HalfstepError: it has not.
+    """
+    check_layout(loops, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
+
+
+def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
+    fields = [(field, getattr(structure, field)) for field, *_ in structure._fields_]
+    return [(name, 0, ctypes.sizeof(structure)), *((field, at.offset, at.size) for field, at in fields)]
 
 
 class Table:
@@ -101,8 +115,9 @@ def address(numbers: array[int]) -> int | None:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_read", "halfstep_adam", "halfstep_sgd")
+    loops = library(_SOURCE, "halfstep_structures", "halfstep_read", "halfstep_adam", "halfstep_sgd")
     if loops is not None:
+        check_structures(loops)
         loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)
         loops.halfstep_adam.argtypes = (_P, _P, _D, _D, _D, _I)
         loops.halfstep_sgd.argtypes = (_P, _P, _D, _D, _I)

@@ -329,6 +329,14 @@ double decay_of(const Common& c) {
 
 extern "C" {
 
+// The columns after the exponent counts; stats.py repeats them by hand and compares this when it loads the library.
+const Place* halfstep_columns() {
+  static const Place places[] = {{"row", 0, kWidth}, {"count", kCount, 1}, {"zeros", kZeros, 1},
+                                 {"negatives", kNegatives, 1}, {"infinities", kInfinities, 1}, {"nans", kNans, 1},
+                                 {"total", kTotal, 1}, {"squares", kSquares, 1}, {"amax", kPeak, 1}, {nullptr, 0, 0}};
+  return places;
+}
+
 // Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is
 // read in runs of `length` elements, `sample` elements together.
 void halfstep_add_stats(int64_t tensors, const void* const* data, const int64_t* sizes, const int32_t* kinds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import is_dense
-from halfstep.kernels.build import library
+from halfstep.kernels.build import check_layout, library
 
 # Columns of a row, all int64: 256 exponent counts, these counts, and the bits of three doubles.
 COUNTS = ("count", "zeros", "negatives", "infinities", "nans")
@@ -49,12 +50,21 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
     flat = [_flat(t.to(rows.device)) for t in tensors]
     kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
-    native = library(_SOURCE, "halfstep_add_stats") if rows.device.type == "cpu" and kept else None
+    native = _loops() if rows.device.type == "cpu" and kept else None
     if native is None:
         for t, place in kept:
             _add_eager(t, rows[place], limit)
     else:
         _add_native(native, kept, rows, limit)
+
+
+@functools.cache
+def _loops() -> ctypes.CDLL | None:
+    loops = library(_SOURCE, "halfstep_columns", "halfstep_add_stats")
+    if loops is not None:
+        columns = [(name, BINS + column, 1) for column, name in enumerate((*COUNTS, *DOUBLES))]
+        check_layout(loops, "halfstep_columns", [("row", 0, WIDTH), *columns])
+    return loops
 
 
 def is_sampled(t: Tensor, sample: int | None) -> bool:

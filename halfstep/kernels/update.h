@@ -6,11 +6,17 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 extern "C" {
+
+struct Place {  // of a field in a structure, in bytes, or of a column in a row
+  const char* name;
+  int64_t at, size;
+};
 
 struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a table is null where the batch has none
   int64_t tensors;
@@ -38,6 +44,24 @@ struct Common {
   double weight_decay;
   int32_t maximize;
 };
+
+// Where the fields are; a structure comes before its own, the end has no name. native.py repeats the structures by hand
+// and compares this when it loads a library: a field taken for another would be written over in silence.
+const Place* halfstep_structures() {
+#define FIELD(type, name) {#name, offsetof(type, name), sizeof(type::name)}
+  static const Place places[] = {
+      {"Tensors", 0, sizeof(Tensors)},
+      FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
+      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, firsts), FIELD(Tensors, seconds),
+      FIELD(Tensors, peaks), FIELD(Tensors, steps), FIELD(Tensors, fresh), FIELD(Tensors, layout),
+      FIELD(Tensors, format), FIELD(Tensors, threads),
+      {"Common", 0, sizeof(Common)},
+      FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
+      FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize),
+      {nullptr, 0, 0}};
+#undef FIELD
+  return places;
+}
 
 }  // extern "C"
 

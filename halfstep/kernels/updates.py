@@ -65,8 +65,9 @@ def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_add_adam_updates", "halfstep_add_sgd_updates")
+    loops = library(_SOURCE, "halfstep_structures", "halfstep_add_adam_updates", "halfstep_add_sgd_updates")
     if loops is not None:
+        native.check_structures(loops)
         loops.halfstep_add_adam_updates.argtypes = (_P, _P, _D, _D, _D, _I, _P, _L, _L)
         loops.halfstep_add_sgd_updates.argtypes = (_P, _P, _D, _D, _I, _P, _L, _L)
         loops.halfstep_add_adam_updates.restype = loops.halfstep_add_sgd_updates.restype = None

@@ -1,0 +1,196 @@
+"""Files that are kept for the next process, in folders in which no other user can put or exchange one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shlex
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+_POLL = 0.02  # seconds between two looks at a lock
+
+
+def find(folder: Path, stem: str) -> Path | None:
+    """Returns a whole library of this name that nobody but this user has written, or None."""
+    return next((path for path in sorted(folder.glob(f"{stem}-*.so")) if _is_as_made(path)), None)
+
+
+def _is_as_made(path: Path) -> bool:
+    """Returns whether this is a file of the user's with the content that its name tells; a FIFO is not waited for."""
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        with open(path, "rb", opener=lambda name, how: os.open(name, how | flags)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or _fault(path, status):
+                return False
+            return path.stem.endswith(_digest(file.read()))
+    except OSError:
+        return False
+
+
+def put(folder: Path, stem: str, content: bytes) -> Path:
+    """Keeps a library in a folder, in one move, so that no process sees half of it; returns where it is.
+
+    First it removes what has the name of one and is none: cut or changed files, and halves that a killed process left.
+    """
+    for path in folder.glob(f"{stem}-*"):
+        if not _is_as_made(path):
+            with contextlib.suppress(OSError):  # a folder: an error below if it is in the way
+                path.unlink()
+    file, name = tempfile.mkstemp(dir=folder, prefix=f"{stem}-", suffix=".part")
+    target = folder / f"{stem}-{_digest(content)}.so"
+    try:
+        with os.fdopen(file, "wb") as part:
+            part.write(content)
+        os.chmod(name, 0o700)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return target
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def locked(path: Path, deadline: float) -> Iterator[None]:
+    """Holds a lock of the system's, which ends with its holder however that dies; goes on without where it has none.
+
+    Not filelock's, which torch brings: on a drive without locks it is a file that a killed holder leaves for ever.
+
+    Raises:
+        TimeoutError: another process has held it until the deadline.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
+    try:
+        while True:
+            try:
+                _lock(file)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process that compiles it still holds {path}") from None
+                time.sleep(_POLL)
+            except OSError:  # some network drives
+                break
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                _unlock(file)  # closing alone would leave it to a child that was forked meanwhile
+    finally:
+        os.close(file)
+
+
+if sys.platform == "win32":
+
+    def _lock(file: int) -> None:
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+
+    def _unlock(file: int) -> None:
+        msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+else:
+
+    def _lock(file: int) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _unlock(file: int) -> None:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+# ---- folders that nobody else can change -------------------------------------------------------------------------
+
+
+def private_folders() -> tuple[list[Path], list[str]]:
+    """Returns the folders that can be trusted, and why others cannot, with what to do.
+
+    They are that in the user's cache, and one for this user in the temporary folder.
+    """
+    folders, refused = [], []
+    for place in (_cache_folder, _temporary_folder):
+        try:
+            folders.append(_private(place()))
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home, or links in a circle
+            refused.append(str(error))
+    return folders, refused
+
+
+def _cache_folder() -> Path:
+    place = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (place if place.is_absolute() else Path.home() / ".cache") / "halfstep"
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"halfstep-{os.geteuid() if hasattr(os, 'geteuid') else 'user'}"
+
+
+def _private(folder: Path) -> Path:
+    """Makes a folder for this user alone where there is none, and returns where it is without links.
+
+    Raises:
+        OSError: another user could put a library there, or it cannot be made; the text says what to do.
+    """
+    folder = folder.resolve()
+    refuse_shared(folder)  # before a folder is made in the home of another, as under sudo
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_shared(folder)
+    fault = _fault(folder, folder.lstat())
+    if fault:
+        raise OSError(fault)
+    return folder
+
+
+def refuse_shared(folder: Path) -> None:
+    """Refuses a folder that another user could move away and replace, since one above it is theirs or open to them.
+
+    Where nobody can, a path that was checked still leads to the same file when it is loaded, also on systems that
+    cannot load an open file. Below a folder that is closed to others nothing needs a look.
+
+    Raises:
+        OSError: with what to do.
+    """
+    administrators = _administrators()
+    for above in reversed(folder.parents):
+        try:
+            status = above.lstat()
+        except FileNotFoundError:
+            return
+        if not _fault(above, status) and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return
+        # Where the sticky bit is set everybody can make files, and nobody can exchange those of others.
+        fault = _fault(above, status, trusted=administrators, is_open=bool(status.st_mode & stat.S_ISVTX))
+        if fault:
+            raise OSError(fault)
+
+
+def _administrators() -> tuple[int, int]:
+    """Returns root's id, and that of who owns "/": in a container without root's rights, whom root is seen as."""
+    return 0, os.lstat("/").st_uid
+
+
+def _fault(path: Path, status: os.stat_result, *, trusted: tuple[int, ...] = (), is_open: bool = False) -> str:
+    """Returns why another user could change a file or folder, and how to mend it; "" where none could.
+
+    `is_open` says that others may write to it.
+    """
+    if not hasattr(os, "geteuid"):  # Windows: what is in a user's profile is the user's
+        return ""
+    name, user = shlex.quote(str(path)), os.geteuid()
+    if status.st_uid not in (user, *trusted):
+        return f"{path} belongs to the user with id {status.st_uid} (mend it: sudo chown {user} {name})"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_open:
+        return f"other users can write to {path} (mend it: chmod go-w {name})"
+    return ""
