@@ -14,7 +14,7 @@ import halfstep
 from halfstep import FULL, LOW, OpChange, Rule, Scaling
 from halfstep.advise.check import Part, Setup, _shapes
 from halfstep.errors import SessionError
-from halfstep.plan.hardware import DeviceFacts
+from halfstep.machine import DeviceFacts
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.cifar_resnet import CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
