@@ -25,6 +25,7 @@ from halfstep.bench.bench import bench
 from halfstep.bench.contenders import entries
 from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, FP16
+from halfstep.machine import read_facts
 from halfstep.records import BenchResult, BenchRun
 from halfstep.report.json import bench_json, read_bench
 from halfstep.workloads.load import load_workload
@@ -145,7 +146,7 @@ def run_seed(name: str, seed: int, data: Path | None, steps: int, device: torch.
 
     return bench(
         workload,
-        entries(LEVELS, (BF16, FP16), device, peer=False),
+        entries(LEVELS, (BF16, FP16), read_facts(device), peer=False),
         steps=steps,
         seeds=(seed,),
         device=device,

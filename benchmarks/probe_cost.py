@@ -25,8 +25,8 @@ from statistics import median
 import torch
 
 import halfstep
+from halfstep.machine import read_machine
 from halfstep.observe.probe import Probe
-from halfstep.plan.machine import read_machine
 from halfstep.records import TENSOR_KINDS, UPDATE
 from halfstep.workloads.char_lm import CharLM
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep.plan.machine import read_machine
+from halfstep.machine import read_machine
 from halfstep.workloads.workload import seeded, shuffled
 
 BATCH, LR, WEIGHT = 128, 1e-3, 0.0005

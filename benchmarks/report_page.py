@@ -25,9 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from halfstep.formats import FP16
+from halfstep.machine import read_machine
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
-from halfstep.plan.machine import read_machine
 from halfstep.records import TENSOR_KINDS, Observation, SessionStart, StepRecord, TensorStats
 from halfstep.report.html import page_html
 from halfstep.report.log import RunLog

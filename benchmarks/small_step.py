@@ -27,7 +27,7 @@ from torch import nn
 
 import halfstep
 from halfstep.bench.figures import spread
-from halfstep.plan.machine import read_machine
+from halfstep.machine import read_machine
 
 WIDTH, BATCH, MAX_NORM, LR = 64, 32, 1.0, 1e-4
 LOW = torch.bfloat16

@@ -29,6 +29,7 @@ from halfstep.bench.bench import bench
 from halfstep.bench.contenders import PEER, AmpContender, Contender, Entry, SessionContender, entries
 from halfstep.bench.figures import speedup
 from halfstep.formats import BF16, FP32, Format, as_format
+from halfstep.machine import DeviceFacts, read_facts
 from halfstep.plan.levels import level
 from halfstep.records import BenchResult, BenchRun
 from halfstep.report.json import bench_json
@@ -208,11 +209,11 @@ class Compiled(AmpContender):
             self.model = self._eager
 
 
-def rows(lows: Sequence[Format], device: torch.device, *, compiled: Sequence[Format]) -> list[Entry]:
+def rows(lows: Sequence[Format], facts: DeviceFacts, *, compiled: Sequence[Format]) -> list[Entry]:
     """Returns what is compared: O0, with TF32 off and on where there is such a thing, and the rest in each format."""
     made: list[Entry] = []
-    for entry in entries(("O0", "O1", "O2", "O3"), lows, device, peer=True):
-        if entry.level == "O0" and device.type == "cuda":
+    for entry in entries(("O0", "O1", "O2", "O3"), lows, facts, peer=True):
+        if entry.level == "O0" and facts.kind == "cuda":
             made.append(FullEntry("O0", FP32, peer=False))
             made.append(FullEntry("O0 TF32", FP32, peer=False, tf32=True))
         else:
@@ -301,7 +302,7 @@ def main() -> int:
             continue
         result = bench(
             make(),
-            rows(lows, device, compiled=compiled),
+            rows(lows, read_facts(device), compiled=compiled),
             steps=options.steps or (30 if device.type == "cuda" else 8),
             device=device,
             command=command,

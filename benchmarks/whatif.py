@@ -40,7 +40,7 @@ import halfstep
 from halfstep.errors import HalfstepError
 from halfstep.forecast.watch import Place, step
 from halfstep.formats import as_format
-from halfstep.plan.machine import read_machine
+from halfstep.machine import read_machine
 from halfstep.records import TENSOR_KINDS
 from halfstep.workloads.load import load_workload
 from halfstep.workloads.workload import Workload, to_device_of

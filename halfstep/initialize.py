@@ -17,8 +17,9 @@ from halfstep.cast.functions import check_functions
 from halfstep.diagnose.guardian import OnFailure
 from halfstep.errors import SetupError
 from halfstep.formats import Format
+from halfstep.machine import read_facts
 from halfstep.optim.steppers import is_own, needs_closure
-from halfstep.plan.choose import choose_plan
+from halfstep.plan.choose import choose_plan, needs_emulation
 from halfstep.plan.fit import (
     as_list,
     check_closures,
@@ -30,7 +31,6 @@ from halfstep.plan.fit import (
     unwrap,
 )
 from halfstep.plan.forwards import check_forwards
-from halfstep.plan.hardware import default_emulate
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, OpChanges, Plan
 from halfstep.plan.policy import Width
@@ -61,10 +61,11 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 
     `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
     format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
-    format's products in a wider one, rounded exactly (None: where the device has no units for it). Each sink is called
-    with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is still in a
-    session leaves it first, with a notice. Where steps go on being skipped for what no lower loss scale cures, `step`
-    raises a NumericsError that says what broke; `on_failure="warn"` says it through the logger once and goes on.
+    format's products in a wider one, rounded exactly (None: fp16 on a CPU, where it was not measured to be fast). Each
+    sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is
+    still in a session leaves it first, with a notice. Where steps go on being skipped for what no lower loss scale
+    cures, `step` raises a NumericsError that says what broke; `on_failure="warn"` says it through the logger once and
+    goes on.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
@@ -72,7 +73,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     """
     models = as_list(model, nn.Module, "model")
     optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
-    chosen, notice = choose_plan(plan, low, first_device(models))
+    facts = read_facts(first_device(models))
+    chosen, notice = choose_plan(plan, low, facts)
     chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
@@ -106,8 +108,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     for optimizer in foreign if chosen.param == "low" or (chosen.ops != "none" and device.type != "cpu") else ():
         _say_that_it_steps_itself(type(optimizer).__name__)
     if emulate is None:
-        emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
-    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)
+        emulate = chosen.ops != "none" and needs_emulation(chosen.low, facts)
+    return Session(
+        models, optimizers, chosen, emulate=emulate, processor=facts.processor, sinks=sinks, on_failure=on_failure
+    )
 
 
 @functools.cache

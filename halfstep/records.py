@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import FormatError
 from halfstep.formats import Format, as_format
+from halfstep.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -403,26 +404,6 @@ class WhatIf:
         """
         scale = self.scale(fmt)
         return (scale.edit, *(edit for finding in self.stay_full[scale.format] for edit in finding.cure))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where and with what a measurement was made.
-
-    `fast` names the formats that the device has units for; `commit` is the commit of halfstep's source, with "-dirty"
-    after it where files differ from it, and None where the source is not under git.
-    """
-
-    device: str
-    processor: str
-    cores: int
-    threads: int
-    fast: tuple[str, ...]
-    system: str
-    python: str
-    torch: str
-    halfstep: str
-    commit: str | None
 
 
 @dataclass(frozen=True)

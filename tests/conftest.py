@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from halfstep import machine
+
 # The examples of a property are the same in every run, and a busy machine fails none of them.
 settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
@@ -23,7 +25,21 @@ HOW_TO_GET_DATA = (
 )
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    parser.addoption(
+        "--processor",
+        metavar="CLASS",
+        help='run as on another class of CPU, a name of halfstep.machine, "x86 AVX2" say',
+    )
+
+
+def pytest_configure(config):
+    wanted = config.getoption("processor")
+    if wanted is not None:  # all but what tests start as processes of their own
+        known = {row.name: row for row in machine.PROCESSORS}
+        if wanted not in known:
+            raise pytest.UsageError(f"--processor {wanted!r} is unknown; choose one of {', '.join(known)}")
+        machine.read_processor = lambda: known[wanted]
     # Workers share the cores: one thread each; alone, two, so that parallel kernels are tested as well.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
@@ -64,6 +80,19 @@ def nothing_left_behind():
         left.append(f"the stance {stance} of torch.compile")
         torch.compiler.set_stance("default")
     assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture
+def on_processor(monkeypatch):
+    """Lets a test run as on another class of CPU: torch computes as ever, halfstep decides by that row of its table."""
+    return lambda row: monkeypatch.setattr(machine, "read_processor", lambda: row)
+
+
+@pytest.fixture(params=machine.PROCESSORS, ids=lambda row: row.name)
+def each_processor(request, on_processor):
+    """Runs a test once as on each class of CPU."""
+    on_processor(request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.bench import contenders
 from halfstep.formats import BF16, FP16
+from halfstep.machine import DeviceFacts
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -74,14 +74,13 @@ def test_the_models_have_the_sizes_that_they_are_known_by():
         assert made == pytest.approx(numel, rel=0.02)
 
 
-def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer(monkeypatch):
-    monkeypatch.setattr(contenders, "default_emulate", lambda low, device: False)
+def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer():
     train = load("train_step")
-    names = [row.name for row in train.rows([BF16, FP16], torch.device("cuda"), compiled=[BF16])]
+    names = [row.name for row in train.rows([BF16, FP16], DeviceFacts("cuda", (9, 0)), compiled=[BF16])]
     assert names[:2] == ["O0", "O0 TF32"]
     assert {"O1 bf16", "O2 fp16", "O3 bf16", "torch.amp fp16", "torch.amp compiled bf16"} <= set(names)
     assert "torch.amp compiled fp16" not in names
-    assert len([row for row in train.rows([BF16], torch.device("cpu"), compiled=[])]) == 5
+    assert len([row for row in train.rows([BF16], DeviceFacts("cpu"), compiled=[])]) == 5
 
 
 def test_the_training_step_measures_every_level(tmp_path):

@@ -16,7 +16,7 @@ from halfstep.bench.contenders import Contender, Entry
 from halfstep.bench.memory import counting, peak_method
 from halfstep.bench.tally import Tally, notes, reason, records
 from halfstep.errors import WorkloadError
-from halfstep.plan.machine import read_machine
+from halfstep.machine import read_machine
 from halfstep.records import BenchResult
 from halfstep.workloads.workload import Batch, Workload
 

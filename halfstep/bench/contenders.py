@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from halfstep.errors import WorkloadError
 from halfstep.formats import FP16, FP32, Format
 from halfstep.initialize import initialize
-from halfstep.plan.hardware import default_emulate
+from halfstep.machine import DeviceFacts
+from halfstep.plan.choose import needs_emulation
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.session.parts import memory_of
@@ -83,7 +84,7 @@ class Entry:
         return SessionContender(workload, model, level(self.level, "bf16" if self.low == FP32 else self.low))
 
 
-def entries(levels: Iterable[str], lows: Iterable[Format], device: torch.device, *, peer: bool) -> list[Entry]:
+def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
     """Returns the rows of a benchmark: O0 once, every other level in every format, then the peer in every format.
 
     Raises:
@@ -97,10 +98,10 @@ def entries(levels: Iterable[str], lows: Iterable[Format], device: torch.device,
         raise WorkloadError("a benchmark needs at least one level and one format; give --levels O0,O1 --low bf16")
     rows = [Entry("O0", FP32, peer=False)] if "O0" in names else []
     for low in formats:
-        emulated = default_emulate(low, device)
+        emulated = needs_emulation(low, facts)
         rows += [Entry(name, low, peer=False, emulated=emulated) for name in names if name != "O0"]
         if peer:
-            why = f"this {device.type} has no {low} units, and torch.amp cannot emulate them" if emulated else None
+            why = f"{low} is emulated on this {facts.kind}, which torch.amp cannot do" if emulated else None
             rows.append(Entry(PEER, low, peer=True, refused=why))
     return rows
 

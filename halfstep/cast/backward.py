@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.machine import WideBackward
+
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
-# Up to here fp32 takes 0.4 to 0.7 of the time of bf16 on a CPU with AVX512-BF16 (torch 2.13); above it is slower.
-_LONGEST, _WIDEST = 128, 64
 _LOW = (torch.bfloat16, torch.float16)
 
 
-def wide_attention(stock: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Returns the kernel of the CPU's attention backward above torch's own, `stock`; it acts where `active()`.
+def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
+    """Returns the kernel of the CPU's attention backward above torch's own, `stock`; it acts within `limits()`.
 
     The forward pass stays low, in which torch is faster, so that nothing more is kept for backward.
     """
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
         low = query.dtype
-        if low not in _LOW or not _short(query, key) or not active():
+        if low not in _LOW or not goes_wide(limits(), query.size(-1), max(query.size(-2), key.size(-2))):
             found: Sequence[Tensor] = stock.call_boxed(keyset, grad, query, key, *rest, **kwargs)
             return found
         args = [_widened(value) for value in (grad, query, key, *rest)]
@@ -36,13 +36,13 @@ def wide_attention(stock: Any, active: Callable[[], bool]) -> Callable[..., Any]
     return kernel
 
 
-def pays_off() -> bool:
-    """Returns whether this CPU is one where it was measured to be faster: AMX computes small low products fast."""
-    return not torch.cpu._is_amx_tile_supported()
+def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
+    """Returns whether attention of a head width and a length (the longer of queries and keys) lies within the limits.
 
-
-def _short(query: Tensor, key: Tensor) -> bool:
-    return query.size(-1) <= _WIDEST and query.size(-2) <= _LONGEST and key.size(-2) <= _LONGEST
+    >>> [goes_wide(((32, 512), (64, 256)), width, 300) for width in (32, 33, 65)]
+    [True, False, False]
+    """
+    return length <= next((longest for widest, longest in limits if width <= widest), -1)
 
 
 def _widened(value: Any) -> Any:

@@ -17,6 +17,7 @@ from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to
 from halfstep.cast.ops import OpEngine, Switched
 from halfstep.cast.tree import map_tensors
 from halfstep.formats import FP32
+from halfstep.machine import WideBackward
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
@@ -27,10 +28,10 @@ Mode = AbstractContextManager[Any]
 class Casting:
     """The casts of one session: nothing at all under a plan that runs ops as written."""
 
-    def __init__(self, plan: Plan, device: torch.device, *, emulate: bool) -> None:
+    def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
         table = plan.ops == "table"
         self._plan = plan
-        self._engine = OpEngine(effective(plan), plan.low.dtype, device.type) if table else None
+        self._engine = OpEngine(effective(plan), plan.low.dtype, device.type, wide_backward) if table else None
         self._emulation: Mode | None = Emulation(plan.low) if emulate else None
         self._outermost: list[Gate] = []
         self._begin: Callable[[], None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +19,11 @@ from halfstep.modes import as_called, in_parts, is_composite, run_uncompiled
 aten = torch.ops.aten
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# oneDNN's LSTM layer: torch takes it for bf16, and for fp16 without gradients where the CPU has fp16 units.
+_LSTM = aten.mkldnn_rnn_layer.default
+_LSTM_BACKWARD = aten.mkldnn_rnn_layer_backward.default
+_MIXING = (_ATTENTION, _ATTENTION_BACKWARD, _LSTM_BACKWARD)
 
 _POWER = aten.pow.Tensor_Scalar
 _POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
@@ -41,6 +47,8 @@ PRODUCTS: frozenset[OpOverload] = frozenset(
         aten.conv_tbc.default,
         _ATTENTION,
         _ATTENTION_BACKWARD,
+        _LSTM,
+        _LSTM_BACKWARD,
     }
 )
 
@@ -112,7 +120,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return NotImplemented
         named = {} if kwargs is None else kwargs
         if func in PRODUCTS and self._is_low(func, args, named):
-            return self._product(func, args, named)
+            return self._lstm(*args) if func is _LSTM else self._product(func, args, named)
         if func in WRITERS and self._is_low(func, args, named):
             return self._write(func, args, named)
         if func is _POWER and args[1] in _POWERS and args[0].dtype is self._dtype is torch.float16:
@@ -123,10 +131,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return as_called(func, args, named)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells whether every operand is low; attention alone mixes in an fp32 mask and fp32 statistics."""
+        """Tells whether every operand is low; attention mixes in an fp32 mask and statistics, an LSTM its workspace."""
         low = self._dtype
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if func is _ATTENTION or func is _ATTENTION_BACKWARD:
+        if func in _MIXING:
             return operands[0].dtype is low
         return all(t.dtype is low for t in operands)
 
@@ -139,7 +147,26 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return result.to(low)
         if func is _ATTENTION:  # its second output, the log of the sums of exponentials, is fp32 by itself
             return result[0].to(low), result[1]
-        return tuple(None if t is None else t.to(low) for t in result)
+        return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
+
+    def _lstm(self, x: Tensor, *args: Any) -> Any:
+        """Computes an LSTM layer: without gradients step by step, as torch does on other CPUs; else as one product.
+
+        With gradients, in bf16 alone, its backward pass needs the workspace of the layer in one piece.
+        """
+        weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell, reverse = args[:7]
+        if torch.is_grad_enabled():
+            return self._product(_LSTM, (x, *args), {})
+        gates_of = partial(self._product, aten.addmm.default, kwargs={})
+        from_inputs = gates_of((bias_ih, x.flatten(0, 1), weight_ih.t())).unflatten(0, x.shape[:2])
+        outputs = []
+        for from_input in reversed(from_inputs) if reverse else from_inputs:
+            gates = gates_of((bias_hh, hidden, weight_hh.t())).add_(from_input)
+            enter, forget, candidate, leave = gates.chunk(4, 1)
+            cell = (forget.sigmoid() * cell).add_(enter.sigmoid() * candidate.tanh())
+            hidden = leave.sigmoid() * cell.tanh()
+            outputs.append(hidden)
+        return torch.stack(outputs[::-1] if reverse else outputs), hidden, cell, None
 
     def _write(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         named = dict(kwargs)

@@ -19,10 +19,11 @@ import torch
 import torch.compiler.config
 from torch._ops import OpOverload
 
-from halfstep.cast.backward import ATTENTION, pays_off, wide_attention
+from halfstep.cast.backward import ATTENTION, wide_attention
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
 from halfstep.cast.turns import Turns
 from halfstep.errors import PlanError
+from halfstep.machine import WideBackward
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
 
 MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
@@ -30,13 +31,14 @@ MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
 @dataclass(frozen=True)
 class Table:
-    """What distinguishes one engine's casting from another's: a device type and its actions."""
+    """What distinguishes one engine's casting from another's: a device type, its actions, what goes backward wide."""
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
+    wide_backward: WideBackward = ()
 
     def digest(self) -> str:
-        """Returns a short hash that is the same in every process."""
+        """Returns a short hash of what compiled code holds, the same in every process; kernels it only calls."""
         return hashlib.sha256(repr((self.device_type, sorted(self.actions))).encode()).hexdigest()[:16]
 
 
@@ -182,7 +184,7 @@ class Registry:
             site = site or self._register(device, name, table.device_type, own)
             if site is not None:
                 site.acts = (*site.acts, (marker, make_act(site.site, action)))
-        if table.device_type == "cpu" and not device.with_backward and pays_off():
+        if table.device_type == "cpu" and table.wide_backward and not device.with_backward:
             self._register_backward(device)
             device.with_backward = True
 
@@ -193,10 +195,12 @@ class Registry:
         stock = torch.library.get_kernel(overload, "CPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            device.library.impl(ATTENTION, wide_attention(stock, self._any_on), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+            device.library.impl(ATTENTION, wide_attention(stock, self._wide_backward), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
-    def _any_on(self) -> bool:
-        return any(map(torch.is_autocast_enabled, self._slots))
+    def _wide_backward(self) -> WideBackward:
+        """Returns what goes backward wide in this thread: what the table says that is on, nothing outside sessions."""
+        on = torch.is_autocast_enabled
+        return next((slot.table.wide_backward for marker, slot in self._slots.items() if on(marker)), ())
 
     def _register(self, device: _Device, name: str, device_type: str, own: Action | None) -> _Site | None:
         overload = find_overload(name)

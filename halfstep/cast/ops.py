@@ -15,6 +15,7 @@ import torch
 
 from halfstep.cast.opregistry import REGISTRY, Table
 from halfstep.errors import SessionError
+from halfstep.machine import WideBackward
 from halfstep.plan.optable import Action
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...]]
@@ -37,13 +38,16 @@ class Switch:
 class OpEngine:
     """Casts ops by a table inside its regions; one a session, and engines with equal tables share their kernels.
 
-    `actions` says what happens to aten overloads, `low` is bf16 or fp16, `device_type` is where the tensors are.
+    `actions` says what happens to aten overloads, `low` is bf16 or fp16, `device_type` is where the tensors are, and
+    `wide_backward` which attention goes backward in fp32 on a CPU.
     """
 
-    def __init__(self, actions: Mapping[str, Action], low: torch.dtype, device_type: str) -> None:
+    def __init__(
+        self, actions: Mapping[str, Action], low: torch.dtype, device_type: str, wide_backward: WideBackward = ()
+    ) -> None:
         self.low = low
         self.device_type = device_type
-        self._table = Table(device_type, frozenset(actions.items()))
+        self._table = Table(device_type, frozenset(actions.items()), wide_backward)
         self._marker = ""
 
     def open(self) -> None:

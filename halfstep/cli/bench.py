@@ -18,6 +18,7 @@ from halfstep.bench.contenders import entries
 from halfstep.cli.options import Data, Device, Name, Settings, check_writable, device_of, names, write_json
 from halfstep.cli.screen import stderr, stdout
 from halfstep.formats import as_format
+from halfstep.machine import read_facts
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
 from halfstep.workloads.load import load_workload, parse_settings
@@ -48,7 +49,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table."""
     place = device_of(device)
     job = load_workload(workload, parse_settings(settings), data=data)
-    rows = entries(names(levels), [as_format(name) for name in names(low)], place, peer=True)
+    rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=True)
     if json is not None:
         check_writable(json)
     with _progress_bar() as progress:

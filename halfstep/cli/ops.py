@@ -9,6 +9,7 @@ import typer
 
 from halfstep.cli.screen import stdout
 from halfstep.errors import PlanError
+from halfstep.machine import read_facts
 from halfstep.plan.choose import choose_plan
 from halfstep.report.ops import op_lines, op_table
 
@@ -19,7 +20,7 @@ Low = Annotated[str, typer.Option("--low", help="The low format: bf16 or fp16.")
 
 def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     """Print the op table: which op runs low, which in fp32, which in its widest input, and why."""
-    chosen, _ = choose_plan(plan, low, torch.device("cpu"))
+    chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
     lines = [line for line in op_lines(chosen) if text in line.op]
     if not lines:
         raise PlanError(f"no op of the table contains {text!r}; an op without a row runs as written")

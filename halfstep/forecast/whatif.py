@@ -21,6 +21,7 @@ from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import Place, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.initialize import initialize
+from halfstep.machine import read_facts
 from halfstep.observe.alone import wrappers_of
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
@@ -73,7 +74,7 @@ def whatif(
     _check(closure, model, chosen, steps)
     if optimizer is not None:
         _check_optimizer(optimizer, model)
-    low_plan, _ = choose_plan(plan, "bf16", torch.device("cpu"))
+    low_plan, _ = choose_plan(plan, "bf16", read_facts(torch.device("cpu")))
     low_plan = customize(low_plan, low=BF16)
     if low_plan.ops == "none":
         raise PlanError(f"plan {low_plan.name} stores nothing low; give O1, O2, O3 or a plan in between")

@@ -1,6 +1,6 @@
 """What a model trains in: policies, rules, op changes and plans, all frozen; nothing here touches a model."""
 
-from halfstep.plan.hardware import computes_fast, default_emulate, default_low
+from halfstep.plan.choose import choose_low, choose_plan, needs_emulation
 from halfstep.plan.io import from_dict, load_plan, save_plan, to_dict
 from halfstep.plan.levels import LEVELS, Level, as_scaling, customize, level
 from halfstep.plan.plan import Edit, OpChange, OpChanges, Plan
@@ -24,13 +24,13 @@ __all__ = [
     "Rule",
     "Scaling",
     "as_scaling",
-    "computes_fast",
+    "choose_low",
+    "choose_plan",
     "customize",
-    "default_emulate",
-    "default_low",
     "from_dict",
     "level",
     "load_plan",
+    "needs_emulation",
     "resolve",
     "save_plan",
     "to_dict",

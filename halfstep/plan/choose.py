@@ -8,18 +8,18 @@ import torch
 
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
-from halfstep.plan.hardware import default_low
+from halfstep.machine import DeviceFacts, units
 from halfstep.plan.io import load_plan
 from halfstep.plan.levels import LEVELS, customize, level
 from halfstep.plan.plan import Plan
 
 
 def choose_plan(
-    plan: Plan | str, low: Format | torch.dtype | str | None, device: torch.device
+    plan: Plan | str, low: Format | torch.dtype | str | None, facts: DeviceFacts
 ) -> tuple[Plan, str | None]:
     """Returns the plan that a level, a Plan or a plan file names, and what to say of the format picked for it.
 
-    `low=None` takes what `device` computes fast; a notice (or None) tells so.
+    `low=None` takes what the device of `facts` computes fast; a notice (or None) tells so.
 
     Raises:
         PlanError: no such level, no plan, or a plan file that cannot be read.
@@ -31,7 +31,7 @@ def choose_plan(
     if not isinstance(plan, (str, os.PathLike)):
         raise PlanError(f"plan is {plan!r:.80}; give a level ({', '.join(LEVELS)}), a Plan or the path of a plan file")
     name = os.fspath(plan)
-    picked, notice = default_low(device) if wanted is None else (wanted, None)
+    picked, notice = choose_low(facts) if wanted is None else (wanted, None)
     if not name.endswith((".toml", ".json")):
         chosen = level(name, picked)
         return chosen, None if chosen.ops == "none" else notice
@@ -40,3 +40,28 @@ def choose_plan(
         return customize(loaded, low=wanted), None
     names_its_own = load_plan(name, low=FP16 if picked is BF16 else BF16).low is loaded.low
     return loaded, None if names_its_own or loaded.ops == "none" else notice
+
+
+def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
+    """Returns the low format to take on a device, bf16 before fp16, and the notice that says so.
+
+    >>> choose_low(DeviceFacts("cuda", capability=(7, 5)))[0].name
+    'fp16'
+    """
+    for fmt in (BF16, FP16):
+        found = units(fmt, facts)
+        if found is not None:
+            return fmt, f"low is not given; taking {fmt}, which this device computes in hardware ({found})"
+    return BF16, (
+        f"low is not given; taking {BF16}, for which this device ({facts}) has no units: "
+        "training at level O0 would be faster"
+    )
+
+
+def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
+    """Returns whether a format's products are to be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
+
+    Natively it takes such a CPU 50 to 130 times as long as fp32, with fp16 units (convolutions) or without. bf16, which
+    goes through fp32 units where there are none of its own, is not emulated unless asked.
+    """
+    return facts.kind == "cpu" and fmt == FP16 and units(fmt, facts) is None

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, Format, as_format
+from halfstep.machine import read_facts, units
 from halfstep.plan.fit import named
-from halfstep.plan.hardware import read_facts, units
 from halfstep.plan.matching import Site, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.plan import OpChange, Plan

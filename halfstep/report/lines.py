@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from halfstep.errors import LogError
-from halfstep.records import Finding, Machine, Observation, OpCall, StepValues, TensorStats, Verdict
+from halfstep.machine import Machine
+from halfstep.records import Finding, Observation, OpCall, StepValues, TensorStats, Verdict
 
 SCHEMA = 1
 START_BYTES = 4096  # more than the first line of a log has: what is none may be one line of any length

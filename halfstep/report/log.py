@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from halfstep.errors import LogError
-from halfstep.plan.machine import read_machine
+from halfstep.machine import read_machine
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, Verdict
 from halfstep.report.late import LateReader
 from halfstep.report.lines import (

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from halfstep.errors import LogError
-from halfstep.records import Finding, Machine, Observation, StepValues, Verdict
+from halfstep.machine import Machine
+from halfstep.records import Finding, Observation, StepValues, Verdict
 from halfstep.report.lines import (
     START_BYTES,
     FindingLine,

@@ -23,6 +23,7 @@ from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.kernels.batch import Scratch
+from halfstep.machine import Processor
 from halfstep.observe.alone import group_is_open, wrappers_of
 from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
@@ -80,6 +81,7 @@ class Session:
         plan: Plan,
         *,
         emulate: bool,
+        processor: Processor,
         sinks: Sequence[Sink] = (),
         on_failure: OnFailure = "raise",
     ) -> None:
@@ -97,7 +99,8 @@ class Session:
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
-        self._casting = Casting(plan, self._device, emulate=emulate)
+        self._processor = processor
+        self._casting = Casting(plan, self._device, emulate=emulate, wide_backward=processor.wide_backward)
         self._scales = LossScales(plan.scale, self._device)
         self._awaiting: list[Part] = []  # parts with a backward since their last step
         self._scratch = Scratch()  # of the read of the gradients
@@ -201,7 +204,8 @@ class Session:
         return value
 
     def _open_trial(self, models: Sequence[nn.Module], plan: Plan) -> Session:
-        return Session(models, [], plan, emulate=self._casting.emulates and plan.ops != "none")
+        emulate = self._casting.emulates and plan.ops != "none"
+        return Session(models, [], plan, emulate=emulate, processor=self._processor)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns a context that extends the plan to code outside the model's forward (a loss with weights, say)."""

@@ -11,9 +11,11 @@ from halfstep.bench.bench import bench, warmup
 from halfstep.bench.contenders import Entry, Facts, entries
 from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
+from halfstep.machine import DeviceFacts
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 
+FACTS = DeviceFacts("cpu")
 CPU = torch.device("cpu")
 SMALL = Regression(batch=4, d_in=8, d_out=8, layers=1)
 O0 = Entry("O0", FP32, peer=False)
@@ -94,7 +96,7 @@ def test_figures_are_kept_a_seed():
 
 def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart():
     job = Regression(batch=4, d_in=8, d_out=8, lr=0.1)
-    result = bench(job, entries(["O0", "O1", "O3"], [BF16], CPU, peer=True), steps=1, device=CPU, memory=False)
+    result = bench(job, entries(["O0", "O1", "O3"], [BF16], FACTS, peer=True), steps=1, device=CPU, memory=False)
     losses = {run.name: run.train_loss[0] for run in result.runs}
     assert losses["O0"] == pytest.approx(losses["O1 bf16"], rel=1e-2)
     assert losses["O1 bf16"] == losses["torch.amp bf16"]
@@ -110,7 +112,7 @@ def test_seeds_differ_and_repeat():
 
 
 def test_speedups_are_over_o0_and_over_the_peer_of_the_same_format():
-    result = bench(SMALL, entries(["O0", "O1"], [BF16], CPU, peer=True), steps=2, device=CPU, memory=False)
+    result = bench(SMALL, entries(["O0", "O1"], [BF16], FACTS, peer=True), steps=2, device=CPU, memory=False)
     o0, o1, amp = result.runs
     assert (o0.vs_o0, o0.vs_amp) == (1.0, None)
     assert o1.vs_o0 is not None

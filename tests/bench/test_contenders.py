@@ -1,5 +1,7 @@
 """The rows of a benchmark, and that each trains as its documentation says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,10 +9,12 @@ from torch import nn
 from halfstep.bench.contenders import AmpContender, Entry, SessionContender, entries
 from halfstep.errors import FormatError, PlanError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
+from halfstep.machine import PROCESSORS, DeviceFacts
 from halfstep.plan.levels import level
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.regression import Regression
 
+FACTS = DeviceFacts("cpu")
 CPU = torch.device("cpu")
 TINY = CharLM(d=16, layers=1, heads=2, length=16, batch=4, eval_windows=4)
 
@@ -20,25 +24,29 @@ def names(rows):
 
 
 def test_o0_comes_once_and_the_others_in_each_format():
-    rows = entries(["O1", "O0", "O2", "O1"], [BF16, FP16], CPU, peer=True)
+    rows = entries(["O1", "O0", "O2", "O1"], [BF16, FP16], FACTS, peer=True)
     assert names(rows) == ["O0", "O1 bf16", "O2 bf16", "torch.amp bf16", "O1 fp16", "O2 fp16", "torch.amp fp16"]
 
 
 def test_without_o0_or_a_peer_there_is_none():
-    assert names(entries(["O1"], [BF16], CPU, peer=False)) == ["O1 bf16"]
+    assert names(entries(["O1"], [BF16], FACTS, peer=False)) == ["O1 bf16"]
 
 
-def test_fp16_on_a_cpu_without_units_is_emulated_and_its_peer_is_not_run(monkeypatch):
-    monkeypatch.setattr("halfstep.bench.contenders.default_emulate", lambda fmt, device: fmt == FP16)
-    o1, amp = entries(["O1"], [FP16], CPU, peer=True)
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda row: row.name)
+def test_fp16_on_a_cpu_is_emulated_and_its_peer_is_not_run(processor):
+    o1, amp = entries(["O1"], [FP16], DeviceFacts("cpu", processor=processor), peer=True)
     assert (o1.emulated, o1.refused) == (True, None)
     assert o1.name == "O1 fp16 (emulated)"
-    assert amp.refused == "this cpu has no fp16 units, and torch.amp cannot emulate them"
+    assert amp.refused == "fp16 is emulated on this cpu, which torch.amp cannot do"
 
 
-def test_fp16_with_units_has_its_peer(monkeypatch):
-    monkeypatch.setattr("halfstep.bench.contenders.default_emulate", lambda fmt, device: False)
-    o1, amp = entries(["O1"], [FP16], CPU, peer=True)
+@pytest.mark.parametrize(
+    "facts",
+    [DeviceFacts("cuda", (7, 5)), DeviceFacts("cpu", processor=replace(PROCESSORS[0], fp16=True))],
+    ids=["cuda", "a CPU measured to be fast"],
+)
+def test_fp16_that_is_fast_has_its_peer(facts):
+    o1, amp = entries(["O1"], [FP16], facts, peer=True)
     assert (o1.emulated, amp.refused) == (False, None)
 
 
@@ -53,7 +61,7 @@ def test_fp16_with_units_has_its_peer(monkeypatch):
 )
 def test_rows_that_do_not_exist_are_errors(levels, lows, error):
     with pytest.raises(error):
-        entries(levels, lows, CPU, peer=True)
+        entries(levels, lows, FACTS, peer=True)
 
 
 def test_an_unknown_format_is_an_error():

@@ -6,11 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
-from halfstep.cast.backward import pays_off
+from halfstep.cast.backward import goes_wide
+from halfstep.machine import AMX_FP16, AVX512_BF16, PROCESSORS
 
-pytestmark = pytest.mark.skipif(
-    not pays_off(), reason="this CPU computes small low products fast: torch's kernel stays"
-)
 NAME = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
@@ -72,15 +70,52 @@ def test_gradients_are_fp32s_rounded_once(length, width, masked):
         torch.testing.assert_close(one.float(), want, rtol=2**-8 + 1e-4, atol=2e-4)  # half a place of bf16
 
 
-@pytest.mark.parametrize(("length", "width", "same"), [(128, 64, False), (129, 64, True), (128, 72, True)])
-def test_longer_or_wider_attention_is_torchs_own(length, width, same):
-    qkv, grad = inputs(length, width)
-    plain = backward(qkv, grad)
+LIMITS = [(row, width, longest) for row in (AMX_FP16, AVX512_BF16) for width, longest in row.wide_backward]
+
+
+@pytest.mark.parametrize(("row", "width", "longest"), LIMITS, ids=[f"{r.name} {w}" for r, w, _ in LIMITS])
+def test_up_to_the_limits_of_the_cpu_it_is_wide_and_beyond_torchs_own(row, width, longest, on_processor):
+    on_processor(row)
     session = session_on()
-    inside, outside = backward(qkv, grad, session), backward(qkv, grad)
+    for length, wide in ((longest, True), (longest + 1, False)):
+        qkv, grad = inputs(length, width)
+        plain = backward(qkv, grad)
+        assert all(map(torch.equal, plain, backward(qkv, grad, session))) is not wide
+        assert all(map(torch.equal, plain, backward(qkv, grad)))  # outside the session
     session.close()
-    assert all(map(torch.equal, plain, outside))
-    assert all(map(torch.equal, plain, inside)) is same
+
+
+def test_the_longer_of_queries_and_keys_counts(on_processor):
+    on_processor(AVX512_BF16)
+    session = session_on()
+    for queries, keys, wide in ((128, 128, True), (128, 129, False), (129, 128, False)):
+        (q, *_), grad = inputs(queries, 64)
+        (_, k, v), _ = inputs(keys, 64)
+        plain, inside = (backward((q, k, v), grad, *one) for one in ((), (session,)))
+        assert all(map(torch.equal, plain, inside)) is not wide
+    session.close()
+
+
+def test_sessions_of_different_measurements_keep_to_their_own(on_processor):
+    qkv, grad = inputs(200, 64)
+    plain = backward(qkv, grad)
+    on_processor(AMX_FP16)
+    one = session_on()
+    on_processor(AVX512_BF16)
+    other = session_on()
+    assert not all(map(torch.equal, plain, backward(qkv, grad, one)))
+    assert all(map(torch.equal, plain, backward(qkv, grad, other)))
+    one.close()
+    other.close()
+
+
+def test_the_limits_are_those_that_were_measured():
+    with_amx = {16: 512, 32: 512, 33: 256, 64: 256, 65: 128, 96: 128, 128: 128, 129: None}
+    without = {16: 128, 32: 128, 33: 128, 64: 128, 65: None, 128: None}
+    for row in PROCESSORS:
+        for width, longest in (with_amx if "AMX" in row.name else without).items():
+            assert goes_wide(row.wide_backward, width, longest or 1) is (longest is not None)
+            assert not goes_wide(row.wide_backward, width, (longest or 0) + 1)
 
 
 def test_fp32_attention_is_torchs_own():

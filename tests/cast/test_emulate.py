@@ -209,6 +209,48 @@ def test_inference_mode_lets_autocast_reach_inside_recurrent_layers(kind: Any) -
     assert recorder.dtypes(aten.addmm.default) == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's, of its own flags
+@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_an_lstm_without_gradients_is_that_of_a_cpu_without_units(fmt: Any, bidirectional: bool) -> None:
+    """torch takes oneDNN's layer for bf16, and for fp16 on a CPU with fp16 units; it is emulated step by step."""
+    layer, x = nn.LSTM(40, 33, bidirectional=bidirectional).to(fmt.dtype), low(7, 3, 40, dtype=fmt.dtype)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), Emulation(fmt):
+        expected, (hidden, cell) = layer(x)
+    zero = torch.zeros(3, 33, dtype=fmt.dtype)
+    with torch.no_grad(), Emulation(fmt):
+        as_torch_chooses, _ = layer(x)
+        for direction in range(1 + bidirectional):
+            weights = layer._flat_weights[4 * direction : 4 * direction + 4]
+            of_layer = ([], 2, 33, 1, True, bidirectional, False, False)  # mode 2 is an LSTM
+            out, h, c, _ = aten.mkldnn_rnn_layer(x, *weights, zero, zero, direction == 1, *of_layer)
+            assert same_bits(out, expected[..., 33 * direction : 33 * direction + 33])
+            assert same_bits(h, hidden[direction])
+            assert same_bits(c, cell[direction])
+    assert same_bits(as_torch_chooses, expected)
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU's LSTM in bf16 is made of single steps"
+)
+def test_an_lstm_in_bf16_with_gradients_is_one_product() -> None:
+    layer, x = nn.LSTM(40, 33).bfloat16(), low(7, 3, 40, dtype=torch.bfloat16).requires_grad_()
+    wide, wide_x = nn.LSTM(40, 33), x.detach().float().requires_grad_()
+    wide.load_state_dict(layer.state_dict())
+    recorder = Recorder()
+    with recorder, Emulation(BF16):
+        out = layer(x)[0]
+        out.sum().backward()
+    expected = wide(wide_x)[0]
+    expected.sum().backward()
+    assert same_bits(out, expected.bfloat16())
+    assert x.grad is not None
+    assert wide_x.grad is not None
+    torch.testing.assert_close(x.grad.float(), wide_x.grad, rtol=2**-6, atol=2**-6)
+    assert recorder.dtypes(aten.mkldnn_rnn_layer.default) == {torch.float32}
+    assert recorder.dtypes(aten.mkldnn_rnn_layer_backward.default) == {torch.float32, torch.uint8}
+
+
 def test_inference_mode_keeps_an_operation_full_that_autocast_made_full() -> None:
     a, b = torch.randn(5, 7), torch.randn(7, 9)
     with torch.inference_mode(), torch.autocast("cpu", torch.float16), Emulation(FP16):
@@ -447,7 +489,8 @@ def test_every_product_has_a_case() -> None:
         q = torch.randn(1, 1, 4, 4).requires_grad_()
         F.scaled_dot_product_attention(q, q, q).sum().backward()
     uncovered = PRODUCTS - {func for func, _ in covered.seen}
-    assert uncovered == {aten._addmm_activation.default, aten.conv_tbc.default}
+    lstm = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
+    assert uncovered == {aten._addmm_activation.default, aten.conv_tbc.default} | lstm
 
 
 @torch.library.custom_op("halfstep_emulation::product", mutates_args=())

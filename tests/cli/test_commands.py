@@ -10,6 +10,7 @@ import time
 import pytest
 
 from halfstep.errors import DataError
+from halfstep.machine import AMX_FP16, AVX2
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 
@@ -44,11 +45,13 @@ def test_ops_shows_what_a_plan_file_changes(halfstep, tmp_path):
     assert out.splitlines()[1].split()[:6] == ["gelu", "deny", "changed", "by", "the", "plan"]
 
 
-def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path):
+@pytest.mark.parametrize("row", [AMX_FP16, AVX2], ids=lambda row: row.name)
+def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path, row, on_processor):
+    on_processor(row)
     path = tmp_path / "result.json"
     code, out, err = halfstep("bench", "regression", "--steps", 2, "--seeds", 2, *SMALL, "--json", path)
     assert (code, err) == (0, "")
-    assert {"O0", "O1 bf16", "O2 bf16", "O3 bf16", "torch.amp bf16"} <= {
+    assert {"O0", "O1 bf16", "O1 fp16 (emulated)", "O2 bf16", "O3 bf16", "torch.amp bf16"} <= {
         line[1:19].strip() for line in out.splitlines()
     }
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -56,6 +59,7 @@ def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path):
     assert result["seeds"] == [0, 1]
     assert result["settings"]["d_in"] == "8"
     assert result["machine"]["torch"]
+    assert [run["name"] for run in result["runs"] if run["error"] is not None] == ["torch.amp fp16"]
 
 
 def test_bench_runs_the_levels_and_formats_that_were_named(halfstep):

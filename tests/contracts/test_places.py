@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep.machine import AMX_FP16, AVX2
 from tests.contracts.cases import mixed_plans
 
 WATCHED = {
@@ -241,7 +242,9 @@ def test_no_op_of_a_model_mixes_floating_dtypes(name, low):
     session.close()
 
 
-def test_emulation_excludes_compilation_and_says_so():
+@pytest.mark.parametrize("row", [AMX_FP16, AVX2], ids=lambda row: row.name)
+def test_emulation_excludes_compilation_and_says_so(row, on_processor):
+    on_processor(row)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Plain()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import FULL, LOW, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
-from halfstep.plan.hardware import DeviceFacts
+from halfstep.machine import DeviceFacts
 from halfstep.preflight.check import Part, Setup, _shapes
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.cifar_resnet import CifarResNet

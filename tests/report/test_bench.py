@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from halfstep.errors import DataError
-from halfstep.records import BenchResult, BenchRun, Machine, Spread
+from halfstep.machine import Machine
+from halfstep.records import BenchResult, BenchRun, Spread
 from halfstep.report.bench import bench_table, over_seeds
 from halfstep.report.json import bench_json, read_bench
 

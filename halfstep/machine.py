@@ -1,0 +1,256 @@
+"""What this machine is: its device, the class of its processor, what was measured on that class, and the versions.
+
+A flag says that a processor has units for a format, not that torch is fast with them. So kernels are chosen by a table
+of what was measured, a row for each class of processors; where nothing was measured, a row says so and takes what
+costs least if it is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from halfstep.version import __version__
+
+WideBackward = tuple[tuple[int, int], ...]
+"""Up to each head width, ascending, the longest attention that goes backward faster in fp32 than in a low format."""
+
+_SHORT: WideBackward = ((64, 128),)
+_ON_AVX512_BF16 = "fp32 takes 0.4 to 0.7 of bf16's time at T 128, and more at 256: 2 cores, AMD EPYC, torch 2.13"
+_NOT_MEASURED = "not measured on this class; attention as measured on AVX512-BF16"
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A class of processors and what was measured on it.
+
+    `bf16` and `fp16` say whether torch's products are fast in the format itself: bf16 against fp32, fp16 against fp32
+    rounded to fp16 (emulation). `wide_backward` says which attention goes backward faster in fp32, `source` where
+    these were measured.
+    """
+
+    name: str
+    bf16: bool
+    fp16: bool
+    wide_backward: WideBackward
+    source: str
+
+
+# Native fp16 was not measured to be faster than emulation on any class, so that fp16 is emulated on every CPU.
+AMX_FP16 = Processor(
+    "x86 AMX+AVX512-FP16",
+    bf16=True,
+    fp16=False,  # torch 2.13's fp16 convolutions take 50 to 130 times fp32's time here
+    wide_backward=((32, 512), (64, 256), (128, 128)),
+    source="attention in bf16 on 1 thread, Intel with AMX and AVX512-FP16, torch 2.13; fp16 convolution on the same",
+)
+AMX = Processor("x86 AMX", True, False, AMX_FP16.wide_backward, "taken from x86 AMX+AVX512-FP16")
+AVX512_FP16 = Processor("x86 AVX512-BF16+FP16", True, False, _SHORT, _NOT_MEASURED)
+AVX512_BF16 = Processor("x86 AVX512-BF16", True, False, _SHORT, _ON_AVX512_BF16)
+AVX512 = Processor("x86 AVX512", False, False, _SHORT, _NOT_MEASURED)
+AVX2 = Processor("x86 AVX2", False, False, _SHORT, _NOT_MEASURED)
+X86 = Processor("x86", False, False, _SHORT, _NOT_MEASURED)
+ARM_BF16 = Processor("Arm BF16", True, False, _SHORT, _NOT_MEASURED)
+ARM = Processor("Arm", False, False, _SHORT, _NOT_MEASURED)
+OTHER = Processor("other", False, False, _SHORT, _NOT_MEASURED)
+
+# The first row whose flags (of `torch.cpu.get_capabilities()`) a processor has is its class.
+_X86: tuple[tuple[frozenset[str], Processor], ...] = (
+    (frozenset({"avx512_f", "amx_tile", "amx_bf16", "avx512_fp16"}), AMX_FP16),
+    (frozenset({"avx512_f", "amx_tile", "amx_bf16"}), AMX),
+    (frozenset({"avx512_f", "avx512_bf16", "avx512_fp16"}), AVX512_FP16),
+    (frozenset({"avx512_f", "avx512_bf16"}), AVX512_BF16),
+    (frozenset({"avx512_f"}), AVX512),
+    (frozenset({"avx2"}), AVX2),
+    (frozenset(), X86),
+)
+_ARM: tuple[tuple[frozenset[str], Processor], ...] = (
+    (frozenset({"bf16"}), ARM_BF16),
+    (frozenset({"sve_bf16"}), ARM_BF16),
+    (frozenset(), ARM),
+)
+_ARCHITECTURES = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
+PROCESSORS: tuple[Processor, ...] = tuple(dict.fromkeys([*(row for _, row in (*_X86, *_ARM)), OTHER]))
+
+# The first compute capability of CUDA devices with matrix units for a format (CUDA C++ Programming Guide, 17).
+FIRST_CAPABILITY: Mapping[Format, tuple[int, int]] = {
+    FP16: (7, 0),
+    TF32: (8, 0),
+    BF16: (8, 0),
+    E4M3: (8, 9),
+    E5M2: (8, 9),
+}
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What choices depend on: the kind of device, its CUDA capability, and the class of the machine's processor."""
+
+    kind: str
+    capability: tuple[int, int] | None = None
+    processor: Processor = OTHER
+
+    def __str__(self) -> str:
+        """Returns the device in a word, with what says how fast it is."""
+        if self.capability is not None:
+            return "{} sm{}{}".format(self.kind, *self.capability)
+        return f"{self.kind} {self.processor.name}" if self.kind == "cpu" else self.kind
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what a measurement was made.
+
+    `fast` names the formats that the device computes fast; `commit` is the commit of halfstep's source, with "-dirty"
+    after it where files of the package differ from it, and None where the package is under no git of its own.
+    """
+
+    device: str
+    processor: str
+    cores: int
+    threads: int
+    fast: tuple[str, ...]
+    system: str
+    python: str
+    torch: str
+    halfstep: str
+    commit: str | None
+
+
+def read_facts(device: torch.device) -> DeviceFacts:
+    """Returns the facts of a device of this machine."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return DeviceFacts(device.type, capability, read_processor())
+
+
+def read_processor() -> Processor:
+    """Returns the class of this machine's processor, as far as torch uses it: the one place that asks torch for it."""
+    known = torch.cpu.get_capabilities()
+    return processor_of(
+        str(known.get("architecture", "")),
+        cpu_flags(known),
+        vectors=torch.backends.cpu.get_cpu_capability(),
+        low_products=_onednn_takes_bf16(),
+    )
+
+
+def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_products: bool = True) -> Processor:
+    """Returns the class of a processor that has these flags.
+
+    `vectors` is what torch's own kernels are held to (`ATEN_CPU_CAPABILITY`), `low_products` whether its oneDNN takes
+    low products (`ONEDNN_MAX_CPU_ISA`); what torch does not use is as good as absent.
+
+    >>> processor_of("x86_64", frozenset({"avx2", "avx512_f", "avx512_bf16"}), vectors="AVX2").name
+    'x86 AVX2'
+    """
+    classes = _ARCHITECTURES.get(architecture.lower(), ((frozenset(), OTHER),))
+    used = flags
+    if classes is _X86 and not vectors.startswith("AVX512"):
+        used = flags & {"avx2"} if vectors.startswith("AVX2") else frozenset()
+    elif classes is _X86 and not low_products:
+        used = flags & {"avx2", "avx512_f"}
+    return next(row for needed, row in classes if needed <= used)
+
+
+def cpu_flags(capabilities: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the instruction sets in what `torch.cpu.get_capabilities()` gives; it also holds sizes.
+
+    >>> cpu_flags({"avx512_bf16": True, "amx_bf16": False, "l2_cache_size": 1})
+    frozenset({'avx512_bf16'})
+    """
+    return frozenset(name for name, value in capabilities.items() if value is True)
+
+
+def units(fmt: Format, facts: DeviceFacts) -> str | None:
+    """Returns the name of what computes matrix products of a format fast, or None where nothing is known to.
+
+    >>> units(FP16, DeviceFacts("cuda", capability=(7, 5)))
+    'sm75'
+    """
+    if fmt == FP32:
+        return facts.kind
+    if facts.kind == "cpu":
+        fast = {BF16: facts.processor.bf16, FP16: facts.processor.fp16}.get(fmt, False)
+        return facts.processor.name if fast else None
+    if facts.kind == "cuda" and facts.capability is not None:
+        first = FIRST_CAPABILITY[fmt]
+        return "sm{}{}".format(*facts.capability) if facts.capability >= first else None
+    if facts.kind == "mps":
+        return "Apple silicon" if fmt in (BF16, FP16) else None
+    return None
+
+
+def read_machine(device: torch.device) -> Machine:
+    """Returns the facts of this machine and of `device` on it."""
+    facts = read_facts(device)
+    return Machine(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        processor=_model_name(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        fast=tuple(fmt.name for fmt in (FP32, BF16, FP16) if units(fmt, facts) is not None),
+        system=platform.platform(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),  # TorchVersion is a kind of str that no JSON writer knows
+        halfstep=__version__,
+        commit=_own_commit(),
+    )
+
+
+@functools.cache
+def _own_commit() -> str | None:
+    """Returns the commit that this process's halfstep was read from, asked once: what is loaded does not change."""
+    return commit_of(Path(__file__).resolve())
+
+
+def commit_of(file: Path) -> str | None:
+    """Returns the commit that a file is part of, "-dirty" after it where files of its folder differ from it.
+
+    None without git, and where the repository around the file does not track it: a package that lies in somebody's
+    environment has not the commit of the project that the environment was made in.
+    """
+    if not any((folder / ".git").exists() for folder in file.parents):
+        return None
+    # One process tells all three: the commit, what is not tracked, what differs.
+    wanted = ("--porcelain=v2", "--branch", "--untracked-files=normal", "--ignored=traditional")
+    lines = _git(file.parent, "-c", "status.relativePaths=true", "status", *wanted, "--", ".")
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    untracked = {Path(os.path.normpath(file.parent / line[2:])) for line in lines if line[:2] in ("? ", "! ")}
+    if commit == "(initial)" or not untracked.isdisjoint((file, *file.parents)):
+        return None
+    dirty = any(line[:2] in ("1 ", "2 ", "u ") for line in lines)
+    return f"{commit[:12]}-dirty" if dirty else commit[:12]
+
+
+def _git(folder: Path, *arguments: str) -> list[str]:
+    """Returns the lines that git prints, none where it fails; it takes no lock, for which another git might wait."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return run.stdout.splitlines()
+
+
+def _onednn_takes_bf16() -> bool:
+    """Returns whether torch's oneDNN computes bf16 products here; True of a torch that cannot be asked."""
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return True if ask is None else bool(ask())
+
+
+def _model_name() -> str:
+    names = Path("/proc/cpuinfo")
+    if names.is_file():
+        for line in names.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

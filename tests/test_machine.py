@@ -1,0 +1,270 @@
+"""The classes of processors and what was measured on them, the facts of a device, and the commit."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfstep
+from halfstep import machine
+from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
+from halfstep.machine import (
+    AMX,
+    AMX_FP16,
+    ARM,
+    ARM_BF16,
+    AVX2,
+    AVX512,
+    AVX512_BF16,
+    AVX512_FP16,
+    OTHER,
+    PROCESSORS,
+    X86,
+    DeviceFacts,
+    commit_of,
+    cpu_flags,
+    processor_of,
+    read_facts,
+    read_machine,
+    read_processor,
+    units,
+)
+from halfstep.version import __version__
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed here")
+MPS = DeviceFacts("mps")
+SAPPHIRE_RAPIDS = frozenset({"avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"})
+ZEN_4 = frozenset({"avx2", "avx512_f", "avx512_bf16"})
+ICE_LAKE = frozenset({"avx2", "avx512_f", "avx512_vnni"})
+
+
+def cuda(major, minor):
+    return DeviceFacts("cuda", capability=(major, minor))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "expected"),
+    [
+        ("x86_64", SAPPHIRE_RAPIDS, AMX_FP16),
+        ("x86_64", SAPPHIRE_RAPIDS | {"amx_fp16"}, AMX_FP16),
+        ("x86_64", SAPPHIRE_RAPIDS - {"avx512_fp16"}, AMX),
+        ("x86_64", SAPPHIRE_RAPIDS - {"amx_tile"}, AVX512_FP16),
+        ("x86_64", SAPPHIRE_RAPIDS - {"amx_bf16"}, AVX512_FP16),
+        ("AMD64", ZEN_4, AVX512_BF16),
+        ("x86_64", ICE_LAKE, AVX512),
+        ("x86_64", frozenset({"avx2", "f16c"}), AVX2),
+        ("x86_64", frozenset(), X86),
+        ("aarch64", frozenset({"bf16", "fp16_arith"}), ARM_BF16),
+        ("aarch64", frozenset({"sve_bf16"}), ARM_BF16),
+        ("arm64", frozenset({"fp16_arith"}), ARM),
+        ("riscv64", frozenset({"avx512_bf16"}), OTHER),
+    ],
+)
+def test_flags_make_a_class(architecture, flags, expected):
+    assert processor_of(architecture, flags, vectors="AVX512") is expected
+
+
+@pytest.mark.parametrize("flags", [SAPPHIRE_RAPIDS, ZEN_4, ICE_LAKE])
+def test_what_torch_is_held_to_is_the_class(flags):
+    assert processor_of("x86_64", flags, vectors="AVX2") is AVX2  # ATEN_CPU_CAPABILITY=avx2
+    assert processor_of("x86_64", flags, vectors="DEFAULT") is X86
+    assert processor_of("x86_64", flags, vectors="AVX512", low_products=False) is AVX512  # ONEDNN_MAX_CPU_ISA=AVX2
+    assert processor_of("x86_64", flags, vectors="AVX2", low_products=False) is AVX2
+
+
+def test_a_variable_of_the_environment_that_holds_torch_back_makes_another_class():
+    code = "from halfstep.machine import read_processor; print(read_processor().name)"
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this CPU has nothing that could be held back")
+    environment = {"ATEN_CPU_CAPABILITY": "default", "PATH": "", "PYTHONPATH": str(Path(halfstep.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "x86"
+
+
+def test_this_processor_has_a_class_and_torch_names_the_flags():
+    known = torch.cpu.get_capabilities()
+    names = {"x86_64": ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_tile"), "aarch64": ("bf16", "sve_bf16")}
+    assert read_processor() in PROCESSORS
+    if known["architecture"] not in names:
+        pytest.skip(f"no flags are known for {known['architecture']}")
+    assert all(isinstance(known[name], bool) for name in names[known["architecture"]])
+
+
+def test_each_row_has_a_name_of_its_own_and_says_where_it_was_measured():
+    assert len({row.name for row in PROCESSORS}) == len(PROCESSORS)
+    assert all(row.source for row in PROCESSORS)
+
+
+@pytest.mark.parametrize("row", PROCESSORS, ids=lambda row: row.name)
+def test_limits_ascend_in_width_and_come_down_in_length(row):
+    widths, lengths = zip(*row.wide_backward, strict=True)
+    assert list(widths) == sorted(set(widths))
+    assert list(lengths) == sorted(lengths, reverse=True)
+
+
+def test_fp16_was_measured_to_be_fast_on_no_cpu_and_bf16_where_there_are_units():
+    assert [row for row in PROCESSORS if row.fp16] == []
+    assert [row for row in PROCESSORS if row.bf16] == [AMX_FP16, AMX, AVX512_FP16, AVX512_BF16, ARM_BF16]
+
+
+def test_the_units_are_named():
+    assert units(BF16, DeviceFacts("cpu", processor=AVX512_BF16)) == "x86 AVX512-BF16"
+    assert units(BF16, DeviceFacts("cpu", processor=AVX512)) is None
+    assert units(FP16, DeviceFacts("cpu", processor=AMX_FP16)) is None
+    assert units(BF16, cuda(9, 0)) == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "last_without", "first_with"),
+    [
+        (FP16, (6, 2), (7, 0)),
+        (BF16, (7, 5), (8, 0)),
+        (TF32, (7, 5), (8, 0)),
+        (E4M3, (8, 6), (8, 9)),
+        (E5M2, (8, 6), (8, 9)),
+    ],
+)
+def test_a_gpu_has_units_from_its_first_capability_on(fmt, last_without, first_with):
+    assert units(fmt, cuda(*last_without)) is None
+    assert units(fmt, cuda(*first_with)) is not None
+    assert units(fmt, cuda(10, 0)) is not None
+
+
+@pytest.mark.parametrize("facts", [DeviceFacts("cpu"), cuda(5, 2), MPS, DeviceFacts("xpu")])
+def test_fp32_is_computed_everywhere(facts):
+    assert units(FP32, facts) is not None
+
+
+def test_apple_silicon_has_both_16_bit_formats_and_no_8_bit_ones():
+    assert [units(fmt, MPS) is not None for fmt in (BF16, FP16, E4M3, TF32)] == [True, True, False, False]
+
+
+def test_nothing_is_claimed_of_an_unknown_device_whatever_the_cpu_beside_it():
+    assert units(BF16, DeviceFacts("xpu", processor=AMX_FP16)) is None
+
+
+def test_sizes_and_absent_sets_are_no_flags():
+    found = cpu_flags(
+        {"avx2": True, "amx_bf16": False, "l1d_cache_size": 1, "architecture": "x86_64", "cpu_name": "AMD"}
+    )
+    assert found == {"avx2"}
+
+
+def test_the_facts_of_a_device_hold_the_class_of_the_cpu(each_processor):
+    assert read_facts(torch.device("cpu")) == DeviceFacts("cpu", processor=each_processor)
+    assert read_facts(torch.device("meta")) == DeviceFacts("meta", processor=each_processor)
+    fast = ("fp32", "bf16") if each_processor.bf16 else ("fp32",)
+    assert read_machine(torch.device("cpu")).fast == fast
+
+
+@pytest.mark.gpu
+def test_the_capability_of_a_gpu_is_read():
+    facts = read_facts(torch.device("cuda"))
+    assert facts.kind == "cuda"
+    assert facts.capability == torch.cuda.get_device_capability()
+
+
+def test_it_names_the_processor_and_the_versions():
+    found = read_machine(torch.device("cpu"))
+    assert found.device == "cpu"
+    assert found.processor
+    assert found.cores >= 1
+    assert found.halfstep == __version__
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with a committed package in it."""
+    file = tmp_path / "package" / "machine.py"
+    file.parent.mkdir()
+    file.write_text("one", encoding="utf-8")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    return file
+
+
+@needs_git
+def test_the_commit_says_whether_files_of_the_package_differ_from_it(repository):
+    clean = commit_of(repository)
+    assert clean is not None
+    assert len(clean) == 12
+    (repository.parents[1] / "notes").write_text("of the user's", encoding="utf-8")
+    (repository.parent / "left.log").write_text("beside the package's files", encoding="utf-8")
+    assert commit_of(repository) == clean
+    repository.write_text("two", encoding="utf-8")
+    assert commit_of(repository) == f"{clean}-dirty"
+    git(repository.parent, "add", ".")
+    assert commit_of(repository) == f"{clean}-dirty"
+
+
+@needs_git
+def test_one_process_tells_the_commit(repository, monkeypatch):
+    commands = []
+    start = subprocess.run
+    monkeypatch.setattr(
+        machine.subprocess, "run", lambda *args, **kwargs: commands.append(args) or start(*args, **kwargs)
+    )
+    assert commit_of(repository) is not None
+    assert len(commands) == 1
+
+
+@needs_git
+@pytest.mark.parametrize("ignored", [True, False])
+@pytest.mark.parametrize("depth", ["venv/lib/site-packages/halfstep", "halfstep"])
+def test_a_package_in_somebody_elses_repository_has_no_commit(repository, ignored, depth):
+    installed = repository.parents[1] / depth / "machine.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("one", encoding="utf-8")
+    if ignored:
+        (repository.parents[1] / ".gitignore").write_text(depth.partition("/")[0], encoding="utf-8")
+    assert commit_of(installed) is None
+    assert commit_of(repository) is not None
+
+
+@needs_git
+def test_a_file_that_is_not_tracked_in_a_folder_that_is_has_no_commit(repository):
+    file = repository.with_name("other.py")
+    file.write_text("two", encoding="utf-8")
+    assert commit_of(file) is None
+
+
+@needs_git
+def test_a_repository_without_a_commit_has_none(tmp_path):
+    git(tmp_path, "init", "--quiet")
+    file = tmp_path / "machine.py"
+    file.write_text("one", encoding="utf-8")
+    git(tmp_path, "add", ".")
+    assert commit_of(file) is None
+
+
+def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
+    assert commit_of(tmp_path / "machine.py") is None
+    assert commit_of(tmp_path / "nowhere" / "machine.py") is None
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", "")
+    assert commit_of(tmp_path / "machine.py") is None
+
+
+@needs_git
+def test_the_run_log_of_an_installed_halfstep_has_not_the_commit_of_the_project_around_it(repository):
+    site = repository.parents[1] / ".venv" / "lib"
+    shutil.copytree(Path(halfstep.__file__).parent, site / "halfstep", ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import torch, halfstep\n"
+        "halfstep.initialize(torch.nn.Linear(1, 1), None, 'O0', sinks=[halfstep.RunLog('run.jsonl')]).close()\n"
+        "print(halfstep.__file__, halfstep.read_log('run.jsonl').machine.commit)"
+    )
+    environment = {"PATH": str(Path(shutil.which("git")).parent), "PYTHONPATH": str(site)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=site, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == [str(site / "halfstep" / "__init__.py"), "None"]
