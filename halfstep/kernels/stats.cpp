@@ -19,7 +19,14 @@ constexpr int kLanes = 4;  // more do not fit in the registers of AVX2 with all 
 #endif
 constexpr int kTables = 4;  // neighbours often have one exponent: their increments must not wait for each other
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
-enum Column { kCount = 256, kZeros, kNegatives, kInfinities, kNans, kTotal, kSquares, kPeak, kWidth };
+// The columns behind the histogram, in the order of the fields of TensorStats (records.py), which stats.py checks.
+#define HALFSTEP_COLUMNS(COLUMN) \
+  COLUMN(kCount, "count") COLUMN(kZeros, "zeros") COLUMN(kNegatives, "negatives") COLUMN(kInfinities, "infinities") \
+  COLUMN(kNans, "nans") COLUMN(kTotal, "total") COLUMN(kSquares, "squares") COLUMN(kPeak, "amax")
+#define HALFSTEP_PLACE(place, name) place,
+#define HALFSTEP_NAME(place, name) name " "
+enum Column { kLastBin = 255, HALFSTEP_COLUMNS(HALFSTEP_PLACE) kWidth };
+constexpr const char* kColumns = HALFSTEP_COLUMNS(HALFSTEP_NAME);
 enum Kind { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
 struct Piece {
@@ -328,6 +335,9 @@ double decay_of(const Common& c) {
 }  // namespace
 
 extern "C" {
+
+// The names of the columns of a row behind its histogram.
+const char* halfstep_stats_columns() { return kColumns; }
 
 // Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is
 // read in runs of `length` elements, `sample` elements together.

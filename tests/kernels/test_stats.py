@@ -8,7 +8,8 @@ import torch
 
 from halfstep.kernels import stats
 from halfstep.kernels.build import find_compiler
-from halfstep.kernels.stats import BINS, COUNTS, RUN, WIDTH, add_stats, empty_rows, is_sampled
+from halfstep.kernels.stats import RUN, WIDTH, add_stats, check_columns, empty_rows, is_sampled
+from halfstep.records import BINS, COUNTS, DOUBLES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WAYS = [
@@ -200,3 +201,14 @@ def test_a_gpu_counts_as_the_cpu_does_and_does_not_wait(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     check(rows[0].cpu(), t)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_the_columns_of_the_cpp_loops_are_the_fields_of_the_record():
+    loops = stats._native()
+    names = loops.halfstep_stats_columns().decode()
+    assert names.split() == [*COUNTS, *DOUBLES]
+    swapped = names.replace("zeros", "x").replace("negatives", "zeros").replace("x", "negatives")
+    for wrong in (swapped, names + "more", names.replace("amax ", "")):
+        with pytest.raises(AssertionError, match=r"stats\.cpp has the columns"):
+            check_columns(wrong)
