@@ -24,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from docs.browser import Browser
 from halfstep.formats import FP16
 from halfstep.machine import read_machine
 from halfstep.plan.io import to_dict
@@ -32,7 +33,6 @@ from halfstep.records import TENSOR_KINDS, Observation, SessionStart, StepRecord
 from halfstep.report.html import page_html
 from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
-from tests.report.browser import Browser
 
 VALUES = 10_000  # of each tensor
 

@@ -16,10 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import halfstep
+from docs.browser import Browser
 from halfstep.records import TENSOR_KINDS, UPDATE
 from halfstep.report.html import page_html
 from halfstep.workloads.load import load_workload
-from tests.report.browser import Browser
 
 HERE = Path(__file__).resolve().parent
 STEPS, EVERY = 300, 10

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -107,38 +111,86 @@ VERDICT_KINDS = (
 )
 
 
+BINS = 256  # entries of a histogram of exponents
+BIAS = 127  # entry e, from 1 on, has the magnitudes from 2^(e - BIAS) to twice that
+Array = npt.NDArray[np.float64]
+Edges = tuple[Array, Array]
+# The lower and the upper edge of each entry, as exponents of 2: entry 0 has the subnormals of fp32, the last one also
+# what only fp64 reaches.
+EDGES: Edges = (np.array([-149.0, *range(-126, 129)]), np.array([*range(-126, 129), 1024.0]))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which magnitudes can be held: none below `zero`, with fewer digits below `normal`, none above `top`."""
+
+    zero: float
+    normal: float
+    top: float
+
+    def times(self, factor: float) -> Limits:
+        """Returns the limits of values that are divided by `factor` before they are judged."""
+        return Limits(self.zero * factor, self.normal * factor, self.top * factor)
+
+
+UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last place of the weight: what it can follow
+
+
+def limits_of(fmt: Format) -> Limits:
+    """Returns what a format can hold; half its smallest subnormal itself rounds to zero, as ties go to even."""
+    return Limits(math.nextafter(fmt.smallest_subnormal / 2, math.inf), fmt.smallest_normal, fmt.max)
+
+
+def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
+    """Returns how many of the elements in each row of a histogram are smaller than `limit` in magnitude.
+
+    `histogram` is (..., entries), `amax` (...) has the largest magnitude of each row; the elements of an entry count
+    as even in their logarithm. All shares that are lost, subnormal or saturated come from here, those of the page too.
+    """
+    low, high = edges
+    share = np.clip((math.log2(limit) - low) / (high - low), 0.0, 1.0)
+    below: Array = np.where(amax < limit, histogram.sum(-1), histogram @ share)
+    return below
+
+
+def count_beyond(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
+    """Returns how many are larger than `limit`: at least the largest, if that is."""
+    above = histogram.sum(-1) - count_below(histogram, amax, limit, edges)
+    beyond: Array = np.where(amax > limit, np.maximum(1.0, above), 0.0)
+    return beyond
+
+
+def _add_each(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(operator.add, a, b))
+
+
+def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
+    """Returns a field of `TensorStats`: what it means, and how those of two tensors become that of both."""
+    return field(metadata={"meaning": meaning, "merge": merge})
+
+
 @dataclass(frozen=True)
 class TensorStats:
     """What the numbers of one tensor, or of several merged, did; `a + b` counts them as one.
 
-    `exponents` has 256 counts of the finite nonzero elements: entry e counts those with 2^(e-127) <= |x| < 2^(e-126),
-    as the exponent field of fp32 has it, and entry 0 the subnormals of fp32. `count` is all elements, `zeros`,
-    `negatives` (below zero, infinity included), `infinities` and `nans` are counts; `total`, `squares` and `amax` are
-    the sum, the sum of squares and the largest magnitude of the finite elements (`amax` 0 where there are none).
+    This is the table of statistics: the rows of `kernels/stats.py`, the lines of a log and the merging of two follow
+    its fields, and `kernels/stats.cpp` is checked against them when it is loaded.
     """
 
-    count: int
-    zeros: int
-    negatives: int
-    infinities: int
-    nans: int
-    exponents: tuple[int, ...]
-    total: float
-    squares: float
-    amax: float
+    count: int = _stat("elements, finite or not")
+    zeros: int = _stat("elements that are zero")
+    negatives: int = _stat("elements below zero, minus infinity included")
+    infinities: int = _stat("elements that are infinite")
+    nans: int = _stat("elements that are NaN")
+    # Entry e counts those with 2^(e - BIAS) <= |x| < 2^(e - BIAS + 1), as the exponent field of fp32 has it, and entry
+    # 0 the subnormals of fp32.
+    exponents: tuple[int, ...] = _stat("256 counts of the finite nonzero elements by exponent", _add_each)
+    total: float = _stat("sum of the finite elements")
+    squares: float = _stat("sum of the squares of the finite elements")
+    amax: float = _stat("largest magnitude of the finite elements, 0 if there are none", max)
 
     def __add__(self, other: TensorStats) -> TensorStats:
-        return TensorStats(
-            count=self.count + other.count,
-            zeros=self.zeros + other.zeros,
-            negatives=self.negatives + other.negatives,
-            infinities=self.infinities + other.infinities,
-            nans=self.nans + other.nans,
-            exponents=tuple(a + b for a, b in zip(self.exponents, other.exponents, strict=True)),
-            total=self.total + other.total,
-            squares=self.squares + other.squares,
-            amax=max(self.amax, other.amax),
-        )
+        return TensorStats(**{name: merge(getattr(self, name), getattr(other, name)) for name, merge in MERGES.items()})
 
     @property
     def finite(self) -> int:
@@ -162,58 +214,47 @@ class TensorStats:
 
     def below(self, limit: float) -> float:
         """Returns how many of the finite nonzero elements are smaller than `limit` in magnitude, from the histogram."""
-        if not limit > 0 or not self.nonzero:
-            return 0.0
-        if self.amax < limit:
-            return float(self.nonzero)
-        return sum(count * _share_below(entry, limit) for entry, count in enumerate(self.exponents) if count)
-
-    def rounded_away(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
-        """Returns how many of the finite nonzero elements, times `scale`, round to zero in `fmt`, from the histogram.
-
-        Half the smallest subnormal itself does, to even. Elements of just that magnitude are known as such where none
-        is larger, as in the gradient of a mean; among larger ones they count as kept.
-        """
-        _positive(scale)
-        limit = as_format(fmt).smallest_subnormal / 2 / scale
-        return float(self.nonzero) if self.amax <= limit else self.below(limit)
+        return self._count(count_below, limit) if limit > 0 else 0.0
 
     def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, round to zero in `fmt`.
+
+        Half the smallest subnormal itself does, to even. Elements of just that magnitude are known as such where none
+        is larger, as in the gradient of a mean; among larger ones they count as kept.
 
         >>> from halfstep.observe.stats import measure
         >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
         >>> gradients.lost("fp16"), gradients.lost("fp16", scale=1024.0)
         (0.5, 0.0)
         """
-        return self._of_nonzero(self.rounded_away(fmt, scale))
+        return self._of_nonzero(self.below(_limits(fmt, scale).zero))
 
     def subnormal(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, are subnormal in `fmt` and not zero."""
-        _positive(scale)
-        fmt = as_format(fmt)
-        return self._of_nonzero(self.below(fmt.smallest_normal / scale) - self.rounded_away(fmt, scale))
+        limits = _limits(fmt, scale)
+        return self._of_nonzero(self.below(limits.normal) - self.below(limits.zero))
 
     def saturated(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of all elements that, times `scale`, lie beyond the `max` of `fmt`, infinities included."""
-        _positive(scale)
-        limit = as_format(fmt).max
-        beyond = max(1.0, self.nonzero - self.below(limit / scale)) if self.amax * scale > limit else 0.0
+        beyond = self._count(count_beyond, _limits(fmt, scale).top)
         return (beyond + self.infinities) / self.count if self.count else 0.0
+
+    def _count(self, count: Callable[[Array, Array, float], Array], limit: float) -> float:
+        return float(count(np.array(self.exponents, dtype=np.float64), np.array(self.amax), limit))
 
     def _of_nonzero(self, count: float) -> float:
         return count / self.nonzero if self.nonzero else 0.0
 
 
-def _share_below(entry: int, limit: float) -> float:
-    """Returns the share of an entry of the histogram that is below `limit`, its values evenly in their logarithm."""
-    low, high = (-149, -126) if entry == 0 else (entry - 127, entry - 126 if entry < 255 else 1024)
-    return min(1.0, max(0.0, (math.log2(limit) - low) / (high - low)))
+MERGES: dict[str, Callable[[Any, Any], Any]] = {each.name: each.metadata["merge"] for each in fields(TensorStats)}
+COUNTS = tuple(each.name for each in fields(TensorStats) if each.type == "int")
+DOUBLES = tuple(each.name for each in fields(TensorStats) if each.type == "float")
 
 
-def _positive(scale: float) -> None:
+def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise FormatError(f"scale is {scale!r}; give the positive finite factor that the values are multiplied by")
+    return limits_of(as_format(fmt)).times(1 / scale)
 
 
 @dataclass(frozen=True)
@@ -248,7 +289,7 @@ class Observation:
         """
         if self.kind != UPDATE:
             return None
-        return self.stats.below(0.5) / self.stats.nonzero if self.stats.nonzero else 0.0
+        return self.stats.below(UPDATE_LIMITS.zero) / self.stats.nonzero if self.stats.nonzero else 0.0
 
 
 @dataclass(frozen=True)

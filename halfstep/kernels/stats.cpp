@@ -19,7 +19,13 @@ constexpr int kLanes = 4;  // more do not fit in the registers of AVX2 with all 
 #endif
 constexpr int kTables = 4;  // neighbours often have one exponent: their increments must not wait for each other
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
-enum Column { kCount = 256, kZeros, kNegatives, kInfinities, kNans, kTotal, kSquares, kPeak, kWidth };
+// The columns behind the histogram, in the order of the fields of TensorStats (records.py), which stats.py checks.
+#define HALFSTEP_COLUMNS(COLUMN) \
+  COLUMN(kCount, "count") COLUMN(kZeros, "zeros") COLUMN(kNegatives, "negatives") COLUMN(kInfinities, "infinities") \
+  COLUMN(kNans, "nans") COLUMN(kTotal, "total") COLUMN(kSquares, "squares") COLUMN(kPeak, "amax")
+#define HALFSTEP_PLACE(place, name) place,
+#define HALFSTEP_ROW(place, name) {name, place, 1},
+enum Column { kLastBin = 255, HALFSTEP_COLUMNS(HALFSTEP_PLACE) kWidth };
 enum Kind { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
 struct Piece {
@@ -329,11 +335,9 @@ double decay_of(const Common& c) {
 
 extern "C" {
 
-// The columns after the exponent counts; stats.py repeats them by hand and compares this when it loads the library.
+// The columns behind the histogram; stats.py compares them with the fields of TensorStats when it loads the library.
 const Place* halfstep_columns() {
-  static const Place places[] = {{"row", 0, kWidth}, {"count", kCount, 1}, {"zeros", kZeros, 1},
-                                 {"negatives", kNegatives, 1}, {"infinities", kInfinities, 1}, {"nans", kNans, 1},
-                                 {"total", kTotal, 1}, {"squares", kSquares, 1}, {"amax", kPeak, 1}, {nullptr, 0, 0}};
+  static const Place places[] = {{"row", 0, kWidth}, HALFSTEP_COLUMNS(HALFSTEP_ROW){nullptr, 0, 0}};
   return places;
 }
 

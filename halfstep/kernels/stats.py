@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import is_dense
 from halfstep.kernels.build import check_layout, library
+from halfstep.records import BINS, COUNTS, DOUBLES, MERGES
 
-# Columns of a row, all int64: 256 exponent counts, these counts, and the bits of three doubles.
-COUNTS = ("count", "zeros", "negatives", "infinities", "nans")
-DOUBLES = ("total", "squares", "amax")
-BINS = 256
+# A row is int64: the histogram, the counts, and the bits of the doubles, in the order of the fields of `TensorStats`.
 WIDTH = BINS + len(COUNTS) + len(DOUBLES)
 
 RUN = 64  # neighbours that a sample reads together
@@ -26,6 +26,7 @@ _PIECE = 2**22  # elements that the torch operations take at a time: they need s
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _GOLDEN = 0x9E3779B9
+_MERGES: dict[Callable[..., Any], Callable[..., Tensor]] = {operator.add: torch.add, max: torch.maximum}
 
 
 def empty_rows(count: int, device: torch.device) -> Tensor:
@@ -133,14 +134,20 @@ def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
 def _add_piece(t: Tensor, row: Tensor) -> None:
     zero, infinite, nan = t == 0, t.isinf(), t.isnan()
     finite = torch.where(infinite | nan, 0, t)
-    counted = ~(zero | infinite | nan)
-    row[:BINS].add_(_histogram(_exponents(finite), counted))
-    counts = [torch.full_like(row[0], t.numel()), *(flags.sum() for flags in (zero, t < 0, infinite, nan))]
-    row[BINS : BINS + len(COUNTS)].add_(torch.stack(counts))
+    row[:BINS].add_(_histogram(_exponents(finite), ~(zero | infinite | nan)))
+    counts = {
+        "count": torch.full_like(row[0], t.numel()),
+        "zeros": zero.sum(),
+        "negatives": (t < 0).sum(),
+        "infinities": infinite.sum(),
+        "nans": nan.sum(),
+    }
+    row[BINS : BINS + len(COUNTS)].add_(torch.stack([counts[name] for name in COUNTS]))
     wide = finite.double()
+    doubles = {"total": wide.sum(), "squares": wide.square().sum(), "amax": wide.abs().max()}
     sums = row[-len(DOUBLES) :].view(torch.float64)
-    sums[:2].add_(torch.stack([wide.sum(), wide.square().sum()]))
-    torch.maximum(sums[2], wide.abs().max(), out=sums[2])
+    for place, name in enumerate(DOUBLES):
+        _MERGES[MERGES[name]](sums[place], doubles[name], out=sums[place])
 
 
 def _exponents(t: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.stats import BINS, COUNTS, DOUBLES, add_stats, empty_rows
-from halfstep.records import TensorStats
+from halfstep.kernels.stats import add_stats, empty_rows
+from halfstep.records import BINS, COUNTS, DOUBLES, TensorStats
 
 
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:

@@ -8,56 +8,62 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from halfstep.formats import Format
-from halfstep.records import UPDATE, Observation
-
-Array = npt.NDArray[np.float64]
+from halfstep.records import (
+    UPDATE,
+    UPDATE_LIMITS,
+    Array,
+    Limits,
+    Observation,
+    count_below,
+    count_beyond,
+    limits_of,
+)
 
 NETWORK = "(the whole network)"
 MODEL = "(the model itself)"
 COLUMNS = 200  # of a heat map; more steps share columns
 CHUNK = 512
-BINS = 256
-BIAS = 127  # entry e of a histogram has the values from 2^(e - BIAS) on
-MARGIN = 126  # a loss scale moves the exponents of true values out of the histogram by at most this much
+MOVED = 126  # a loss scale moves the exponents of true values out of a histogram by at most this much
+FIRST = -149 - MOVED  # the exponent of the first entry of a histogram of true values, each of which is one octave
+OCTAVES = 129 + MOVED - FIRST
 MEASURES = ("nonzero", "lost", "small", "count", "zeros", "saturated")
+_SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Where magnitudes end: lost below `zero`, with fewer digits below `normal`, beyond reach above `top`."""
-
-    zero: float
-    normal: float
-    top: float
-
-
-def limits_of(kind: str, fmt: Format) -> Limits:
+def limits_by_kind(kind: str, fmt: Format) -> Limits:
     """Returns what can be held: of a tensor in `fmt`; of an update, what a stored weight can follow."""
-    if kind == UPDATE:  # in units of the last place of the weight
-        return Limits(0.5, 0.5, math.inf)
-    return Limits(fmt.smallest_subnormal / 2, fmt.smallest_normal, fmt.max)
+    return UPDATE_LIMITS if kind == UPDATE else limits_of(fmt)
 
 
 @dataclass
 class Sums:
     """What the tensors of one kind did, summed by module: row 0 is the whole network, the others have `modules`.
 
-    `histogram` counts the true values (the loss scale taken out) by exponent, from `MARGIN` below the smallest of fp32
-    on. `shares` holds, by row and column of steps, how many values were counted (`MEASURES`): nonzero ones, those that
-    the low format rounds to zero, those below its smallest normal value (the lost ones too), all, zeros, and those
-    beyond its largest (infinities and NaN too), all of them with the loss scale that they carried; of updates, those
-    that are lost are those that the stored weight cannot follow. `largest` is the largest true magnitude.
+    `histogram` counts the true values (the loss scale taken out) by exponent, from `FIRST` on. `shares` holds, by row
+    and column of steps, how many values were counted (`MEASURES`): nonzero ones, those that the low format rounds to
+    zero, those below its smallest normal value (the lost ones too), all, zeros, and those beyond its largest
+    (infinities and NaN too), all of them with the loss scale that they carried; of updates, those that are lost are
+    those that the stored weight cannot follow. `largest` is the largest true magnitude.
     """
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
     formats: set[str] = field(default_factory=set)
     sampled: bool = False
-    histogram: Array = field(default_factory=lambda: np.zeros((0, BINS + 2 * MARGIN)))
+    histogram: Array = field(default_factory=lambda: np.zeros((0, OCTAVES)))
     shares: Array = field(default_factory=lambda: np.zeros((0, 0, len(MEASURES))))
     largest: Array = field(default_factory=lambda: np.zeros(0))
+
+    def judge(self, limits: Limits, scale: float) -> Array:
+        """Returns the shares of each row's nonzero values that, times `scale`, are lost, subnormal and out of reach."""
+        low = np.arange(FIRST, FIRST + OCTAVES, dtype=np.float64)
+        given = (self.histogram, self.largest)
+        limits, edges = limits.times(1 / scale), (low, low + 1)
+        lost = count_below(*given, limits.zero, edges)
+        counts = (lost, count_below(*given, limits.normal, edges) - lost, count_beyond(*given, limits.top, edges))
+        shares: Array = np.stack(counts, axis=1) / np.maximum(1, self.histogram.sum(1, keepdims=True))
+        return shares
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def gather(
         for kind in dict.fromkeys(seen.kind for seen in chunk):
             sums = kinds.setdefault(kind, Sums())
             part = [seen for seen in chunk if seen.kind == kind]
-            limits = limits_of(kind, low)
+            limits = limits_by_kind(kind, low)
             for seen in part:
                 if (kind, seen.module) not in rows:
                     rows[kind, seen.module] = len(sums.modules)
@@ -116,30 +122,23 @@ def _add(sums: Sums, limits: Limits, part: Sequence[Observation], rows: list[int
     amax = np.array([seen.stats.amax for seen in part])
     nonfinite = np.array([seen.stats.infinities + seen.stats.nans for seen in part])
     count = np.array([seen.stats.count for seen in part])
-    nonzero = bins.sum(1)
-    beyond = np.where(amax > limits.top, np.maximum(1, bins @ (1 - _below(limits.top))), 0)
-
-    def below(limit: float, *, itself: bool = False) -> Array:
-        all_are = amax <= limit if itself else amax < limit
-        share: Array = np.where(all_are, nonzero, bins @ _below(limit))
-        return share
-
     found = {
-        "nonzero": nonzero,
-        "lost": below(limits.zero, itself=part[0].kind != UPDATE),  # an update of just half a unit may go either way
-        "small": below(limits.normal),
+        "nonzero": bins.sum(1),
+        "lost": count_below(bins, amax, limits.zero),
+        "small": count_below(bins, amax, limits.normal),
         "count": count,
         "zeros": np.array([seen.stats.zeros for seen in part]),
-        "saturated": beyond + nonfinite,
+        "saturated": count_beyond(bins, amax, limits.top) + nonfinite,
     }
     np.add.at(sums.shares, (rows, columns), np.stack([found[name] for name in MEASURES], axis=1))
     scales = np.array([seen.scale if 0 < seen.scale < math.inf else 1.0 for seen in part])
     np.maximum.at(sums.largest, rows, amax / scales)
-    shifts = np.clip(np.rint(np.log2(scales)).astype(int), -MARGIN, MARGIN)
+    octaves = np.concatenate([np.repeat(bins[:, :1] / _SUBNORMAL, _SUBNORMAL, axis=1), bins[:, 1:]], axis=1)
+    shifts = np.clip(np.rint(np.log2(scales)).astype(int), -MOVED, MOVED)
     for shift in np.unique(shifts):
         chosen = np.flatnonzero(shifts == shift)
-        first = MARGIN - shift
-        np.add.at(sums.histogram[:, first : first + BINS], np.asarray(rows)[chosen], bins[chosen])
+        first = MOVED - shift
+        np.add.at(sums.histogram[:, first : first + octaves.shape[1]], np.asarray(rows)[chosen], octaves[chosen])
 
 
 def _grow(sums: Sums, rows: int, columns: int) -> None:
@@ -148,12 +147,3 @@ def _grow(sums: Sums, rows: int, columns: int) -> None:
         sums.histogram = np.pad(sums.histogram, ((0, more), (0, 0)))
         sums.shares = np.pad(sums.shares, ((0, more), (0, columns - sums.shares.shape[1]), (0, 0)))
         sums.largest = np.pad(sums.largest, (0, more))
-
-
-def _below(limit: float) -> Array:
-    """Returns which share of each entry of a histogram lies below `limit`, its values even in their logarithm."""
-    entry = np.arange(BINS)
-    low = np.where(entry == 0, -149, entry - BIAS)
-    high = np.where(entry == 0, 1 - BIAS, entry - BIAS + 1)
-    share: Array = np.clip((math.log2(limit) - low) / (high - low), 0, 1)
-    return share

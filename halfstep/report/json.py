@@ -6,20 +6,23 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import isfinite
 from typing import Any
 
 import msgspec
 
 from halfstep.errors import DataError
 from halfstep.records import BenchResult, Finding, WhatIf
+from halfstep.report.lines import plain
 
 _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 
 
 def bench_json(result: BenchResult) -> str:
     """Returns every figure of a benchmark as JSON; a non-finite number is the text "nan", "inf" or "-inf"."""
-    return _json(asdict(result))
+    fields = asdict(result)
+    for run in fields["runs"]:
+        run["times_ms"] = [round(each, 3) for each in run["times_ms"]]  # no clock here is better than a microsecond
+    return _json(fields)
 
 
 def whatif_json(result: WhatIf) -> str:
@@ -45,18 +48,5 @@ def read_bench(text: str | bytes) -> BenchResult:
 
 
 def _json(fields: dict[str, Any]) -> str:
-    text = json.dumps(_plain(fields), indent=2, allow_nan=False)
+    text = json.dumps(plain(fields), indent=2, allow_nan=False)
     return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """Returns the value in what JSON has; times to a microsecond, as no clock here is better."""
-    if isinstance(value, dict):
-        return {
-            key: [round(v, 3) for v in inner] if key == "times_ms" else _plain(inner) for key, inner in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value

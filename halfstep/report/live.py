@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack
 from types import TracebackType
 from typing import TextIO
 
@@ -26,17 +23,18 @@ SPEED_OVER = 50  # steps
 class LiveLine:
     """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
 
-    It is drawn at most `per_second` times a second, and not at all where there is no terminal; what else is printed or
-    logged goes above it, as verdicts and findings do. No step waits for the device. `close()` draws the last step.
-    Another line that draws itself anew, such as a progress bar, needs a terminal of its own.
+    It is drawn at most `per_second` times per second, and not at all without a terminal. No step waits for the device;
+    `close()` draws the last step. Verdicts, findings and what is written to `sys.stdout` or `sys.stderr` go above the
+    line. A log handler that was set up earlier holds the stream of that time: give it the console of the line,
+    `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. A progress bar needs its own terminal.
 
     Raises:
-        LogError: `per_second` is no positive number.
+        LogError: `per_second` is not a positive number.
     """
 
     def __init__(self, *, console: Console | None = None, per_second: float = 4.0) -> None:
         if isinstance(per_second, bool) or not isinstance(per_second, (int, float)) or not per_second > 0:
-            raise LogError(f"per_second is {per_second!r}; give how often a second the line may be drawn, above 0")
+            raise LogError(f"per_second is {per_second!r}; it must be > 0 (redraws per second)")
         self._console = console or Console(stderr=True, highlight=False, force_terminal=_at_terminal(sys.stderr))
         self._wait = 1.0 / per_second
         self._steps = LateReader()
@@ -50,8 +48,7 @@ class LiveLine:
             redirect_stdout=_at_terminal(sys.stdout),  # what is printed into a file stays there
             redirect_stderr=_at_terminal(sys.stderr),
         )
-        self._undo = ExitStack()
-        self._finish = weakref.finalize(self, self._undo.close)
+        self._finish = weakref.finalize(self, self._live.stop)  # the cursor comes back without close() too
 
     def __call__(self, record: StepRecord) -> None:
         """Takes what a step did; does not wait for the device. After `close()` it does nothing."""
@@ -71,7 +68,7 @@ class LiveLine:
             self._console.print(str(record), markup=False, soft_wrap=True)  # a file has no width to wrap at
 
     def close(self) -> None:
-        """Draws the last step, waiting for the device, and leaves the line; twice is once."""
+        """Draws the last step, waiting for the device, and leaves the line; idempotent."""
         for values in self._steps.rest():
             self._take(values)
         if self._finish.alive and self._last is not None:
@@ -93,19 +90,8 @@ class LiveLine:
         parts += [f"scale {last.scale:g}", f"skipped {self._skipped:,}"]
         parts += [f"{(last.step - first_step) / (end - first):.3g} steps/s"] if end > first else []
         if not self._live.is_started:
-            self._start()
+            self._live.start()
         self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
-
-    def _start(self) -> None:
-        before = sys.stdout, sys.stderr
-        self._undo.callback(self._live.stop)
-        self._live.start()
-        for handler in _stream_handlers():  # they hold the streams as they were when logging was set up
-            for old, new in zip(before, (sys.stdout, sys.stderr), strict=True):
-                if new is not old and handler.stream is old:
-                    handler.setStream(new)
-                    self._undo.callback(handler.setStream, old)
-                    break
 
     def __enter__(self) -> LiveLine:
         return self
@@ -120,11 +106,3 @@ def _at_terminal(stream: TextIO | None) -> bool:
     """Returns whether a standard stream, which may be absent or replaced by anything, is a terminal."""
     ask = getattr(stream, "isatty", None)
     return ask is not None and bool(ask())
-
-
-def _stream_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for logger in loggers:
-        for handler in getattr(logger, "handlers", ()):  # a place for a logger that is not there yet has none
-            if isinstance(handler, logging.StreamHandler):
-                yield handler

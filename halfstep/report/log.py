@@ -15,19 +15,7 @@ from halfstep.errors import LogError
 from halfstep.machine import read_machine
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, Verdict
 from halfstep.report.late import LateReader
-from halfstep.report.lines import (
-    SCHEMA,
-    START_BYTES,
-    FindingLine,
-    Line,
-    ObservationLine,
-    SessionLine,
-    Start,
-    StepLine,
-    VerdictLine,
-    check_start,
-    encode,
-)
+from halfstep.report.lines import SCHEMA, START_BYTES, End, Event, Line, SessionLine, Start, check_start, encode
 from halfstep.version import __version__
 
 LOG_NAME = "run.jsonl"
@@ -39,8 +27,9 @@ class RunLog:
 
     A folder stands for `run.jsonl` in it. A file that is there is continued: a run that resumes gives the same path.
     Each line is handed to the system as it is made, so a process that is killed loses at most the steps that the device
-    had not finished. Reading a step never waits for the device: on a CPU it is written at once, on a GPU as soon as the
-    device got that far. `close()`, and the end of the process, wait and write the rest. One log takes one session.
+    had not finished, and its log has no end. Reading a step never waits for the device: on a CPU it is written at once,
+    on a GPU as soon as the device got that far. `close()`, and the end of the process, wait and write the rest. One log
+    takes one session.
 
     Raises:
         LogError: the path cannot be written, or holds something else than a log that this halfstep can continue.
@@ -81,26 +70,24 @@ class RunLog:
                 self._has_session = True
                 self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device))))
             case Observation():
-                self._write(ObservationLine.of(record))
-            case Verdict():
-                self._write(VerdictLine.of(record, self._last))
-            case Finding():
-                self._write(FindingLine.of(record, self._last))
+                self._write(record)
+            case Verdict() | Finding():
+                self._write(Event(self._last, record))
             case _:
                 raise LogError(f"a run log takes records of halfstep, not {type(record).__name__}: {record!r:.60}")
 
     def flush(self) -> None:
         """Writes the steps that are not yet written; waits for the device."""
         for values in self._steps.rest():
-            self._write(StepLine.of(values))
+            self._write(values)
 
     def close(self) -> None:
-        """Writes what is left and closes the file; twice is once."""
+        """Writes what is left and closes the file; idempotent."""
         self._finish()
 
     def _write_steps(self) -> None:
         for values in self._steps.ready():
-            self._write(StepLine.of(values))
+            self._write(values)
 
     def _write(self, line: Line) -> None:
         self._file.write(encode(line))
@@ -111,6 +98,8 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and self._finish.detach() is not None:
+            _finish(self._steps, self._file, kind.__name__)
         self.close()
 
 
@@ -168,9 +157,10 @@ def reason(error: OSError | ValueError) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _finish(steps: LateReader, file: _File) -> None:
+def _finish(steps: LateReader, file: _File, error: str | None = None) -> None:
     for values in steps.rest():
-        file.write(encode(StepLine.of(values)))
+        file.write(encode(values))
+    file.write(encode(End(_now(), error)))
     file.close()
 
 

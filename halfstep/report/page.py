@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import math
 import os
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,18 @@ import torch
 from halfstep.errors import HalfstepError, LogError
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
 from halfstep.plan.io import from_dict
-from halfstep.records import SEVERITIES, UPDATE, StepValues, Verdict
-from halfstep.report.gather import BIAS, MARGIN, MEASURES, Array, Limits, Sums, gather, limits_of
+from halfstep.records import SEVERITIES, UPDATE, UPDATE_LIMITS, Array, Limits, StepValues, Verdict, limits_of
+from halfstep.report.gather import FIRST, MEASURES, MODEL, Gathered, Sums, gather
+from halfstep.report.headline import GRADIENTS, Headline, headline
+from halfstep.report.lines import Event
 from halfstep.report.run import Run
 
 POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
 SHOWN = (FP16, BF16, E4M3, E5M2)
 UNPLANNED = FP16  # what a log without a plan is judged by
-GRADIENTS = ("activation_grad", "weight_grad")
+HIGHEST = 24  # the exponent of the largest loss scale that the histogram can be shown with, unless the run had a larger
+PHASES = {"forward": ("activation", *GRADIENTS), "backward": GRADIENTS}  # what a verdict may show in, by its phase
+FOCUS = {"weights": ("weight",)}  # and by its kind
 KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
 
 
@@ -38,51 +45,65 @@ class Row:
     place: str
     evidence: str
     advice: str
-    cure: tuple[str, ...]
+    edit: str
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page of a run: facts by name, what the log lacks, verdicts and findings, and the data of the charts."""
+    """The page of a run: how it went, what the log lacks, verdicts and findings, facts, and the data of the charts."""
 
     title: str
+    headline: Headline
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     rows: tuple[Row, ...]
     charts: dict[str, Any]
 
 
-def page_of(run: Run, low: Format | torch.dtype | str | None = None) -> Page:
+def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: float | None = None) -> Page:
     """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
+
+    `now`, in seconds since 1970, is when it is looked at: a log without an end may be of a run that goes on.
 
     Raises:
         FormatError: `low` names no known format.
-        LogError: `run` is no Run.
+        LogError: `run` is not a Run.
     """
     if not isinstance(run, Run):
         raise LogError(f"a page is made of the Run that read_log(path) returns, not of {run!r:.60}")
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
     judge = (planned or UNPLANNED) if low is None else as_format(low)
     gathered = gather(run.observations(), run.observed, judge, run.modules)
+    found = headline(run, gathered, time.time() if now is None else now)
     return Page(
         title=shown(f"{run.path.resolve().parent.name}/{run.path.name}"),
+        headline=found,
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
         rows=tuple(_rows(run)),
-        charts={
-            "formats": {fmt.name: _limits(limits_of("", fmt)) for fmt in dict.fromkeys((*SHOWN, judge))},
-            "update": {"kind": UPDATE, **_limits(limits_of(UPDATE, judge))},
-            "low": judge.name,
-            "shift": _shift(run.steps),
-            "timeline": _timeline(run.steps),
-            "columns": [list(column) for column in gathered.columns],
-            "gradients": GRADIENTS,
-            "kinds": {
-                name: _kind(sums)
-                for name, sums in sorted(gathered.kinds.items(), key=lambda item: _kind_order(item[0]))
-            },
-        },
+        charts=_charts(run, gathered, found),
     )
+
+
+def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
+    """Returns what the charts draw; their shares are all computed here."""
+    judge = gathered.low
+    formats = tuple(dict.fromkeys((*SHOWN, judge)))
+    shift = _shift(run.steps)
+    moves = range(min(0, shift), max(HIGHEST, shift) + 1)
+    kinds = sorted(gathered.kinds, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    return {
+        "formats": {fmt.name: _limits(limits_of(fmt)) for fmt in formats},
+        "update": {"kind": UPDATE, **_limits(UPDATE_LIMITS)},
+        "low": judge.name,
+        "shift": shift,
+        "shifts": [moves[0], moves[-1]],
+        "timeline": _timeline(run),
+        "columns": [list(column) for column in gathered.columns],
+        "gradients": GRADIENTS,
+        "kinds": {kind: _kind(kind, gathered.kinds[kind], formats, moves) for kind in kinds},
+        "focus": _focus(gathered, found.verdict),
+    }
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -108,9 +129,13 @@ def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
     return np.array(sorted(chosen))
 
 
-def _timeline(steps: Sequence[StepValues]) -> dict[str, Any]:
+def _timeline(run: Run) -> dict[str, Any]:
+    steps = run.steps
     skips = [values.step for values in steps if values.skipped]
     return {
+        "verdicts": [[each.step, each.record.kind] for each in run.events if isinstance(each.record, Verdict)],
+        "first": steps[0].step if steps else 0,
+        "last": steps[-1].step if steps else 0,
         "steps": len(steps),
         "skipped": len(skips),
         "skips": _some(skips),
@@ -138,9 +163,54 @@ def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
-    """Returns the exponent of the loss scale that the histogram is shown with: the last of the run."""
-    last = next((values.scale for values in reversed(steps) if 0 < values.scale < math.inf), 1.0)
-    return round(math.log2(last))
+    """Returns the exponent of the loss scale that the histogram opens with: that of most steps that were made.
+
+    A run that stops has tried ever lower scales at its end; of two that made as many steps, the later counts.
+    """
+    made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
+    tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
+    count = Counter(reversed(made or tried[-1:]))
+    return round(math.log2(count.most_common(1)[0][0]))
+
+
+def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
+    """Returns the kind of tensor and the module that a verdict is about, as far as they were observed.
+
+    Of an overflow that is the first kind in which the module has values beyond the low format; the place of a verdict
+    is an operation, whose result may not be what the module gives.
+    """
+    if event is None or not isinstance(event.record, Verdict):
+        return None
+    verdict = event.record
+    kinds = [kind for kind in FOCUS.get(verdict.kind, PHASES.get(verdict.phase, ())) if kind in gathered.kinds]
+    near = {kind: _nearest(verdict.module or MODEL, gathered.kinds[kind].modules) for kind in kinds}
+    beyond = [kind for kind in kinds if _saturated(gathered.kinds[kind], near[kind][1])]
+    chosen = min(beyond or kinds, key=lambda kind: near[kind][0], default=None)
+    if chosen is None:
+        return None
+    return {"kind": chosen, "module": near[chosen][1], "saturated": bool(beyond)}
+
+
+def _saturated(sums: Sums, module: str | None) -> bool:
+    if module is None:
+        return False
+    return bool(sums.shares[sums.modules.index(module), :, MEASURES.index("saturated")].any())
+
+
+def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
+    """Returns the module of that name, or else the closest one around it, or in it; the distance is for comparing.
+
+    >>> _nearest("h.1.attn", ["h", "h.1"]), _nearest("h", ["h.0", "h.1"]), _nearest("h.1", ["h.10"])
+    ((1, 'h.1'), (100, 'h.0'), (10000, None))
+    """
+    if name in modules:
+        return 0, name
+    around = [each for each in modules if name.startswith(f"{each}.")]
+    if around:
+        closest = max(around, key=len)
+        return name.count(".") - closest.count("."), closest
+    inside = [each for each in modules if each.startswith(f"{name}.")]
+    return (100, inside[0]) if inside else (10000, None)
 
 
 def _limits(limits: Limits) -> dict[str, Any]:
@@ -154,38 +224,59 @@ def _limits(limits: Limits) -> dict[str, Any]:
     }
 
 
-def _kind_order(kind: str) -> tuple[int, str]:
-    return KINDS.index(kind) if kind in KINDS else len(KINDS), kind
-
-
-def _kind(sums: Sums) -> dict[str, Any]:
+def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]) -> dict[str, Any]:
     used = np.flatnonzero(sums.histogram[0])
     first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
-    totals = sums.shares.sum(1)
-    shares = dict(zip(MEASURES, np.moveaxis(sums.shares[1:], 2, 0), strict=True))
-    with np.errstate(invalid="ignore"):  # where nothing was observed, 0 / 0: no color
-        maps = {
-            "lost": shares["lost"] / shares["nonzero"],
-            "small": shares["small"] / shares["nonzero"],
-            "zero": shares["zeros"] / shares["count"],
-            "saturated": shares["saturated"] / shares["count"],
-        }
+    scales = [2.0**move for move in moves] if kind in GRADIENTS else [1.0]
+    limits = {UPDATE: UPDATE_LIMITS} if kind == UPDATE else {fmt.name: limits_of(fmt) for fmt in formats}
     return {
         "modules": sums.modules,
         "formats": sorted(sums.formats),
         "sampled": sums.sampled,
-        "first": first - MARGIN - BIAS,
+        "first": FIRST + first,
         "bins": end - first,
-        "histogram": _packed(sums.histogram[:, first:end]),
-        "largest": _packed(sums.largest),
-        "totals": {name: _packed(totals[:, index]) for index, name in enumerate(MEASURES)},
-        "maps": {name: _packed(values.astype(np.float32)) for name, values in maps.items()},
+        "share": _packed(_over(sums.histogram[:, first:end], sums.histogram.sum(1, keepdims=True)), "f4"),
+        "judged": {  # by format: of each module and loss scale the lost, subnormal and saturated share
+            name: _packed(np.stack([sums.judge(each, scale) for scale in scales], axis=1), "f4")
+            for name, each in limits.items()
+        },
+        **_totals(sums),
+        "maps": {name: _packed(values, "f4") for name, values in _shares(sums.shares[1:]).items()},
     }
 
 
-def _packed(values: npt.NDArray[Any]) -> str:
-    """Returns numbers as the page reads them: base64 of little-endian float64, or float32 where they are that."""
-    return base64.b64encode(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<")).tobytes()).decode()
+def _totals(sums: Sums) -> dict[str, Any]:
+    """Returns what was counted in each module over all steps, and the shares of it as they were in the run."""
+    counted = sums.shares.sum(1)
+    shares = _shares(counted)
+    shares["subnormal"] = shares["small"] - shares["lost"]
+    return {
+        "nonzero": counted[:, MEASURES.index("nonzero")].tolist(),
+        "count": counted[:, MEASURES.index("count")].tolist(),
+        "run": {name: np.nan_to_num(values).tolist() for name, values in shares.items()},
+    }
+
+
+def _shares(counted: Array) -> dict[str, Array]:
+    """Returns shares of what was counted by `MEASURES` in the last dimension; NaN where nothing was observed."""
+    by = dict(zip(MEASURES, np.moveaxis(counted, -1, 0), strict=True))
+    with np.errstate(invalid="ignore"):
+        return {
+            "lost": by["lost"] / by["nonzero"],
+            "small": by["small"] / by["nonzero"],
+            "zero": by["zeros"] / by["count"],
+            "saturated": by["saturated"] / by["count"],
+        }
+
+
+def _over(values: Array, whole: Array) -> Array:
+    share: Array = values / np.where(whole > 0, whole, 1)
+    return share
+
+
+def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
+    """Returns numbers as the page reads them: base64 of little-endian float64, or of float32."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
 
 
 def _rows(run: Run) -> Iterator[Row]:
@@ -193,17 +284,40 @@ def _rows(run: Run) -> Iterator[Row]:
     rows = []
     for event in run.events:
         record = event.record
-        cure = tuple(map(str, record.cure))
+        edit, advice = _parted(record.advice, tuple(map(str, record.cure)))
         if isinstance(record, Verdict):
             place = f"{record.module or 'the model itself'}" + (f", {record.where}" if record.where else "")
             what = f"{record.kind}: {record.operator} ({record.phase})"
-            rows.append(Row(event.step, "verdict", what, place, record.evidence, record.advice, cure))
+            rows.append(Row(event.step, "verdict", what, place, record.evidence, advice, edit))
         else:
-            rows.append(
-                Row(event.step, record.severity, record.code, record.place, record.evidence, record.advice, cure)
-            )
+            rows.append(Row(event.step, record.severity, record.code, record.place, record.evidence, advice, edit))
     order = ("verdict", *reversed(SEVERITIES))
     yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
+
+
+def _parted(advice: str, cure: Sequence[str]) -> tuple[str, str]:
+    """Returns the edit as a line of code, "" if there is none, and the advice without it.
+
+    >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", ["Rule(pattern='a')"])
+    ("plan = plan.edit(Rule('a', FULL))", 'tried: it trains')
+    >>> _parted("take less", ["Scaling('static')"]), _parted("take less", [])
+    (("plan = plan.edit(Scaling('static'))", 'take less'), ('', 'take less'))
+    """
+    if not cure:
+        return "", advice
+    start = advice.find("plan.edit(")
+    depths = accumulate((char == "(") - (char == ")") for char in advice[start:])
+    end = next(
+        (
+            start + at
+            for at, (char, depth) in enumerate(zip(advice[start:], depths, strict=True))
+            if char == ")" and not depth
+        ),
+        0,
+    )
+    if start < 0 or not end:
+        return f"plan = plan.edit({', '.join(cure)})", advice
+    return f"plan = {advice[start : end + 1]}", (advice[:start] + advice[end + 1 :].lstrip("; ")).strip()
 
 
 def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:

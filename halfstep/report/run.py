@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,40 +14,27 @@ import msgspec
 
 from halfstep.errors import LogError
 from halfstep.machine import Machine
-from halfstep.records import Finding, Observation, StepValues, Verdict
-from halfstep.report.lines import (
-    START_BYTES,
-    FindingLine,
-    Line,
-    ObservationLine,
-    SessionLine,
-    Start,
-    StepLine,
-    VerdictLine,
-    check_start,
-)
+from halfstep.records import Observation, StepValues
+from halfstep.report.lines import START_BYTES, End, Event, Line, SessionLine, Start, check_start, decode
 from halfstep.report.log import LOG_NAME, path_of, reason
 
-_DECODER = msgspec.json.Decoder(Line)
 _SHOWN = 3  # notes of one kind
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process that wrote a log: from when to when (seconds since 1970), with which versions."""
+    """One process that wrote a log: from when to when (seconds since 1970), with which versions.
+
+    `closed` is false where the log was not closed: the process was killed, or still runs. `error` is the class of an
+    exception that ended it, if the log was the target of a `with`.
+    """
 
     start: float
     end: float
     halfstep: str
     torch: str
-
-
-@dataclass(frozen=True)
-class Event:
-    """A verdict or finding, and the step after which it came; its cure is Python code as text."""
-
-    step: int
-    record: Verdict | Finding
+    closed: bool = False
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,10 +67,10 @@ class Run:
         for number, line in _lines(self.path):
             if number > self.end:
                 return
-            if isinstance(line, ObservationLine):
+            if isinstance(line, Observation):
                 later = bisect_right(lines, number)
                 if later == len(lines) or line.step < floors[later]:
-                    yield line.observation()
+                    yield line
 
 
 def read_log(path: str | os.PathLike[str]) -> Run:
@@ -132,11 +119,9 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
             if not data.strip():
                 continue
             try:
-                line: Line | str = _DECODER.decode(data)
-                if isinstance(line, ObservationLine):
-                    line.check()
+                line: Line | str = decode(data)
             except (msgspec.ValidationError, UnicodeDecodeError) as error:
-                line = f"is no line of a run log ({error})"
+                line = f"is not a line of a run log ({error})"
             except msgspec.DecodeError:
                 line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed, or its disk full)"
             yield number, line
@@ -146,8 +131,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
 class _Found:
     """What was read of a log so far."""
 
-    starts: list[Start] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
     session: SessionLine | None = None
     steps: list[StepValues] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -162,22 +146,25 @@ class _Found:
             self.end = number
         match line:
             case Start():
-                self.starts.append(line)
-                self.ends.append(line.time)
+                self.processes.append(Process(line.time, line.time, line.halfstep, line.torch))
             case SessionLine():
                 self.session = line
-                self.ends[-1] = max(self.ends[-1], line.time)
-            case StepLine():
-                self.ends[-1] = max(self.ends[-1], line.time)
-                self._step(number, line.values())
-            case ObservationLine():
+                self._lives_until(line.time)
+            case End():
+                self._lives_until(line.time, closed=True, error=line.error)
+            case StepValues():
+                self._lives_until(line.time)
+                self._step(number, line)
+            case Observation():
                 self.observed.add(line.step)
-            case VerdictLine():
-                self.events.append(Event(line.after, line.verdict()))
-            case FindingLine():
-                self.events.append(Event(line.after, line.finding()))
+            case Event():
+                self.events.append(line)
             case str():
                 self.damaged.append(f"line {number} {line}")
+
+    def _lives_until(self, time: float, **end: Any) -> None:
+        last = self.processes[-1]
+        self.processes[-1] = replace(last, end=max(last.end, time), **end)
 
     def _step(self, number: int, values: StepValues) -> None:
         if self.steps and values.step <= self.steps[-1].step:
@@ -213,10 +200,7 @@ class _Found:
         session = self.session
         return Run(
             path=path,
-            processes=tuple(
-                Process(start.time, end, start.halfstep, start.torch)
-                for start, end in zip(self.starts, self.ends, strict=True)
-            ),
+            processes=tuple(self.processes),
             plan=None if session is None else session.plan,
             emulated=None if session is None else session.emulated,
             modules=() if session is None else session.modules,

@@ -10,8 +10,7 @@ from types import TracebackType
 
 from halfstep.errors import LogError
 from halfstep.formats import FORMATS, FP16, Format
-from halfstep.records import UPDATE, Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
-from halfstep.report.gather import BIAS
+from halfstep.records import BIAS, UPDATE, Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
 from halfstep.report.late import LateReader
 from halfstep.report.log import path_of, reason
 
@@ -66,7 +65,7 @@ class TensorBoard:
                 self._use(lambda: self._writer.add_text(name, f"```\n{record}\n```", self._last))
 
     def close(self) -> None:
-        """Writes what is left, waiting for the device, and closes the files; twice is once."""
+        """Writes what is left, waiting for the device, and closes the files; idempotent."""
         for values in self._steps.rest():
             self._write(values)
         self._use(self._writer.close)

@@ -6,9 +6,11 @@ import numpy
 import pytest
 import torch
 
+from halfstep.errors import HalfstepError
 from halfstep.kernels import stats
 from halfstep.kernels.build import find_compiler
-from halfstep.kernels.stats import BINS, COUNTS, RUN, WIDTH, add_stats, empty_rows, is_sampled
+from halfstep.kernels.stats import RUN, WIDTH, add_stats, empty_rows, is_sampled
+from halfstep.records import BINS, COUNTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WAYS = [
@@ -200,3 +202,13 @@ def test_a_gpu_counts_as_the_cpu_does_and_does_not_wait(dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     check(rows[0].cpu(), t)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_the_columns_of_the_cpp_loops_are_the_fields_of_the_record(monkeypatch):
+    assert stats._loops.__wrapped__() is not None
+    swapped = ("count", "negatives", "zeros", "infinities", "nans")
+    for wrong in (swapped, COUNTS[:-1]):
+        monkeypatch.setattr(stats, "COUNTS", wrong)
+        with pytest.raises(HalfstepError, match="disagree about memory: halfstep_columns"):
+            stats._loops.__wrapped__()

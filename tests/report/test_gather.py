@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.formats import BF16, E4M3, FP16
-from halfstep.report.gather import BIAS, CHUNK, COLUMNS, MARGIN, MEASURES, NETWORK, gather
+from halfstep.report.gather import CHUNK, COLUMNS, FIRST, MEASURES, NETWORK, gather
 from tests.report.logs import seen, stats
 
 
@@ -17,7 +17,7 @@ def at(sums, row, column=slice(None)):
 
 
 def exponents(sums, row):
-    return {int(i) - MARGIN - BIAS: int(sums.histogram[row, i]) for i in np.flatnonzero(sums.histogram[row])}
+    return {int(i) + FIRST: int(sums.histogram[row, i]) for i in np.flatnonzero(sums.histogram[row])}
 
 
 def test_counts_of_one_observation_in_fp16():

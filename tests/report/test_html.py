@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from docs.browser import Browser, find_browser
 from halfstep.records import Finding, Verdict
 from halfstep.report.html import page_html
 from halfstep.report.run import read_log
-from tests.report.browser import Browser, find_browser
 from tests.report.logs import START, seen, step, write
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")

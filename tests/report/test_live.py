@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.logging import RichHandler
 
 import halfstep.report.live
 from halfstep.errors import LogError
@@ -97,7 +98,7 @@ def test_the_cursor_comes_back_without_close():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_closing_twice_is_once(times):
+def test_close_is_idempotent(times):
     console = screen()
     line = LiveLine(console=console)
     line(step(1))
@@ -124,21 +125,41 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_is_logged_goes_above_the_line_also_by_handlers_that_were_there_before(monkeypatch):
+def test_what_is_logged_to_standard_error_goes_above_the_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    stream, logger = sys.stderr, logging.getLogger("tests.live")
-    handler = logging.StreamHandler(stream)
-    logger.addHandler(handler)
+    stream = sys.stderr
+    with LiveLine() as line:
+        line(step(1))
+        logging.lastResort.handle(logging.makeLogRecord({"msg": "something"}))  # which takes what no handler does
+    assert sys.stderr is stream
+    assert "step 1  scale 1  skipped 0\r\x1b[2Ksomething\nstep 1" in stream.getvalue()
+
+
+def test_a_log_handler_with_the_same_console_goes_above_the_line():
+    console = screen()
+    handler = RichHandler(console=console, show_time=False, show_path=False)
+    with LiveLine(console=console) as line:
+        line(step(1))
+        handler.handle(logging.makeLogRecord({"msg": "something", "levelno": 30, "levelname": "WARNING"}))
+    shown = text(console)
+    before, _, after = shown.partition("something")
+    assert before.count("step 1 ") == 1
+    assert before.rpartition("step 1 ")[2].endswith("skipped 0\r\x1b[2KWARNING  ")
+    assert "step 1  scale 1  skipped 0" in after
+
+
+def test_log_handlers_are_left_as_they_are(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger("tests.live").addHandler(handler)
     try:
         with LiveLine() as line:
             line(step(1))
-            logger.warning("something")
-            assert handler.stream is not stream
-        assert handler.stream is stream
+            assert handler.stream is not sys.stderr  # which is rich's now
     finally:
-        logger.removeHandler(handler)
-    assert "step 1  scale 1  skipped 0\r\x1b[2Ksomething\nstep 1" in stream.getvalue()
+        logging.getLogger("tests.live").removeHandler(handler)
 
 
 @pytest.mark.parametrize("setting", ["FORCE_COLOR", "TTY_COMPATIBLE"])
@@ -159,5 +180,5 @@ def test_a_process_without_standard_streams_has_no_line(monkeypatch):
 
 @pytest.mark.parametrize("often", [0, -1.0, "x", None, True])
 def test_a_line_that_is_never_drawn_is_refused(often):
-    with pytest.raises(LogError, match="give how often a second"):
+    with pytest.raises(LogError, match="it must be > 0"):
         LiveLine(per_second=often)

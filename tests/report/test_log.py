@@ -1,5 +1,6 @@
 """The log of a run: what is written comes back, also from a process that was killed."""
 
+import contextlib
 import errno
 import io
 import json
@@ -23,9 +24,9 @@ import halfstep.report.log
 from halfstep.errors import LogError
 from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, TensorStats, Verdict
 from halfstep.report.late import LateReader
-from halfstep.report.lines import ObservationLine, StepLine, VerdictLine, encode
+from halfstep.report.lines import Event, decode, encode
 from halfstep.report.log import RunLog
-from halfstep.report.run import _DECODER, Event, read_log
+from halfstep.report.run import read_log
 from tests.report import logs
 from tests.report.logs import step
 from tests.scale.sync import NoSync
@@ -88,12 +89,12 @@ def test_values_come_back_as_they_were():
         StepValues(2, 3.5, False, 1.0, None, None),
         StepValues(3, 4.5, False, 2.0**24, 0.1, -INF),
     ]
-    back = [_DECODER.decode(encode(StepLine.of(each))).values() for each in values]
+    back = [decode(encode(each)) for each in values]
     assert repr(back) == repr(values)  # NaN is not equal to itself
 
 
 def test_lines_are_json_without_nan():
-    line = encode(StepLine.of(StepValues(1, 2.5, True, 1.0, INF, NAN)))
+    line = encode(StepValues(1, 2.5, True, 1.0, INF, NAN))
     found = json.loads(line, parse_constant=lambda name: pytest.fail(name))
     assert found == {
         "type": "step", "step": 1, "time": 2.5, "skipped": True, "scale": 1.0, "grad_norm": "inf", "loss": "nan"
@@ -101,9 +102,62 @@ def test_lines_are_json_without_nan():
 
 
 def test_an_observation_is_written_without_the_empty_ends(tmp_path):
-    line = ObservationLine.of(observation(1, bins={100: 2, 102: 1}))
-    assert (line.first, line.exponents) == (100, (2, 0, 1))
-    assert (ObservationLine.of(observation(1)).first, ObservationLine.of(observation(1)).exponents) == (0, ())
+    line = json.loads(encode(observation(1, bins={100: 2, 102: 1})))
+    assert (line["first"], line["exponents"]) == (100, [2, 0, 1])
+    empty = json.loads(encode(observation(1)))
+    assert (empty["first"], empty["exponents"]) == (0, [])
+
+
+OLD = b"""\
+{"type":"start","schema":1,"time":1790000000.5,"halfstep":"0.1.0","torch":"2.13.0"}
+{"type":"step","step":1,"time":1790000001.25,"skipped":true,"scale":65536.0,"grad_norm":"inf","loss":"nan"}
+{"type":"step","step":2,"time":1790000002.25,"skipped":false,"scale":32768.0,"grad_norm":null,"loss":2.5}
+{"type":"observation","step":2,"module":"head","kind":"weight_grad","name":"weight","format":"fp16","scale":8.0,\
+"sampled":false,"count":5,"zeros":2,"negatives":1,"infinities":0,"nans":0,"total":1.5,"squares":"inf","amax":4.0,\
+"first":126,"exponents":[1,0,2]}
+{"type":"verdict","after":2,"module":"net","operator":"mul","phase":"forward","kind":"overflow","where":null,\
+"cure":["Rule(pattern='net')"],"evidence":"seen","advice":"do","call":{"module":"net","operator":"mul",\
+"phase":"forward","input_formats":["float16"],"output_formats":["float16"],"input_ranges":[["-inf",2.0]],\
+"output_ranges":[null],"line":null}}
+{"type":"finding","after":0,"severity":"warning","code":"eps","place":"norm","evidence":"1e-8","advice":"more","cure":[]}
+"""
+
+
+def test_a_log_of_an_earlier_halfstep_is_read(tmp_path):
+    (tmp_path / "log").write_bytes(OLD)
+    run = read_log(tmp_path / "log")
+    assert not any("cannot be read" in note for note in run.notes)
+    assert repr(run.steps) == repr(
+        (
+            StepValues(1, 1790000001.25, True, 65536.0, INF, NAN),
+            StepValues(2, 1790000002.25, False, 32768.0, None, 2.5),
+        )
+    )
+    bins = {126: 1, 128: 2}
+    (seen,) = run.observations()
+    assert seen == observation(2, bins=bins, zeros=2, negatives=1, total=1.5, squares=INF, amax=4.0)
+    call = OpCall("net", "mul", "forward", ("float16",), ("float16",), ((-INF, 2.0),), (None,), None)
+    verdict = Verdict("net", "mul", "forward", "overflow", None, ("Rule(pattern='net')",), "seen", "do", call)
+    assert run.events == (Event(2, verdict), Event(0, Finding("warning", "eps", "norm", "1e-8", "more")))
+    assert not run.processes[0].closed
+
+
+def test_a_statistic_that_a_log_lacks_is_zero(tmp_path):
+    (tmp_path / "log").write_bytes(OLD.replace(b'"negatives":1,', b""))
+    (seen,) = read_log(tmp_path / "log").observations()
+    assert (seen.stats.negatives, seen.stats.zeros) == (0, 2)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_the_end_of_a_log_says_what_ended_it(tmp_path, error):
+    with contextlib.suppress(ValueError), RunLog(tmp_path / "log") as log:
+        log(step(1))
+        if error:
+            raise error
+    log.close()
+    (process,) = read_log(tmp_path / "log").processes
+    assert (process.closed, process.error) == (True, error and "ValueError")
+    assert (tmp_path / "log").read_bytes().count(b'"type":"end"') == 1
 
 
 @given(
@@ -113,7 +167,7 @@ def test_an_observation_is_written_without_the_empty_ends(tmp_path):
 )
 def test_observations_come_back_as_they_were(bins, total, amax):
     seen = observation(7, bins=bins, zeros=3, negatives=2, infinities=1, nans=1, total=total, amax=amax)
-    back = _DECODER.decode(encode(ObservationLine.of(seen))).observation()
+    back = decode(encode(seen))
     assert repr(back) == repr(seen)
 
 
@@ -131,7 +185,7 @@ def test_verdicts_and_findings_come_back_with_the_step_before_and_their_cure_as_
 def test_ranges_of_an_operation_may_be_infinite():
     call = OpCall("net", "mul", "forward", ("fp16",), ("fp16",), ((-INF, 2.0),), (None,), None)
     verdict = Verdict("net", "mul", "forward", "overflow", None, (), "seen", "do", call)
-    assert _DECODER.decode(encode(VerdictLine.of(verdict, 1))).verdict() == verdict
+    assert decode(encode(Event(1, verdict))) == Event(1, verdict)
 
 
 def test_a_folder_stands_for_the_log_in_it(tmp_path):
@@ -279,7 +333,10 @@ def test_an_observation_before_the_step_gone_back_to_stays(tmp_path):
 
 
 def cut(path, count):
-    path.write_bytes(path.read_bytes()[:-count])
+    """Leaves what a process leaves that was killed `count` bytes before the end of its last record."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert b'"type":"end"' in lines[-1]
+    path.write_bytes(b"".join(lines[:-1])[:-count])
 
 
 def test_a_line_cut_in_the_middle_is_left_out_and_noted(tmp_path):
@@ -311,11 +368,11 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
     for end in sorted({0, 1, 8, *range(2, len(whole), 9), *(ends - {len(whole)})}):
         path.write_bytes(whole[:end])
         if end < first:
-            with pytest.raises(LogError, match="empty" if end == 0 else "cut within its first line|no run log"):
+            with pytest.raises(LogError, match="empty" if end == 0 else "cut within its first line|not a run log"):
                 read_log(path)
         else:
             run = read_log(path)
-            found = len(run.steps) + len(list(run.observations())) + len(run.events)
+            found = len(run.steps) + len(list(run.observations())) + len(run.events) + run.processes[0].closed
             assert found == whole[: end + 1].count(b"}\n") - 1
 
 
@@ -325,8 +382,8 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
         (b"", "is empty"),
         (b"\n\n", "is empty"),
         (b'{"type":"sta', "cut within its first line"),
-        (b"epoch,loss\n1,2\n", "no run log"),
-        (b"\x89PNG\x00\xff\n", "no run log"),
+        (b"epoch,loss\n1,2\n", "not a run log"),
+        (b"\x89PNG\x00\xff\n", "not a run log"),
         (b'{"loss":1.0}\n', "first line is not one"),
         (b"[1]\n", "first line is not one"),
         (b'{"type":"start","schema":2,"new":1}\n', "schema 2, this halfstep writes and reads 1"),
@@ -364,11 +421,11 @@ def test_lines_of_another_kind_are_noted(tmp_path):
     write(path, step(1))
     with path.open("ab") as file:
         file.write(b'{"type":"weather"}\n{"type":"step","step":"one"}\n\n\xff\xfe\n' + b"\0" * 9 + b"\n")
-        seen = ObservationLine.of(observation(1, bins={3: 1}))
+        seen = observation(1, bins={3: 1})
         file.write(encode(seen).replace(b'"first":3', b'"first":256'))
     run = read_log(path)
     assert numbers(run) == [1]
-    assert any("5 of the lines cannot be read" in note and "line 3" in note for note in run.notes)
+    assert any("5 of the lines cannot be read" in note and "line 4" in note for note in run.notes)
     assert list(run.observations()) == []
 
 
@@ -469,6 +526,7 @@ def test_a_killed_process_leaves_all_its_steps(tmp_path):
     assert numbers(run) == list(range(1, len(run.steps) + 1))
     assert run.steps[-1].step >= printed[-1] == 20
     assert run.machine is not None
+    assert not run.processes[0].closed
 
 
 def test_the_start_of_a_session_is_a_line(tmp_path):
@@ -505,7 +563,7 @@ def test_what_is_written_after_a_log_was_read_is_not_part_of_what_was_read(tmp_p
     write(path, step(1), observation(1))
     cut(path, 1)
     with path.open("ab") as file:
-        file.write(b"\n" + encode(ObservationLine.of(observation(2)))[:-30])  # the run is writing it
+        file.write(b"\n" + encode(observation(2))[:-30])  # the run is writing it
     run = read_log(path)
     write(path, step(2), observation(2))
     assert run.observed == (1,)

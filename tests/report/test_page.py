@@ -15,7 +15,7 @@ from halfstep.formats import E4M3
 from halfstep.records import Finding, Verdict
 from halfstep.report.page import POINTS, page_of, thin
 from halfstep.report.run import read_log
-from tests.report.logs import START, seen, step, write
+from tests.report.logs import START, seen, stats, step, write
 
 
 def page(tmp_path, *records, low=None):
@@ -91,22 +91,128 @@ def test_histogram_and_maps_of_a_kind(tmp_path):
     kind = found.charts["kinds"]["weight_grad"]
     assert kind["modules"] == ["(the whole network)", "a", "b"]
     assert (kind["first"], kind["bins"]) == (-30, 31)
-    histogram = np.reshape(numbers(kind["histogram"]), (3, 31))
-    assert (histogram[1, 0], histogram[1, 10], histogram[2, 30], histogram[0].sum()) == (1, 5, 3, 9)
+    share = np.reshape(numbers(kind["share"], "<f4"), (3, 31))
+    assert (share[1, 0], share[1, 10], share[2, 30]) == pytest.approx((1 / 6, 5 / 6, 1))
+    assert share.sum(1) == pytest.approx([1, 1, 1])
     maps = {name: np.reshape(numbers(text, "<f4"), (2, 2)).tolist() for name, text in kind["maps"].items()}
     assert maps["lost"][0] == [0.5, 0.0]
     assert maps["small"][0] == [1.0, 1.0]
     assert maps["zero"][0] == [0.5, 0.0]
     assert maps["saturated"][1][1] == 0.25
     assert math.isnan(maps["lost"][1][0])
-    assert [numbers(kind["totals"][name])[0] for name in ("nonzero", "lost", "count", "zeros", "saturated")] == [
-        9,
-        1,
-        12,
-        2,
-        1,
-    ]
+    assert (kind["nonzero"], kind["count"]) == ([9, 6, 3], [12, 8, 4])
+    run = {name: values[0] for name, values in kind["run"].items()}
+    # 2^-30 is lost in fp16, 2^-20 keeps fewer digits; of 12 values two are zero and one is infinite
+    expected = {"lost": 1 / 9, "subnormal": 5 / 9, "small": 6 / 9, "zero": 2 / 12, "saturated": 1 / 12}
+    assert run == pytest.approx(expected)
     assert found.charts["columns"] == [[1, 1], [2, 2]]
+
+
+def judged(found, kind, fmt, row, scale):
+    """Lost, subnormal and saturated share of a row at a loss scale of 2^scale, as the page looks them up."""
+    low, high = found.charts["shifts"]
+    given = found.charts["kinds"][kind]
+    moves = high - low + 1 if kind in found.charts["gradients"] else 1
+    table = np.reshape(numbers(given["judged"][fmt], "<f4"), (len(given["modules"]), moves, 3))
+    return table[row, scale - low if moves > 1 else 0].tolist()
+
+
+def test_shares_at_every_loss_scale_are_those_of_the_statistics(tmp_path):
+    powers = {-30: 1, -25: 2, -20: 4, -3: 8, 10: 1}
+    found = page(tmp_path, START, step(1, scale=8), seen(1, "a", powers), seen(1, "a", {-1: 3}, kind="activation"))
+    true = stats(powers)
+    assert found.charts["shifts"] == [0, 24]
+    for fmt in ("fp16", "bf16", "e4m3", "e5m2"):
+        for scale in (0, 5, 6, 24):
+            factor = 2.0**scale
+            expected = [true.lost(fmt, factor), true.subnormal(fmt, factor), true.saturated(fmt, factor)]
+            for row in (0, 1):
+                assert judged(found, "weight_grad", fmt, row, scale) == pytest.approx(expected, abs=1e-7)
+    assert judged(found, "weight_grad", "fp16", 1, 0) == pytest.approx([1 / 16, 6 / 16, 0])  # 2^-25 among larger ones
+    assert judged(found, "weight_grad", "fp16", 1, 6) == pytest.approx([0, 3 / 16, 1 / 16])
+    assert judged(found, "activation", "fp16", 1, 0) == [0, 0, 0]
+
+
+def test_subnormals_of_fp32_are_judged_as_the_statistics_do(tmp_path):
+    tiny = replace(stats({-126: 1}), exponents=(23, 1, *(0,) * 254), count=24)
+    record = replace(seen(1, "a", {}), stats=tiny)
+    found = page(tmp_path, START, step(1), record, low="bf16")
+    # bf16 rounds to zero below 2^-134: 15 of the 23 octaves from 2^-149 on
+    assert tiny.lost("bf16") == 15 / 24
+    assert judged(found, "weight_grad", "bf16", 1, 0) == pytest.approx([15 / 24, 8 / 24, 0])
+
+
+@pytest.mark.parametrize(
+    ("scales", "skipped", "shift"),
+    [
+        ([65536] * 3 + [32768, 16384, 8192, 4096], {4, 5, 6, 7}, 16),  # it stopped: what was tried last is no scale
+        ([8, 8, 16, 16], set(), 4),  # of as many steps the later
+        ([8, 8, 8, 16], set(), 3),
+        ([8, 4, 2], {1, 2, 3}, 1),  # no step was made
+        ([math.inf, 4], set(), 2),
+    ],
+)
+def test_the_histogram_opens_at_the_scale_of_most_steps_that_were_made(tmp_path, scales, skipped, shift):
+    steps = [step(number, scale=scale, skipped=number in skipped) for number, scale in enumerate(scales, start=1)]
+    assert page(tmp_path, START, *steps).charts["shift"] == shift
+
+
+def verdict(module, kind="overflow", phase="forward"):
+    return Verdict(module, "mul", phase, kind, "a.py:3", (), "seen", "do")
+
+
+def focus(tmp_path, given, *records):
+    return page(tmp_path, START, step(1, skipped=True), *records, given).charts["focus"]
+
+
+def test_the_map_opens_on_what_the_verdict_is_about(tmp_path):
+    some = [seen(1, name, {0: 1}, kind=kind) for kind in ("weight", "activation", "weight_grad") for name in ("a", "b")]
+    opened = {"kind": "activation", "module": "b", "saturated": False}
+    assert focus(tmp_path / "1", verdict("b"), *some) == opened
+    assert focus(tmp_path / "2", verdict("b", phase="backward"), *some) == opened | {"kind": "weight_grad"}
+    assert focus(tmp_path / "3", verdict("b", "weights"), *some) == opened | {"kind": "weight"}
+    assert focus(tmp_path / "4", verdict("b.c.d"), *some) == opened
+    assert focus(tmp_path / "5", verdict("x"), *some) == opened | {"module": None}
+
+
+def test_the_map_opens_where_the_overflow_shows(tmp_path):
+    hidden = [seen(1, "b", {0: 1}, kind="activation"), seen(1, "b.norm", {0: 1}, infinities=2)]
+    assert focus(tmp_path, verdict("b"), *hidden) == {"kind": "weight_grad", "module": "b.norm", "saturated": True}
+
+
+def test_a_page_without_a_verdict_or_without_tensors_has_no_focus(tmp_path):
+    assert page(tmp_path / "1", START, step(1), seen(1, "a", {0: 1})).charts["focus"] is None
+    assert focus(tmp_path / "2", verdict("a")) is None
+
+
+def test_verdicts_are_marked_on_the_time_axis_and_findings_are_not(tmp_path):
+    records = [Finding("note", "a", "b", "c", "d"), step(1), verdict("a"), step(2), step(3), verdict("b", "invalid")]
+    timeline = page(tmp_path, START, *records).charts["timeline"]
+    assert timeline["verdicts"] == [[1, "overflow"], [3, "invalid"]]
+    assert (timeline["first"], timeline["last"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("advice", "edit", "rest"),
+    [
+        ("plan.edit(Rule('a(b)', FULL)); tried: it trains", "plan.edit(Rule('a(b)', FULL))", "tried: it trains"),
+        ("take less", "plan.edit(Rule(pattern='a'))", "take less"),
+        ("plan.edit(cut", "plan.edit(Rule(pattern='a'))", "plan.edit(cut"),
+    ],
+)
+def test_an_edit_is_shown_once(tmp_path, advice, edit, rest):
+    class Cure:
+        def __repr__(self):
+            return "Rule(pattern='a')"
+
+    given = Verdict("a", "mul", "forward", "overflow", None, (Cure(),), "seen", advice)
+    (row,) = page(tmp_path, step(1), given).rows
+    assert (row.edit, row.advice) == (f"plan = {edit}", rest)
+
+
+def test_an_advice_without_a_cure_is_left_as_it_is(tmp_path):
+    (row,) = page(tmp_path, step(1), verdict("a")).rows
+    assert (row.edit, row.advice) == ("", "do")
 
 
 def test_gradients_come_first(tmp_path):
@@ -126,7 +232,7 @@ def test_limits_of_the_low_format(tmp_path):
 def test_another_format_judges_when_asked(tmp_path):
     found = page(tmp_path, START, step(1), seen(1, "a", {-20: 1}), low=E4M3)
     assert found.charts["low"] == "e4m3"
-    assert numbers(found.charts["kinds"]["weight_grad"]["totals"]["lost"]) == [1, 1]
+    assert found.charts["kinds"]["weight_grad"]["run"]["lost"] == [1, 1]
     assert dict(found.facts)["judged by"] == "what e4m3 can hold"
 
 
@@ -167,7 +273,7 @@ def test_the_gravest_row_comes_first(tmp_path):
     assert [row.severity for row in found.rows] == ["verdict", "error", "warning", "note"]
     first = found.rows[0]
     assert (first.step, first.what, first.place) == (1, "overflow: mul (backward)", "the model itself, a.py:3")
-    assert first.cure == (repr(rule),)
+    assert first.edit == f"plan = plan.edit({rule!r})"
 
 
 @pytest.mark.parametrize("low", ["e4m3", E4M3.dtype])

@@ -1,19 +1,14 @@
-"""Levels, ops and assignments as tables."""
+"""Levels and ops as tables."""
 
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from torch import nn
 
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import OpChanges
-from halfstep.plan.policy import FULL
-from halfstep.plan.resolve import resolve
-from halfstep.plan.rules import Rule
-from halfstep.report.assignment import assignment_table
 from halfstep.report.levels import level_table
 from halfstep.report.ops import WORDS, op_lines, op_table
 
@@ -86,25 +81,3 @@ def test_a_change_of_an_op_that_levels_treat_shows_the_change():
     rows = ops(replace(level("O2", BF16), op_changes=OpChanges(deny=("embedding", "binary_cross_entropy"))))
     assert rows["embedding"][:4] == ["deny", "changed by the plan", "plan", "fp32"]
     assert rows["binary_cross_entropy"][:4] == ["deny", "changed by the plan", "plan", "fp32"]
-
-
-def test_an_assignment_has_a_row_a_module():
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.ReLU())
-    assignment = resolve(level("O2", BF16).edit(Rule("0", FULL)), model)
-    title, header, *rows = lines(assignment_table(assignment))
-    assert title == ["plan O2 in bf16"]
-    assert header == ["module", "type", "param", "compute", "output", "buffers", "why"]
-    assert [row[:3] for row in rows] == [
-        ["(model)", "Sequential", "-"],
-        ["0", "Linear", "fp32"],
-        ["1", "LayerNorm", "fp32"],
-        ["2", "ReLU", "-"],
-    ]
-    assert rows[1][4] == "as its input"
-    assert all(row[5] == "kept" for row in rows)
-
-
-def test_modules_of_several_models_say_which():
-    model = nn.Linear(1, 1)
-    rows = lines(assignment_table(resolve(level("O1", BF16), [model, nn.Linear(1, 1)])))
-    assert [row[0] for row in rows[2:]] == ["0: (model)", "1: (model)"]

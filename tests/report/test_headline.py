@@ -1,0 +1,272 @@
+"""The sentence at the top of a page: each case from a small log, its numbers counted by hand."""
+
+import contextlib
+import math
+
+import pytest
+
+from halfstep.formats import BF16, FP16
+from halfstep.plan.io import to_dict
+from halfstep.plan.levels import level
+from halfstep.records import VERDICT_KINDS, Finding, OpCall, SessionStart, StepRecord, Verdict
+from halfstep.report.gather import gather
+from halfstep.report.headline import SENTENCES, headline, sentence
+from halfstep.report.log import RunLog
+from halfstep.report.run import read_log
+from tests.report.logs import seen, step
+
+INF, NAN = math.inf, math.nan
+
+
+def session(name="O2", low=FP16, **edits):
+    return SessionStart(to_dict(level(name, low)) | edits, "cpu", emulated=True)
+
+
+O2, O0, O3, NO_SCALE = session(), session("O0"), session("O3", BF16), session("O2", BF16)
+
+
+def said(path, *records, error=None, killed=False, after=3600.0):
+    """The headline of a run with these records, `after` seconds after its last line."""
+    with contextlib.suppress(BaseException), RunLog(path) as log:
+        for record in records:
+            log(record) if isinstance(record, StepRecord) else log.record(record)
+        if error is not None:
+            raise error
+    if killed:
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:-1]))
+    run = read_log(path)
+    return headline(run, gather(run.observations(), run.observed, FP16), run.processes[-1].end + after)
+
+
+@pytest.fixture
+def say(tmp_path):
+    return lambda *records, **how: said(tmp_path / "run.jsonl", *records, **how)
+
+
+def verdict(kind="overflow", module="h.1.attn", phase="forward", operator="softmax", call=None):
+    return Verdict(module, operator, phase, kind, None, (), "seen", "do", call)
+
+
+def steps(first, last, *, skipped=(), scale=1024.0, loss=1.0):
+    return [step(number, skipped=number in skipped, scale=scale, loss=loss) for number in range(first, last + 1)]
+
+
+def test_healthy(say):
+    found = say(O2, *steps(1, 300, skipped={1, 200}), seen(300, "a", {0: 5}))
+    assert (found.tone, found.text) == ("good", "Healthy: 2 of 300 steps skipped, nothing lost")
+    assert found.details == ("loss 1 at first, 1 at last",)
+
+
+def test_nothing_skipped_and_nothing_observed(say):
+    found = say(O2, *steps(1, 30))
+    assert found.text == "Healthy: 30 steps, none skipped; whether gradients were lost was not observed"
+
+
+def test_a_little_lost(say):
+    found = say(O2, *steps(1, 30), seen(30, "a", {0: 97, -30: 3}))
+    assert (found.tone, found.text) == ("good", "Healthy: 30 steps, none skipped, 3% of the gradients lost")
+
+
+def test_what_is_stored_low_has_what_it_lost_among_its_zeros(say):
+    found = say(O2, *steps(1, 30), seen(30, "a", {0: 98}, zeros=2, fmt="fp16"))
+    assert found.text == "Healthy: 30 steps, none skipped, at most 2% of the gradients lost"
+
+
+def test_many_zeros_say_nothing_about_what_was_lost(say):
+    found = say(O2, *steps(1, 30), seen(30, "a", {0: 50}, zeros=50, fmt="fp16"))
+    assert found.text == "Healthy: 30 steps, none skipped"
+
+
+def test_a_plan_that_leaves_everything_full_skips_and_loses_nothing(say):
+    found = say(O0, *steps(1, 30), seen(30, "a", {-40: 50}))
+    assert (found.tone, found.text) == ("good", "Healthy: 30 steps in fp32")
+
+
+def test_stopped_by_a_verdict(say):
+    found = say(O2, *steps(1, 162, skipped=range(146, 163)), verdict())
+    assert found.tone == "bad"
+    assert found.text == "Stopped at step 162: softmax in h.1.attn overflows in fp16 from step 146"
+    assert found.verdict.step == 162
+
+
+def test_stopped_at_the_first_bad_step(say):
+    found = say(NO_SCALE, *steps(1, 9, skipped={9}), verdict("invalid", phase="backward"))
+    assert found.text == "Stopped at step 9: softmax in h.1.attn has no finite result in the backward pass"
+
+
+def test_a_verdict_on_a_last_step_that_was_made_did_not_stop_it(say):
+    found = say(O2, *steps(1, 9), verdict("masked row"))
+    assert found.text == "At step 9, the last one, softmax in h.1.attn gets a row that is masked throughout"
+
+
+def test_the_last_of_several_verdicts_is_in_the_headline_and_the_others_below(say):
+    some = [*steps(1, 5, skipped={5}), verdict("input data", ""), *steps(6, 9, skipped={8, 9}), verdict()]
+    found = say(NO_SCALE, *some)
+    assert found.text.startswith("Stopped at step 9: softmax in h.1.attn overflows in bf16 from step 8")
+    assert found.details[0] == "also, after step 5: the input data of the model itself are not finite"
+
+
+def test_a_verdict_and_then_recovered(say):
+    found = say(O2, *steps(1, 20, skipped={20}), verdict(), *steps(21, 60, skipped={30}))
+    assert found.tone == "warning"
+    assert found.text == (
+        "Went on after step 20, where softmax in h.1.attn overflows in fp16: 40 steps since, 1 skipped"
+    )
+
+
+def test_a_scale_that_came_down_as_it_should_is_healthy(say):
+    found = say(O2, *steps(1, 1, skipped={1}), verdict("scale too high", phase="backward"), *steps(2, 40))
+    assert found.tone == "good"
+    assert found.text.startswith("Healthy: 1 of 40 steps skipped")
+    assert found.details[0] == "a skip after step 1 was explained: the loss scale came down, as it should"
+
+
+def test_a_last_step_that_the_scale_skipped_did_not_stop_it(say):
+    found = say(O2, *steps(1, 40, skipped={40}), verdict("scale too high", phase="backward"))
+    assert found.text.startswith("Healthy: 1 of 40 steps skipped")
+
+
+@pytest.mark.parametrize(("streak", "tone"), [(7, "warning"), (8, "bad")])
+def test_skipped_to_the_end(say, streak, tone):
+    found = say(O2, *steps(1, 50, skipped=range(51 - streak, 51)))
+    assert found.tone == tone
+    if tone == "bad":
+        assert found.text == "Stuck: every step from 43 to 50 was skipped"
+    else:
+        assert found.text == "Often skipped: 7 of 50 steps skipped, the last 7 in a row"
+
+
+def test_skipped_at_the_floor_to_the_end(say):
+    found = say(O2, *steps(1, 48), step(49, skipped=True, scale=2), step(50, skipped=True, scale=1))
+    assert found.text == "Stuck: every step from 49 to 50 was skipped, the last 1 at the smallest loss scale, 1"
+
+
+def test_a_scale_that_lives_at_its_floor(say):
+    found = say(O2, *(step(number, skipped=number % 50 == 0, scale=1) for number in range(1, 102)))
+    assert (found.tone, found.text) == (
+        "bad",
+        "Overflows at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them there",
+    )
+
+
+@pytest.mark.parametrize(("skipped", "tone"), [(5, "good"), (6, "warning")])
+def test_often_skipped_is_beyond_5_percent_of_the_steps_after_the_first_that_was_made(say, skipped, tone):
+    # two at the start, while the scale comes down, and then 100 steps
+    found = say(O2, *steps(1, 102, skipped={1, 2, *range(10, 10 + 2 * skipped, 2)}))
+    assert found.tone == tone
+    assert f"{skipped + 2} of 102 steps skipped" in found.text
+
+
+@pytest.mark.parametrize("name", ["O0", "O1"])
+def test_diverged(say, name):
+    losses = [*steps(1, 39), *steps(40, 60, loss=NAN)]
+    found = say(session(name), *losses)
+    assert (found.tone, found.text) == ("bad", "Diverged: the loss is not finite from step 40 on")
+
+
+def test_a_loss_of_a_skipped_step_may_be_infinite(say):
+    assert say(O2, *steps(1, 39), step(40, skipped=True, loss=INF, scale=2)).tone == "good"
+
+
+@pytest.mark.parametrize(("lost", "tone"), [(20, "good"), (21, "bad")])
+def test_updates_that_are_lost_without_a_master(say, lost, tone):
+    updates = [("a", {3: 100}), ("b", {-2: lost, 3: 100 - lost})]  # 200 in all, of which a tenth may be lost
+    found = say(O3, *steps(1, 9), *(seen(9, name, powers, kind="update", fmt="bf16") for name, powers in updates))
+    assert found.tone == tone
+    if tone == "bad":
+        assert found.text == "10% of the updates are lost: weights in bf16 have no master (21% in b)"
+
+
+def test_updates_that_a_master_keeps_are_not_lost(say):
+    found = say(O2, *steps(1, 9), seen(9, "a", {-2: 100}, kind="update", fmt="fp16"))
+    assert found.tone == "good"
+
+
+@pytest.mark.parametrize(("lost", "tone"), [(5, "good"), (6, "warning")])
+def test_gradients_that_are_lost(say, lost, tone):
+    found = say(O2, *steps(1, 9), seen(9, "a", {0: 50}), seen(9, "b", {0: 50 - lost, -26: lost}))
+    assert found.tone == tone
+    if lost == 6:
+        assert (
+            found.text == "6% of the nonzero weight gradients round to zero in fp16 (12% in b); 9 steps, none skipped"
+        )
+
+
+def test_activations_beyond_the_format(say):
+    found = say(O2, *steps(1, 9), seen(9, "a", {0: 3}, kind="activation", infinities=1))
+    assert (found.tone, found.text) == (
+        "warning",
+        "25% of the activations are beyond fp16, or not finite; 9 steps, none skipped",
+    )
+
+
+@pytest.mark.parametrize(("after", "text"), [(1.0, "Running, at step 9"), (61.0, "Cut off after step 9")])
+def test_a_log_without_an_end(say, after, text):
+    found = say(O2, *steps(1, 9), killed=True, after=after)
+    assert found.text.startswith(text)
+    assert found.tone == ("good" if after == 1 else "warning")
+
+
+def test_a_stopped_run_whose_log_has_no_end_was_stopped(say):
+    found = say(O2, *steps(1, 9, skipped={8, 9}), verdict(), killed=True)
+    assert found.text == "Stopped at step 9: softmax in h.1.attn overflows in fp16 from step 8"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "tone"),
+    [
+        (KeyboardInterrupt(), "Interrupted at step 9: 9 steps, none skipped", "warning"),
+        (ValueError("x"), "Ended by ValueError at step 9: 9 steps, none skipped", "bad"),
+    ],
+)
+def test_what_ended_it(say, error, text, tone):
+    found = say(O2, *steps(1, 9), error=error)
+    assert found.text.startswith(text)
+    assert found.tone == tone
+
+
+def test_resumed(tmp_path):
+    said(tmp_path / "log", O2, *steps(1, 9), killed=True)
+    found = said(tmp_path / "log", O2, *steps(8, 20))
+    assert found.text.startswith("Healthy: 20 steps, none skipped")
+    assert found.details[0] == "resumed at step 8"
+    assert said(tmp_path / "log", O2).details[1] == "resumed, without a step since"
+
+
+@pytest.mark.parametrize(
+    ("records", "text", "tone"),
+    [
+        ((), "Nothing was logged: no step, no observation, no verdict", "warning"),
+        ((O2,), "Nothing was logged: no step, no observation, no verdict", "warning"),
+        ((O2, seen(3, "a", {0: 1})), "No step was logged: tensors were observed at 1 step", "warning"),
+        ((O2, verdict("weights")), "No step was logged: weights of h.1.attn are not finite", "bad"),
+        (
+            [O2, *(Finding(each, "code", "place", "seen", "do") for each in ("note", "error", "warning", "warning"))],
+            "No step was logged: the check found 1 error, 2 warnings and 1 note",
+            "bad",
+        ),
+    ],
+    ids=["empty", "session", "observed", "blamed", "checked"],
+)
+def test_without_a_step(say, records, text, tone):
+    found = say(*records)
+    assert (found.text, found.tone) == (text, tone)
+
+
+def test_a_log_without_a_plan_has_no_floor(say):
+    assert say(*steps(1, 100, skipped={50}, scale=1)).text.startswith("Healthy: 1 of 100 steps skipped")
+
+
+def test_every_kind_of_verdict_has_a_sentence():
+    assert set(SENTENCES) == set(VERDICT_KINDS)
+    for kind in VERDICT_KINDS:
+        assert "{" not in sentence(verdict(kind), "fp16")
+
+
+def test_the_format_of_a_verdict_is_that_of_the_operation():
+    call = OpCall("m", "mul", "forward", ("float32",), ("float32",), (None,), (None,), None)
+    assert sentence(verdict(call=call), "fp16") == "softmax in h.1.attn overflows in fp32"
+    assert sentence(verdict("of a later halfstep", "", "forward"), "fp16") == (
+        "of a later halfstep of softmax in the model itself"
+    )
