@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark
-from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
+from halfstep.cast.modules import cast_buffers, keep_checkpoints_full, keep_parameters
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.kernels.batch import Scratch
@@ -157,6 +157,8 @@ class Session:
                 yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
+        if not self._plain:
+            self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
         if formats.param is None or formats.param is FP32:
