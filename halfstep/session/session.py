@@ -188,7 +188,7 @@ class Session:
             self._undo.callback(part.ledger.close)
             self._undo.callback(exact_state_loading(optimizer))
             if not part.needs_closure:
-                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
+                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         return part
 
     def _is_reduced(self) -> bool:
@@ -344,7 +344,11 @@ class Session:
         for held in seen:
             self._probes.read(held.params, held.grads, held.carried)
         if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_([p for part in parts for p in part.parameters()], max_norm)
+            mine = {id(p) for part in parts for p in part.parameters()}
+            ordered = [p for root in self._roots for p in root.parameters() if id(p) in mine]
+            norm = nn.utils.clip_grad_norm_(
+                ordered, max_norm
+            )  # a sum's bits depend on its order: the model's, as usual
         false = torch.zeros((), dtype=torch.bool, device=self._device)
         for index, part in enumerate(parts):
             with self._updating(part, seen[index], None, false) if seen else nullcontext():
