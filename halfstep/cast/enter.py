@@ -10,7 +10,9 @@ import copyreg
 import functools
 import logging
 import sys
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
 MARK = "_halfstep_session"
+_PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a module until the pickler looks at its class
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would go round"
 _LOG = logging.getLogger("halfstep")
 
@@ -86,7 +89,7 @@ class Mark:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
+        return (OrderedDict, ())  # nothing, in a form that `torch.load(weights_only=True)` takes
 
 
 def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
@@ -198,10 +201,25 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed."""
     (twin,) = plain_copies([self])
     reduced: Any = twin.__reduce_ex__(protocol)
-    rebuild, arguments, *rest = reduced
-    if rebuild is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle would compare the class with that of `self`
-        rebuild, arguments = copyreg._reconstructor, (type(twin), object, None)  # type: ignore[attr-defined]
-    return (rebuild, arguments, *rest)
+    if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        self.__dict__[_PICKLED] = threading.get_ident()
+    return reduced
+
+
+def _class_of(self: nn.Module) -> type:
+    """Returns the class of the module; to the pickler that has just reduced it, the plain class.
+
+    The pickler compares `__class__` with the class that it is to write, and looks once, right after `__reduce_ex__`.
+    Any other way to rebuild a module than by its class alone would not load with `weights_only`.
+    """
+    if self.__dict__.get(_PICKLED) == threading.get_ident():
+        del self.__dict__[_PICKLED]
+        return _plain_class(type(self))
+    return type(self)
+
+
+def _set_class(self: nn.Module, cls: type) -> None:
+    object.__dict__["__class__"].__set__(self, cls)
 
 
 def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -237,6 +255,7 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
         "__deepcopy__": _deepcopy,
         "__copy__": _copy,
         "__reduce_ex__": _reduce_ex,
+        "__class__": property(_class_of, _set_class),
         "_halfstep_base": base,
         GATE: None,
         "forward": forward,

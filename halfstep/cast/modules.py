@@ -8,12 +8,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.enter import CheckpointHook, Values
+from halfstep.cast.enter import MARK, CheckpointHook, Mark, Values
 from halfstep.cast.tree import cast_floats, first_float_dtype
 from halfstep.errors import StateError
 from halfstep.formats import Format
 
 Undo = Callable[[], None]
+_ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
 CastOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -51,38 +52,101 @@ class Values32(Protocol):
     def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
         """Adopts an entry of the parameter's shape as its value; returns the low tensor that belongs into it."""
 
+    def loaded(self, parameter: nn.Parameter) -> None:
+        """Is told that this tensor was copied into the parameter, which changes no value."""
+
 
 def keep_checkpoints_full(module: nn.Module, values: Values32) -> Undo:
     """Makes `state_dict` of one module (not its children) give fp32 values, and `load_state_dict` take them.
 
     The hooks' undo is returned.
     """
+    taken: list[nn.Parameter] = []
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in _kept(module, values):
             if prefix + name in state:
                 state[prefix + name] = values.full(parameter).detach()
 
-    def take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        for name, parameter in _kept(module, values):
-            entry = state.get(prefix + name)
-            if entry is not None and metadata.get("assign_to_params_buffers", False):
-                raise StateError(
-                    "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; "
-                    "load without assign, or before halfstep.initialize"
-                )
-            if entry is not None and entry.shape == parameter.shape:  # else torch reports the mismatch
-                state[prefix + name] = values.load(parameter, entry)
+    def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _check_entries(module, state, prefix, values)
+        taken[:] = _adopt_entries(module, state, prefix, values)
+
+    def settle(module: nn.Module, incompatible_keys: Any) -> None:
+        for parameter in taken:
+            values.loaded(parameter)
+        taken.clear()
 
     handles = [
         module.register_state_dict_post_hook(CheckpointHook(give)),  # type: ignore[no-untyped-call]
         module._register_load_state_dict_pre_hook(CheckpointHook(take), True),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(CheckpointHook(settle)),  # type: ignore[no-untyped-call]
     ]
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
 
+    return undo
+
+
+def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> list[nn.Parameter]:
+    """Gives `values` the entries of the module's own parameters, and the state what is to be stored; returns whose."""
+    taken: list[nn.Parameter] = []
+    for name, parameter in _kept(module, values):
+        if prefix + name not in state:
+            continue
+        entry = state[prefix + name]
+        if parameter.dim() == 0 and entry.shape == (1,):
+            entry = entry[0]  # as torch takes it, for the sake of old files
+        if entry.shape == parameter.shape:  # else torch reports the mismatch
+            state[prefix + name] = values.load(parameter, entry)
+            taken.append(parameter)
+    return taken
+
+
+def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> None:
+    """Refuses entries that no value can be read from, for the parameters of `module` and of all below it.
+
+    Looks below as well because torch loads module by module: the first one to be loaded sees all that comes.
+    """
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        if name not in state or parameter not in values:
+            continue
+        entry = state[name]
+        if not isinstance(entry, Tensor) or entry.layout is not torch.strided or entry.is_meta or entry.is_quantized:
+            raise StateError(
+                f"the entry {name!r} of the state is {_described(entry)}; load dense tensors that hold their numbers"
+            )
+
+
+def _described(entry: Any) -> str:
+    if not isinstance(entry, Tensor):
+        return f"no tensor but {'None' if entry is None else 'of type ' + type(entry).__name__}"
+    kind = "meta" if entry.is_meta else "quantized" if entry.is_quantized else str(entry.layout).removeprefix("torch.")
+    return f"a {kind} tensor"
+
+
+def keep_parameters(module: nn.Module) -> Undo:
+    """Makes `load_state_dict(assign=True)` of one module raise before it changes anything; returns the undo.
+
+    It would put other Parameters into the model than those that the optimizer updates. A model needs it on every
+    module, since a load may begin at any of them.
+    """
+
+    def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        if not isinstance(module.__dict__.get(MARK), Mark) or not metadata.get(_ASSIGN, False):
+            return
+        for entry in (metadata, *getattr(state, "_metadata", {}).values()):
+            entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
+        raise StateError(
+            "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; load without assign "
+            "(a second time, if an earlier assign=True has left its mark in the dict), or before halfstep.initialize"
+        )
+
+    hook = CheckpointHook(refuse)
+    handle = module._register_load_state_dict_pre_hook(hook, True)  # type: ignore[no-untyped-call]
+    undo: Undo = handle.remove
     return undo
 
 

@@ -15,8 +15,11 @@ _ORIGINAL = "_halfstep_original_step"  # functools.wraps carries it on, so the o
 _TRACKED = "_wrapped_by_lr_sched"  # the mark by which an LR scheduler knows that it has wrapped `step` already
 
 
-def forbid_step(optimizer: Optimizer, message: str) -> Callable[[], None]:
+def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] | None = None) -> Callable[[], None]:
     """Makes `optimizer.step()` raise a SessionError with `message`; returns the undo.
+
+    `prepare` makes the optimizer's first state. It is called in place of the one step that only is for that: with zero
+    gradients and rates, before a state is read or loaded (`torch.distributed.checkpoint.state_dict`).
 
     LR schedulers wrap `optimizer.step` when they are made, and look for their wrapper on their first `step()`: one made
     before finds its mark on the guard, one made while the guard stands wraps the guard, which `undo` then turns into a
@@ -30,6 +33,8 @@ def forbid_step(optimizer: Optimizer, message: str) -> Callable[[], None]:
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if released:
             return original(*args, **kwargs)
+        if prepare is not None and not args and kwargs == {"closure": None} and _changes_nothing(self):
+            return prepare()
         raise SessionError(message)
 
     setattr(step, _ORIGINAL, original)
@@ -49,6 +54,13 @@ def forbid_step(optimizer: Optimizer, message: str) -> Callable[[], None]:
             optimizer.step = held  # type: ignore[method-assign]
 
     return undo
+
+
+def _changes_nothing(optimizer: Optimizer) -> bool:
+    """Returns whether a step of `optimizer` would make its state and no more; reads gradients on the host."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not optimizer.state and not any(map(float, rates)) and not any(bool(grad.any()) for grad in grads)
 
 
 def original_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -152,11 +152,20 @@ class MasterStore:
 
         An fp32 entry is the truth. An entry in the low format says nothing about the low bits: elements of `p` that
         round to it keep their master, the others take the entry.
+
+        torch then copies what is returned into `p`, where it lies already. That counts as a change of `p`, and to adopt
+        it would lose what is left of values that round to zero or infinity: tell `loaded` once it is done.
         """
         if p in self and value.dtype is self.low:
             value = self._reconciled(self.full(p), value.to(p.device))
         self.write(p, value)
         return p.detach()
+
+    def loaded(self, p: Parameter) -> None:
+        """Takes one write to `p` since `load` for torch's copy of what `load` returned; more are a change of `p`."""
+        entry = self._entries.get(id(p))
+        if entry is not None and p._version == entry.version + 1:
+            entry.version = p._version
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
@@ -218,6 +227,8 @@ class MasterStore:
 
 def _without_remainder(weight: Tensor) -> Tensor:
     """Returns which elements of a changed weight are exact, as the remainder of another value would spoil them."""
+    if weight.dtype is torch.bfloat16:  # its bits: on a CPU that flushes subnormals they compare equal to zero
+        return (weight.view(torch.int16) << 1 == 0) | ~weight.isfinite()
     return (weight == 0) | ~weight.isfinite()
 
 

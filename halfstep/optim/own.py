@@ -27,7 +27,7 @@ class OwnStepper:
     """Updates the parameters of a torch Adam, AdamW or SGD without its `step`, and without a host read.
 
     State has torch's names and is fp32 for low weights. A parameter that no update has reached has no state in
-    `optimizer.state_dict()`, as in torch, also after skipped steps.
+    `optimizer.state_dict()`, as in torch, also after skipped steps; but what `prepare` made is there.
 
     Step hooks find true fp32 gradients in `p.grad`, and the update takes what the pre-hooks leave there. They run on
     every step, a skipped one too: whether it is one is known on the device only.
@@ -50,6 +50,7 @@ class OwnStepper:
         self._scratch = Scratch()
         self._fresh: dict[Parameter, tuple[Tensor, Tensor]] = {}  # first momentum and its flag: 1 until an update
         self._arranged: Arranged | None = None
+        self._prepared = False  # since the last step
         self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
@@ -62,6 +63,15 @@ class OwnStepper:
             self._step_with_hooks(params, grads, factor, found)
         else:
             self._step(params, grads, factor, found)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Makes the state of the parameters with a gradient as it is before an update, and shows it until a step."""
+        optimizer = self._optimizer
+        params = [p for p in self._members() if p.grad is not None]
+        grads = [resolved(p.grad) for p in params if p.grad is not None]
+        self._arrange(params, grads, [options_of(optimizer, group) for group in optimizer.param_groups])
+        self._prepared = True
 
     def close(self) -> None:
         """Takes the hook off, drops state that no update has reached and puts step counts where torch has them."""
@@ -95,6 +105,7 @@ class OwnStepper:
         optimizer = self._optimizer
         all_options = [options_of(optimizer, group) for group in optimizer.param_groups]
         self._store.adopt_changed(params)
+        self._prepared = False
         with torch.no_grad():
             arranged = self._arranged
             if arranged is None or not arranged.take(params, grads, all_options, optimizer):
@@ -225,6 +236,8 @@ class OwnStepper:
         return unreached
 
     def _without_unreached_state(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+        if self._prepared:
+            return state_dict
         unreached = set(self._unreached())
         indices = {i for i, p in enumerate(self._members()) if p in unreached}
         state = {key: value for key, value in state_dict["state"].items() if key not in indices}

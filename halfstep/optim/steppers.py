@@ -36,6 +36,10 @@ class Stepper(Protocol):
         """
         ...
 
+    def prepare(self) -> None:
+        """Makes the state that a first update of the parameters with a gradient needs, for who reads or loads it."""
+        ...
+
     def close(self) -> None:
         """Takes off what the stepper attached to the optimizer."""
         ...
@@ -53,6 +57,10 @@ class PlainStepper:
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         """Steps the optimizer; no argument is used, because nothing is scaled and nothing is skipped."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's wrapper may stand above the guard
+        original_step(self._optimizer)()
+
+    def prepare(self) -> None:
+        """Steps the optimizer, as torch does for that."""
         original_step(self._optimizer)()
 
     def close(self) -> None:

@@ -118,11 +118,11 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
     if part.layout == "copy":
         torch._foreach_copy_(views, full)
     bits = flat.view(torch.int32)
+    _, bit_views = scratch.views("full", torch.int32, full)
     if part.layout == "split":
-        _, bit_views = scratch.views("full", torch.int32, full)
         torch._foreach_copy_(part.extras, bit_views)  # integers are cast by dropping the high bits
-    bits.add_(0x8000).bitwise_and_(-0x10000)  # round_half_away; the cast below is then exact
-    torch._foreach_copy_(part.weights, views)
+    bits.add_(0x8000).bitwise_right_shift_(16)  # round_half_away, as bits: a cast of floats would make all NaN one
+    torch._foreach_copy_([weight.view(torch.int16) for weight in part.weights], bit_views)
 
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.

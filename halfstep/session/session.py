@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark
-from halfstep.cast.modules import cast_buffers, keep_checkpoints_full
+from halfstep.cast.modules import cast_buffers, keep_checkpoints_full, keep_parameters
 from halfstep.diagnose.blame import Held, blame
 from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.errors import ObserveError, SessionError
@@ -160,6 +160,8 @@ class Session:
                 yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
+        if not self._plain:
+            self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
         if formats.param is None or formats.param is FP32:
@@ -189,7 +191,7 @@ class Session:
             self._undo.callback(part.ledger.close)
             self._undo.callback(exact_state_loading(optimizer))
             if not part.needs_closure:
-                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS))
+                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         return part
 
     def _is_reduced(self) -> bool:
@@ -346,7 +348,11 @@ class Session:
         for held in seen:
             self._probes.read(held.params, held.grads, held.carried)
         if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_([p for part in parts for p in part.parameters()], max_norm)
+            mine = {id(p) for part in parts for p in part.parameters()}
+            ordered = [p for root in self._roots for p in root.parameters() if id(p) in mine]
+            norm = nn.utils.clip_grad_norm_(
+                ordered, max_norm
+            )  # a sum's bits depend on its order: the model's, as usual
         false = torch.zeros((), dtype=torch.bool, device=self._device)
         for index, part in enumerate(parts):
             with self._updating(part, seen[index], None, false) if seen else nullcontext():

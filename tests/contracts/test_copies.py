@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import pickle
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -71,6 +73,77 @@ def test_a_saved_model_is_an_ordinary_fp32_one(name, low, tmp_path):
     for key, value in loaded.state_dict().items():
         assert torch.equal(value, state[key]), key
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"model": m}, lambda m: nn.Sequential(m)])
+def test_a_saved_model_loads_with_weights_only_as_torchs_does(name, wrap):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low="bf16")
+    buffer = io.BytesIO()
+    torch.save(wrap(model), buffer)
+    buffer.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.LayerNorm, nn.BatchNorm1d, set]):
+        loaded = torch.load(buffer, weights_only=True)
+    loaded = loaded["model"] if isinstance(loaded, dict) else loaded
+    loaded = loaded[0] if isinstance(loaded[0], nn.Sequential) else loaded
+    assert type(loaded) is nn.Sequential
+    assert [p.dtype for p in loaded.parameters()] == [torch.float32] * 6
+    state = model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in loaded.state_dict().items())
+    session.close()
+
+
+class Named(nn.Module):
+    """A model whose forward asks for its class, as logging and registries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) * len(self.__class__.__name__)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("pickler", [pickle.Pickler, pickle._Pickler])
+def test_a_pickled_model_goes_on_in_its_session(protocol, pickler):
+    model = Named()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    entered = type(model)
+    buffer = io.BytesIO()
+    pickler(buffer, protocol).dump([model, model])
+    assert type(model) is model.__class__ is entered
+    first, second = pickle.loads(buffer.getvalue())
+    assert first is second
+    assert type(first) is Named
+    assert model(torch.ones(2, 4)).shape == (2, 4)
+    session.close()
+    assert type(model) is model.__class__ is Named
+
+
+def test_another_thread_sees_the_class_of_a_model_that_is_being_pickled():
+    model = Named()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    seen = []
+    model.__reduce_ex__(2)
+    thread = threading.Thread(target=lambda: seen.append(model.__class__))
+    thread.start()
+    thread.join()
+    assert seen == [type(model)]
+    assert model.__class__ is Named  # what the pickler looks at, once
+    assert model.__class__ is type(model)
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_a_compiled_model_that_asks_for_its_class_goes_as_before(name):
+    model = Named()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low="bf16")
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+    session.close()
 
 
 def test_a_saved_model_loads_where_halfstep_is_not_installed(tmp_path):
@@ -151,5 +224,5 @@ def test_a_pickled_model_and_its_parts_bear_no_mark(name):
         buffer = io.BytesIO()
         torch.save(module, buffer)
         buffer.seek(0)
-        assert torch.load(buffer, weights_only=False).__dict__.get("_halfstep_session") is None
+        assert not torch.load(buffer, weights_only=False).__dict__.get("_halfstep_session")
     session.close()

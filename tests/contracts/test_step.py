@@ -196,3 +196,28 @@ def test_a_step_counts_as_one_for_schedulers(recwarn):
     scheduler.step()
     assert [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)] == []
     session.close()
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+def test_o0_clips_bit_identically_to_torch_however_groups_order_the_parameters(reorder):
+    def start():
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(11, 11), nn.LayerNorm(11)) for _ in range(12)])
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed}] if reorder else model.parameters()
+        return model, torch.optim.AdamW(groups, lr=1e-2)
+
+    ours, theirs = start(), start()
+    session = halfstep.initialize(*ours, "O0")
+    for seed in range(20):
+        x = torch.randn(7, 11, generator=torch.Generator().manual_seed(seed))
+        for model, optimizer in (ours, theirs):
+            optimizer.zero_grad()
+            loss = (model(x) * torch.arange(11)).square().mean()
+            loss.backward() if model is theirs[0] else session.backward(loss)
+        norm = nn.utils.clip_grad_norm_(theirs[0].parameters(), 0.1)
+        theirs[1].step()
+        assert torch.equal(session.step(max_norm=0.1).grad_norm, norm)
+    assert all(torch.equal(p, q) for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True))
+    session.close()

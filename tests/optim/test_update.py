@@ -5,7 +5,8 @@ import torch
 from torch.optim import SGD, Adam
 
 from halfstep.kernels.batch import Batch, Scratch
-from halfstep.optim.own import options_of
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.own import OwnStepper, options_of
 from halfstep.optim.update import IMPLEMENTATIONS
 from tests.optim.cases import ADAMS, FALSE, HERE, OWN, SGDS, TRUE, assert_same_bits, gradients, own_run, parameters
 
@@ -265,3 +266,26 @@ def test_a_skipped_first_step_is_as_if_it_had_not_been(cls, options, kind, imple
         for run in runs:
             run.step(gradients(run.params, seed))
     assert_same_bits(runs[0].everything(), runs[1].everything())
+
+
+@EACH_IMPLEMENTATION
+@pytest.mark.parametrize("layout", ["split", "copy"])
+def test_a_skipped_step_keeps_every_pattern_of_a_weight(implementation, layout):
+    """Every high half of an fp32 number, with low halves at both sides of where rounding changes."""
+    high = torch.arange(2**16, dtype=torch.int32) << 16
+    full = (high[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).view(torch.float32)
+    p = torch.nn.Parameter(full.clone())
+    store = MasterStore(layout, torch.bfloat16)
+    store.track(p)
+    stored = p.detach().clone()
+    table = {implementation: IMPLEMENTATIONS[implementation]}
+    if not table[implementation].fits(Batch(layout, [p.detach()], [store.extra(p)], [], {}), options_of_sgd()):
+        pytest.skip(f"{implementation} takes no {layout} weights")
+    stepper = OwnStepper(SGD([p], lr=0.1), store, table)
+    stepper.step([p], [torch.ones_like(p)], None, TRUE)
+    assert_same_bits([p.detach(), store.full(p)], [stored, full])
+
+
+def options_of_sgd():
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    return options_of(optimizer, optimizer.param_groups[0])
