@@ -75,6 +75,7 @@ class Status:
     nonfinite_parameters: tuple[str, ...]
     memory: dict[str, int]
     nonfinite_gradients: tuple[str, ...] = ()
+    spoiled_by: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         scales = ", ".join(

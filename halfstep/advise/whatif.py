@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from halfstep.cast.enter import owners
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.formats import BF16, FP32, Format, as_format
-from halfstep.observe.alone import wrappers_of
 from halfstep.observe.backward import watching_gradients
 from halfstep.observe.replay import leaves_kept, untouched
 from halfstep.observe.rounding import rounded
@@ -32,6 +31,7 @@ from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.plan.tied import together
+from halfstep.processes import wrappers_of
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.initialize import initialize
