@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 from halfstep.errors import SessionError, SetupError
 
 T = TypeVar("T")
+LAG = 8  # steps
 LOSSES = 8  # flags for losses in the sum; a later loss shares the last one
 
 
@@ -33,14 +35,15 @@ class Findings:
     """What one process knows of a step's gradients and losses, or, once it is summed, all of them together.
 
     `norm` is the L2 norm of the true gradients (0-dim fp32). The others are bool: `gradients` has a flag for each
-    parameter of the step whose gradient is not finite, `losses` (`LOSSES` long) one for each loss that overflowed, and
-    `processes` one for each process in which a loss did.
+    parameter of the step whose gradient is not finite, `losses` (`LOSSES` long) one for each loss that overflowed,
+    `processes` one for each process in which a loss did, and `stops` one for each process that wants all to stop.
     """
 
     norm: Tensor
     gradients: Tensor
     losses: Tensor
     processes: Tensor
+    stops: Tensor
 
     def packed(self) -> Tensor:
         """Returns one float64 vector: the norm's share of the mean square, then the flags.
@@ -49,13 +52,42 @@ class Findings:
         exact in float64, and n shares and their sum are off by less than n units in 2**53.
         """
         share = self.norm.double().square().div_(len(self.processes)).view(1)
-        return torch.cat((share, self.gradients, self.losses, self.processes))
+        return torch.cat((share, self.gradients, self.losses, self.processes, self.stops))
 
     def unpacked(self, total: Tensor) -> Findings:
         """Returns what a sum of `packed` vectors says; norms that differ count with the root of their mean square."""
-        sizes = [1, len(self.gradients), len(self.losses), len(self.processes)]
-        square, gradients, losses, processes = torch.split(total, sizes)
-        return Findings(square.view(()).sqrt().float(), gradients > 0, losses > 0, processes > 0)
+        flags = (self.gradients, self.losses, self.processes, self.stops)
+        square, *sums = torch.split(total, [1, *map(len, flags)])
+        return Findings(square.view(()).sqrt().float(), *(each > 0 for each in sums))
+
+
+class LateNumbers:
+    """Which flags are set, read on the host in the same step in every process, and without waiting for that step.
+
+    On a CPU that is at once; elsewhere `LAG` steps later, which is further than a host runs ahead of its device.
+    """
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def read(self, flags: Tensor) -> list[int]:
+        """Takes the flags of a step and returns the numbers of those set in the step that has come."""
+        if flags.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return []
+            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            host.copy_(flags, non_blocking=True)
+            event.record()
+            self._coming.append((host, event))
+            if len(self._coming) <= LAG:
+                return []
+            flags, event = self._coming.popleft()
+            event.synchronize()
+        found = [number for number, flag in enumerate(flags.tolist()) if flag]
+        if found:
+            self._coming.clear()  # who wanted it has been heard
+        return found
 
 
 class Replica(Protocol):

@@ -40,7 +40,7 @@ from halfstep.plan.fit import (
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
-from halfstep.processes import Replicas
+from halfstep.processes import LateNumbers, Replicas
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -120,6 +120,8 @@ class Session:
         shared = SharedState(plan, self._store, self._scales, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
+        self._late = LateNumbers()
+        self._stopping: list[int] = []  # processes whose verdict ends the step
         self._aside = Aside(
             self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
         )
@@ -127,7 +129,12 @@ class Session:
             self._open(optimizers)
             if self._parts and not self._plain:
                 self._guardian = Guardian(
-                    self._aside.subject(), self._aside.arm, self.tell, device=self._device, on_failure=on_failure
+                    self._aside.subject(),
+                    self._aside.arm,
+                    self.tell,
+                    device=self._device,
+                    on_failure=on_failure,
+                    together=self._replicas.summing,
                 )
                 self._undo.callback(self._guardian.close)
             self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
@@ -341,7 +348,7 @@ class Session:
         self._probes.stepped(self._steps, parts, self._stepping)
         if self._guardian is not None:
             scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
-            self._guardian.after_step(record, parts, scales)
+            self._guardian.after_step(record, parts, scales, self._stopping)
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -377,7 +384,8 @@ class Session:
             for reading, factor in zip(readings, factors, strict=True)
         ]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        agreed = agree(self._replicas, parts, collected, readings, norm)
+        stop = self._guardian is not None and self._guardian.pending is not None
+        agreed = agree(self._replicas, parts, collected, readings, norm, stop=stop)
         collected, readings, norm = agreed.collected, agreed.readings, agreed.norm
         found = readings[0].found
         for flag in (*(reading.found for reading in readings[1:]), *(held.found for held in collected)):
@@ -394,6 +402,7 @@ class Session:
                 part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
         self._overflows, self._spoiled = agreed.flags, agreed.processes
+        self._stopping = [] if agreed.stops is None else self._late.read(agreed.stops)
         self._last.update(last_steps(parts, collected, found))
         self._buffers.restore(found)
         if not self._constant_one:

@@ -56,7 +56,7 @@ class Agreed:
     """What decides on a step: the same in all processes that train together.
 
     `flags` has for the parameters of each part whether their gradients are not finite, `processes` for each process
-    whether one of its losses overflowed (None in one process alone).
+    whether one of its losses overflowed (None in one process alone), and `stops` whether it wants all to stop.
     """
 
     collected: list[Collected]
@@ -64,6 +64,7 @@ class Agreed:
     norm: Tensor
     flags: list[tuple[list[nn.Parameter], Tensor]]
     processes: Tensor | None
+    stops: Tensor | None
 
 
 def agree(
@@ -72,17 +73,24 @@ def agree(
     collected: list[Collected],
     readings: list[Reading],
     norm: Tensor,
+    *,
+    stop: bool,
 ) -> Agreed:
-    """Returns what was found in a step, in all processes where there are several that train together."""
+    """Returns what was found in a step, in all processes where there are several that train together.
+
+    `stop` tells them that this one wants all to stop.
+    """
     if not replicas.summing():
         flags = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
-        return Agreed(collected, readings, norm, flags, None)
+        return Agreed(collected, readings, norm, flags, None, None)
     params = [part.ledger.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
     ]
     losses = _losses(collected, norm.device)
-    own = Findings(norm, torch.cat(gradients), losses, replicas.is_own(norm.device) & losses.any())
+    here = replicas.is_own(norm.device)
+    stops = here if stop else torch.zeros_like(here)
+    own = Findings(norm, torch.cat(gradients), losses, here & losses.any(), stops)
     found = replicas.agree(own, [p for each in params for p in each])
     flags = list(zip(params, torch.split(found.gradients, list(map(len, params))), strict=True))
     return Agreed(
@@ -91,6 +99,7 @@ def agree(
         found.norm,
         flags,
         found.processes,
+        found.stops,
     )
 
 
