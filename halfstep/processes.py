@@ -328,7 +328,7 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     if not group_is_open():
         return []
     own = {id(p) for root in roots for p in root.parameters()}
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    wrappers = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     return [each for each in wrappers if any(id(p) in own for p in each.parameters())]
 
 

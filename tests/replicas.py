@@ -353,7 +353,6 @@ def work(rank, path, size, cases):
     try:
         for name, (function, arguments) in cases.items():
             found[name] = function(rank, *arguments)
-            gc.collect()
     finally:
         gc.collect()  # as in the fixture `process_group`
         torch.distributed.destroy_process_group()

@@ -166,7 +166,7 @@ class Session:
         self._undo.callback(gates)
         if not self._plain:
             self._undo.callback(self._replicas.close)
-            self._replicas.open(search=bool(self._parts))
+            self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
 
     def _modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module once with what the assignment gives it; models may share modules."""
