@@ -69,7 +69,8 @@ class Status:
 
     `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies or
     remainders), gradients and optimizer state. `nonfinite_gradients` names the parameters whose gradients were infinite
-    or NaN in the last step, which was skipped for them.
+    or NaN in the last step, which was skipped for them, `spoiled_by` the processes whose own loss was (empty where one
+    process trains alone, and within `join()`).
     """
 
     level: str
@@ -80,6 +81,7 @@ class Status:
     nonfinite_parameters: tuple[str, ...]
     memory: dict[str, int]
     nonfinite_gradients: tuple[str, ...] = ()
+    spoiled_by: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         scales = ", ".join(

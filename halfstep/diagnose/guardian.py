@@ -156,6 +156,9 @@ class Guardian:
     `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, the next ones are recorded, one
     at a time, until one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which
     is normal, from what it does not.
+
+    Where processes train `together`, one that raised alone would leave the others waiting for it. So what it has to
+    raise is `pending` until they have been told, and all raise at the end of the same step.
     """
 
     def __init__(
@@ -166,9 +169,12 @@ class Guardian:
         *,
         device: torch.device,
         on_failure: OnFailure,
+        together: Callable[[], bool] = lambda: False,
     ) -> None:
         self._subject, self._arm, self._tell = subject, arm, tell
         self._on_failure = on_failure
+        self._together = together
+        self.pending: NumericsError | None = None
         scaling = subject.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
         self._counter = Counter(device, self._floor)
@@ -185,14 +191,24 @@ class Guardian:
             recorder = self._armed[0].recorder
             recorder.carried.append((len(recorder.notes), scale.detach().clone()))
 
-    def after_step(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
+    def after_step(
+        self,
+        record: StepRecord,
+        parts: Sequence[Stepped],
+        scales: Mapping[int, Tensor],
+        stopping: Sequence[int] = (),
+    ) -> None:
         """Looks at the counters where it is time, or at what was recorded.
 
-        `parts` have stepped, on gradients of the losses of `scales`, which has the loss scale of each by its id.
+        `parts` have stepped, on gradients of the losses of `scales`, which has the loss scale of each by its id. The
+        processes that are `stopping` have told all others that they have something to raise.
 
         Raises:
-            NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure.
+            NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
+                another process.
         """
+        if stopping or (self.pending is not None and not self._together()):
+            self._stop(stopping, record.step)
         if self._armed is not None:
             self._after_recorded(self._armed[0], record, parts, scales)
             return
@@ -330,9 +346,21 @@ class Guardian:
         self._said.add(key)
         self._tell(verdict)
         text = f"step {step} was skipped like those before it{about_scale}\n{verdict}"
-        if self._on_failure == "raise":
+        if self._on_failure == "raise" and not self._together():
             raise NumericsError(text, verdict)
+        if self._on_failure == "raise":
+            self.pending = NumericsError(text, verdict)
         _LOG.warning(text)
+
+    def _stop(self, stopping: Sequence[int], step: int) -> None:
+        """Raises what is pending, or what says who has more to say."""
+        self.close()
+        error, self.pending = self.pending, None
+        if error is None:
+            verdict = of_another(stopping)
+            self._tell(verdict)
+            error = NumericsError(f"step {step} was skipped like those before it\n{verdict}", verdict)
+        raise error
 
 
 def _take_off(recorder: Watching, thread: int) -> None:

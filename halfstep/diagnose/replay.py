@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import SessionError
-from halfstep.observe.alone import alone
 from halfstep.observe.badness import unwrapped
+from halfstep.processes import alone
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, deque, dict, set)  # what a model may change in place

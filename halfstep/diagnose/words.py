@@ -44,6 +44,13 @@ _NO_VALUE = (
 )  # operations, and what is to be done where they have no value in any format
 
 
+def of_another(processes: Sequence[int]) -> Verdict:
+    """Returns the verdict of a process that has found nothing itself on what these others have."""
+    who = ", ".join(map(str, processes))
+    evidence = f"process {who} found in its own step what makes all of them skip"
+    return Verdict("", "all_reduce", "backward", OTHERS, None, (), evidence, _OF_TENSORS[OTHERS])
+
+
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
     """Returns the verdict on a failure under a plan, with the edits that cure it."""
     return Verdict(

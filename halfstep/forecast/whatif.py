@@ -22,7 +22,6 @@ from halfstep.forecast.watch import Place, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
-from halfstep.observe.alone import wrappers_of
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import check_models, check_optimizers
@@ -34,6 +33,7 @@ from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.plan.tied import together
+from halfstep.processes import wrappers_of
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session

@@ -177,12 +177,15 @@ class MasterStore:
             _set_data(p, self.full(p))
             del self._entries[id(p)]
 
-    def note(self, params: Iterable[Parameter]) -> None:
-        """Remembers that tracked weights are now as the store or their update wrote them."""
+    def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
+        """Remembers that tracked weights are now as the store or their update wrote them.
+
+        They still are after so many `writes_to_come` of the same values (one counted in-place write each).
+        """
         for p in params:
             entry = self._entries.get(id(p))
             if entry is not None:
-                entry.version = p._version
+                entry.version = p._version + writes_to_come
 
     def bytes(self) -> int:
         """Returns how many bytes the masters or remainders take."""

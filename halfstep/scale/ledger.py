@@ -146,7 +146,7 @@ class GradientLedger:
         """Returns the gradients for one step, and what is known of them."""
         params: list[Parameter] = []
         grads: list[Tensor] = []
-        for param in self._distinct():
+        for param in self.parameters():
             grad = param.grad
             if grad is not None:
                 params.append(param)
@@ -175,11 +175,12 @@ class GradientLedger:
         self._scale, self._source, self._true = self._one, None, False
         self._mark = None
 
-    def _distinct(self) -> Iterable[Parameter]:
-        return {id(param): param for param in self._params()}.values()
+    def parameters(self) -> list[Parameter]:
+        """Returns the parameters that it has now, each once."""
+        return list({id(param): param for param in self._params()}.values())
 
     def _held(self) -> list[Parameter]:
-        return [param for param in self._distinct() if param.grad is not None]
+        return [param for param in self.parameters() if param.grad is not None]
 
     def _carry(self, scale: Tensor) -> None:
         """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""

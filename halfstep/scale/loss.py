@@ -64,6 +64,12 @@ def overflowed(loss: Tensor) -> Tensor:
     return bad.any() if bad.dim() else bad
 
 
+def poisoned(loss: Tensor) -> Tensor:
+    """Returns the loss, whose gradients are NaN where it is not finite; those of a finite one stay bit for bit."""
+    nothing = (loss - loss).detach()
+    return loss * (nothing + 1)
+
+
 def wide(loss: Tensor) -> Tensor:
     """Returns a loss in a format that takes any loss scale: fp32, or float64 where it is that."""
     return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()

@@ -24,7 +24,6 @@ from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.kernels.batch import Scratch
 from halfstep.machine import Processor
-from halfstep.observe.alone import group_is_open, wrappers_of
 from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step
@@ -42,6 +41,7 @@ from halfstep.plan.fit import (
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
+from halfstep.processes import LateNumbers, Replicas
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -54,11 +54,20 @@ from halfstep.records import (
 )
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected
-from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, overflowed, pair_outputs, scaled, true_gradient
+from halfstep.scale.loss import (
+    FP16_LOSS_CEILING,
+    check_loss,
+    overflowed,
+    pair_outputs,
+    poisoned,
+    scaled,
+    true_gradient,
+)
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.aside import Aside
 from halfstep.session.parts import LastStep, Part, last_steps, make_part, memory_of, parts_to_step
+from halfstep.session.together import SharedState, agree
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -111,7 +120,11 @@ class Session:
         self._guardian: Guardian | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
-        self._reduced: bool | None = None  # not known yet
+        shared = SharedState(plan, self._store, self._scales, self._name_of, self._replaced)
+        self._replicas = Replicas(roots, shared)
+        self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
+        self._late = LateNumbers()
+        self._stopping: list[int] = []  # processes whose verdict ends the step
         self._aside = Aside(
             self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
         )
@@ -119,7 +132,12 @@ class Session:
             self._open(optimizers)
             if self._parts and not self._plain:
                 self._guardian = Guardian(
-                    self._aside.subject(), self._aside.arm, self.tell, device=self._device, on_failure=on_failure
+                    self._aside.subject(),
+                    self._aside.arm,
+                    self.tell,
+                    device=self._device,
+                    on_failure=on_failure,
+                    together=self._replicas.summing,
                 )
                 self._undo.callback(self._guardian.close)
             self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
@@ -149,6 +167,9 @@ class Session:
             look=self._look_for_fp16_losses if caps else None,
         )
         self._undo.callback(gates)
+        if not self._plain:
+            self._undo.callback(self._replicas.close)
+            self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
 
     def _modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module once with what the assignment gives it; models may share modules."""
@@ -183,7 +204,7 @@ class Session:
             self._store,
             plain=self._plain,
             full_accumulate=self.plan.param == "low",
-            reduced=self._is_reduced,
+            reduced=lambda: self._replicas.reduced,
             name_of=self._name_of,
         )
         self._undo.callback(part.stepper.close)
@@ -194,11 +215,10 @@ class Session:
                 self._undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         return part
 
-    def _is_reduced(self) -> bool:
-        """Tells whether DistributedDataParallel reduces the gradients; looked for once in a process group."""
-        if self._reduced is None and group_is_open():
-            self._reduced = bool(wrappers_of(self._roots))
-        return bool(self._reduced)
+    def _replaced(self) -> None:
+        """Takes note that weights and buffers are another process's from now on."""
+        self._casting.weights_changed()
+        self._buffers.after_step()
 
     def _look_for_fp16_losses(self, value: Tensor) -> Tensor:
         if value.dtype is torch.float16 and value.dim() == 0 and value.requires_grad:
@@ -244,7 +264,7 @@ class Session:
             part.ledger.before_backward(loss_id, scale.value)
         try:
             with self._casting.backward():
-                scaled(loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+                scaled(poisoned(loss) if self._replicas.joining else loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             for part in self._parts:
                 part.ledger.undo_backward()
@@ -334,7 +354,7 @@ class Session:
         self._probes.stepped(self._steps, parts, self._stepping)
         if self._guardian is not None:
             scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
-            self._guardian.after_step(record, parts, scales)
+            self._guardian.after_step(record, parts, scales, self._stopping)
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -374,6 +394,9 @@ class Session:
             for reading, factor in zip(readings, factors, strict=True)
         ]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        stop = self._guardian is not None and self._guardian.pending is not None
+        agreed = agree(self._replicas, parts, collected, readings, norm, stop=stop)
+        collected, readings, norm = agreed.collected, agreed.readings, agreed.norm
         found = readings[0].found
         for flag in (*(reading.found for reading in readings[1:]), *(held.found for held in collected)):
             if flag is not None:
@@ -388,7 +411,8 @@ class Session:
             with self._updating(part, held, factor, found) if looking else nullcontext():
                 part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
-        self._overflows = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
+        self._overflows, self._spoiled = agreed.flags, agreed.processes
+        self._stopping = [] if agreed.stops is None else self._late.read(agreed.stops)
         self._last.update(last_steps(parts, collected, found))
         self._buffers.restore(found)
         if not self._constant_one:
@@ -480,6 +504,7 @@ class Session:
             scales=self._scales.read_all(),
             nonfinite_parameters=tuple(bad),
             nonfinite_gradients=self._nonfinite_gradients(),
+            spoiled_by=() if self._spoiled is None else tuple(self._spoiled.nonzero().flatten().tolist()),
             memory=memory_of(parameters, optimizers, masters=self._store.bytes()),
         )
 

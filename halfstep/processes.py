@@ -1,0 +1,365 @@
+"""Several processes that train one model: who reduces their gradients, what they agree on, and the one sum of a step.
+
+The only file that knows DistributedDataParallel and collective operations.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from halfstep.errors import SessionError, SetupError
+
+T = TypeVar("T")
+LAG = 8  # steps
+LOSSES = 8  # flags for losses in the sum; a later loss shares the last one
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one process knows of a step's gradients and losses, or, once it is summed, all of them together.
+
+    `norm` is the L2 norm of the true gradients (0-dim fp32). The others are bool: `gradients` has a flag for each
+    parameter of the step whose gradient is not finite, `losses` (`LOSSES` long) one for each loss that overflowed,
+    `processes` one for each process in which a loss did, and `stops` one for each process that wants all to stop.
+    """
+
+    norm: Tensor
+    gradients: Tensor
+    losses: Tensor
+    processes: Tensor
+    stops: Tensor
+
+    def packed(self) -> Tensor:
+        """Returns one float64 vector: the norm's share of the mean square, then the flags.
+
+        Where all norms are the same fp32 number, what `unpacked` takes from the sum is that number: its square is
+        exact in float64, and n shares and their sum are off by less than n units in 2**53.
+        """
+        share = self.norm.double().square().div_(len(self.processes)).view(1)
+        return torch.cat((share, self.gradients, self.losses, self.processes, self.stops))
+
+    def unpacked(self, total: Tensor) -> Findings:
+        """Returns what a sum of `packed` vectors says; norms that differ count with the root of their mean square."""
+        flags = (self.gradients, self.losses, self.processes, self.stops)
+        square, *sums = torch.split(total, [1, *map(len, flags)])
+        return Findings(square.view(()).sqrt().float(), *(each > 0 for each in sums))
+
+
+class LateNumbers:
+    """Which flags are set, read on the host in the same step in every process, and without waiting for that step.
+
+    On a CPU that is at once; elsewhere `LAG` steps later, which is further than a host runs ahead of its device.
+    """
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def read(self, flags: Tensor) -> list[int]:
+        """Takes the flags of a step and returns the numbers of those set in the step that has come."""
+        if flags.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return []
+            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            host.copy_(flags, non_blocking=True)
+            event.record()
+            self._coming.append((host, event))
+            if len(self._coming) <= LAG:
+                return []
+            flags, event = self._coming.popleft()
+            event.synchronize()
+        found = [number for number, flag in enumerate(flags.tolist()) if flag]
+        if found:
+            self._coming.clear()  # who wanted it has been heard
+        return found
+
+
+class Replica(Protocol):
+    """What is to be the same in all processes, as a session gives it."""
+
+    def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """Returns in words what the processes must have in common to train these parameters, a line for each fact."""
+
+    def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns the memory that holds the values of those of these parameters that are not all in themselves."""
+
+    def state(self) -> Any:
+        """Returns further state that is to be the same, as plain values."""
+
+    def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
+        """Goes on from another process's state, which has been written into what is held of these parameters.
+
+        `sent_again`: their stored forms will be written once more, with the same values.
+        """
+
+
+class Replicas:
+    """The processes that train a session's models together, each on a replica; this process alone until they are.
+
+    A wrapper of torch's DistributedDataParallel makes them so, for good: whether a process sums may not hang on when
+    its garbage is collected. Torch tells of each wrapper when it is made (`register_module_module_registration_hook`);
+    those made before `open` are looked for.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], replica: Replica) -> None:
+        self._roots = list(roots)
+        self._replica = replica
+        self._group: dist.ProcessGroup | None = None
+        self._join: weakref.ref[DistributedDataParallel] | None = None  # who has begun one
+        self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
+        self._is_own: Tensor | None = None
+        self._undo = ExitStack()
+
+    def open(self, *, search: bool) -> None:
+        """Takes note of wrappers from now on; `search` looks for those that were made before, too."""
+        own = weakref.ref(self)
+
+        def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+            replicas = own()
+            if replicas is not None and isinstance(owner, DistributedDataParallel) and name == "module":
+                replicas._wrapped(owner, module)
+
+        handle = register_module_module_registration_hook(registered)
+        self._undo.callback(handle.remove)
+        weakref.finalize(self, handle.remove).atexit = False  # of a session that is never closed
+        if search and group_is_open():
+            gc.collect()  # a wrapper that is gone already would be found in one process and not in another
+            for wrapper in wrappers_of(self._roots):
+                self._attach(wrapper)
+
+    def close(self) -> None:
+        """Takes note of nothing more, and leaves torch's own hooks on the wrappers."""
+        self._undo.close()
+
+    @property
+    def reduced(self) -> bool:
+        """Whether gradients are reduced over processes, in the format in which their parameters are stored."""
+        return self._group is not None
+
+    @property
+    def joining(self) -> bool:
+        """Whether processes may have run out of data, within `join()` of a wrapper: they do not answer a sum.
+
+        They answer the collective operations of DistributedDataParallel alone. So what its reduction brings is all that
+        the others learn of each other.
+        """
+        wrapper = None if self._join is None else self._join()
+        return wrapper is not None and wrapper._join_config.enable
+
+    def is_own(self, device: torch.device) -> Tensor:
+        """Returns which of the processes is this one (bool, one for each); the same tensor each time."""
+        if self._is_own is None or self._is_own.device != device:
+            numbers = torch.arange(dist.get_world_size(self._group), device=device)
+            self._is_own = numbers == dist.get_rank(self._group)
+        return self._is_own
+
+    def summing(self) -> bool:
+        """Tells whether a step asks the other processes."""
+        return self._group is not None and not self.joining and group_is_open()
+
+    def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
+        """Returns what all processes together found in a step that updates these parameters: one all-reduce.
+
+        Raises:
+            SessionError: what they train differs between processes; looked at when parameters first come.
+        """
+        if (key := tuple(map(id, parameters))) not in self._agreed:
+            self._compare(parameters)
+            self._agreed.add(key)
+        total = own.packed()
+        dist.all_reduce(total, group=self._group)
+        return own.unpacked(total)
+
+    def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module | None) -> None:
+        """Hands on what the first process holds of the parameters whose stored form the wrapper is about to send."""
+        shared = [] if module is None else self._shared(wrapper, module)
+        if shared:
+            self._attach(wrapper)
+            if _sends_weights(sys._getframe()):
+                self._hand_on(shared, 0, sent_again=True)
+
+    def _attach(self, wrapper: DistributedDataParallel) -> None:
+        if self._group is not None and self._group != wrapper.process_group:
+            raise SetupError(
+                "the models of one session are wrapped in DistributedDataParallel over different process groups; give "
+                "all of them the same process_group, or each model a session of its own"
+            )
+        self._group, self._is_own = wrapper.process_group, None
+        self._undo.callback(_Join(wrapper, self).attach())
+
+    def begin_join(self, wrapper: DistributedDataParallel) -> None:
+        """Says that processes may from now on run out of data at different times."""
+        self._join = weakref.ref(wrapper)
+
+    def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
+        """Hands on what the last process that had data holds; torch sends the stored weights of one of the last."""
+        self._join = None
+        last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=self._group)
+        self._hand_on(self._shared(wrapper, wrapper.module), int(last), sent_again=False)
+
+    def _shared(self, wrapper: DistributedDataParallel, module: nn.Module) -> list[nn.Parameter]:
+        """Returns which of the session's parameters the wrapper of a module keeps alike."""
+        own = {id(p) for root in self._roots for p in root.parameters()}
+        ignored: set[str] = wrapper.parameters_to_ignore
+        return [p for name, p in module.named_parameters() if id(p) in own and name not in ignored]
+
+    @torch.no_grad()
+    def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
+        """Writes what a process holds of parameters into all others, bit for bit."""
+        states = self._compare(parameters)
+        for tensor in self._replica.held(parameters):
+            bits = tensor.detach()
+            if bits.dtype is torch.int16:  # which no backend sends
+                bits = bits.view(torch.bfloat16)
+            sent = bits.contiguous()
+            dist.broadcast(sent, group=self._group, group_src=source)
+            if sent.data_ptr() != bits.data_ptr():
+                bits.copy_(sent)
+        self._replica.adopt(states[source], parameters, sent_again=sent_again)
+
+    def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        """Returns the state of each process; waits for all of them.
+
+        Raises:
+            SessionError: they have not the same in common.
+        """
+        lines = self._replica.described(parameters)
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, (lines, self._replica.state()), group=self._group)
+        for rank, (theirs, _) in enumerate(found):
+            for other, first in zip(theirs, found[0][0], strict=False):
+                if other != first:
+                    raise _differing(rank, other, first)
+            if len(theirs) != len(found[0][0]):
+                raise _differing(rank, f"{len(theirs)} entries", f"{len(found[0][0])}")
+        return [state for _, state in found]
+
+
+class _Join:
+    """What stands in for a wrapper's `join_hook`; in copies and pickles of the wrapper it only passes on."""
+
+    def __init__(self, wrapper: DistributedDataParallel | None = None, replicas: Replicas | None = None) -> None:
+        self._wrapper = _weak(wrapper)
+        self._replicas = _weak(replicas)
+
+    def attach(self) -> Callable[[], None]:
+        """Puts itself on the wrapper and returns the undo."""
+        own = self._wrapper
+        if (wrapper := own()) is not None:
+            wrapper.__dict__["join_hook"] = self
+
+        def undo() -> None:
+            found = own()
+            if found is not None and found.__dict__.get("join_hook") is self:
+                del found.__dict__["join_hook"]
+
+        return undo
+
+    def __call__(self, **kwargs: Any) -> JoinHook:
+        """Returns torch's hook, followed by the session's."""
+        wrapper, replicas = self._wrapper(), self._replicas()
+        assert wrapper is not None  # whose attribute this is
+        hook: JoinHook = type(wrapper).join_hook(wrapper, **kwargs)  # type: ignore[no-untyped-call]
+        if replicas is None:
+            return hook
+        replicas.begin_join(wrapper)
+        return _Joined(hook, wrapper, replicas)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Join, (), self._wrapper()
+
+    def __setstate__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = _weak(wrapper)
+
+
+class _Joined(JoinHook):
+    """Torch's hook of a wrapper, after which a session hands on what it holds."""
+
+    def __init__(self, hook: JoinHook, wrapper: DistributedDataParallel, replicas: Replicas) -> None:
+        self._hook, self._wrapper, self._replicas = hook, wrapper, replicas
+
+    def main_hook(self) -> None:
+        """Answers one step of those that have data."""
+        self._hook.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Makes the replicas alike when nobody has data any more."""
+        self._hook.post_hook(is_last_joiner)
+        self._replicas.end_join(self._wrapper, is_last_joiner)
+
+
+@contextmanager
+def alone(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Takes DistributedDataParallel out of the way of models, whenever they were wrapped in it.
+
+    Calls of a wrapper go to its module, so that no buffer is sent, and its hooks on gradients wait for none. A replay
+    that took part in a reduction would be paired with the next step of the other processes.
+    """
+    with ExitStack() as stack:
+        for wrapper in wrappers_of(roots):
+            stack.callback(_pass_through(wrapper))
+        yield
+
+
+def group_is_open() -> bool:
+    """Tells whether this process is one of a group that trains together."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Returns who reduces gradients of the models' parameters; nobody but the garbage collector knows them all."""
+    if not group_is_open():
+        return []
+    own = {id(p) for root in roots for p in root.parameters()}
+    wrappers = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    return [each for each in wrappers if any(id(p) in own for p in each.parameters())]
+
+
+def _weak(value: T | None) -> Callable[[], T | None]:
+    return (lambda: None) if value is None else weakref.ref(value)
+
+
+def _sends_weights(frame: FrameType | None) -> bool:
+    """Tells whether the wrapper that is being made sends weights: its constructor's `init_sync`, which it keeps not."""
+    while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
+        frame = frame.f_back
+    return frame is None or bool(frame.f_locals.get("init_sync", True))
+
+
+def _differing(rank: int, theirs: str, first: str) -> SessionError:
+    return SessionError(
+        f"what is trained differs between processes: process {rank} has {theirs}, process 0 has {first}; make model, "
+        "optimizer and plan alike in all of them"
+    )
+
+
+def _pass_through(wrapper: DistributedDataParallel) -> Callable[[], None]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if wrapper.device_ids:
+            given, named = scatter_kwargs(args, kwargs, wrapper.device_ids)
+            args, kwargs = given[0], named[0]
+        return wrapper.module(*args, **kwargs)
+
+    wrapper.__dict__["forward"] = forward
+
+    def undo() -> None:
+        wrapper.__dict__.pop("forward", None)
+
+    return undo

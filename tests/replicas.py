@@ -1,0 +1,365 @@
+"""Cases that several processes run together, each on a replica; `run` returns what each of them found."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import gc
+import hashlib
+import json
+import logging
+import pickle
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import halfstep
+from halfstep import NumericsError, Scaling
+from halfstep.errors import HalfstepError
+
+DDP = nn.parallel.DistributedDataParallel
+SETTINGS = {
+    "O0": ("O0", {}),
+    "O1 bf16": ("O1", {"low": "bf16"}),
+    "O1 fp16": ("O1", {"low": "fp16"}),
+    "O2 bf16 split": ("O2", {"low": "bf16", "master": "split"}),
+    "O2 bf16 copy": ("O2", {"low": "bf16", "master": "copy"}),
+    "O2 fp16": ("O2", {"low": "fp16"}),
+    "O3 bf16": ("O3", {"low": "bf16"}),
+    "O3 fp16": ("O3", {"low": "fp16"}),
+}
+MODES = ("seeds", "checkpoint", "infinite loss", "NaN gradient", "join")
+WRAPPINGS = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "view": {"gradient_as_bucket_view": True},
+}
+
+
+class Sent(TorchDispatchMode):
+    """Notes each collective operation and its bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.seen.append([func._schema.name, sum(t.nbytes for t in sent)])
+        return func(*args, **(kwargs or {}))
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batch(rank, step):
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    return inputs, (inputs[:, :4] * 0.5).tanh()
+
+
+def digest(tensors):
+    """Returns what two lists of tensors have in common only if all their bits are the same."""
+    data = b"".join(str((t.dtype, t.shape)).encode() + pickle.dumps(t.detach().float().numpy()) for t in tensors)
+    return hashlib.sha256(data).hexdigest()
+
+
+def weights(model):
+    return digest(model.state_dict().values())
+
+
+def opened(rank, setting, *, seed=None, optimizer=torch.optim.AdamW, **changes):
+    model = network(rank if seed is None else seed)
+    made = optimizer(model.parameters(), lr=1e-2)
+    level, kwargs = SETTINGS[setting]
+    return model, made, halfstep.initialize(model, made, level, **kwargs, **changes)
+
+
+def agreeing(rank, setting, mode, steps):
+    """Trains replicas that begin differently, and returns what has to be the same in all of them."""
+    model, optimizer, session = opened(rank, setting)
+    if mode == "checkpoint" and rank == 0:
+        model.load_state_dict({key: value * 1.1 + 0.01 for key, value in model.state_dict().items()})
+    before = weights(model)
+    wrapped = DDP(model)
+    found = {"wrapped": weights(model), "skips": [], "names": [], "norms": []}
+    with ExitStack() as stack:
+        if mode == "join":
+            stack.enter_context(wrapped.join())
+        for step in range(steps + (4 * rank if mode == "join" else 0)):
+            inputs, targets = batch(rank, step)
+            optimizer.zero_grad()
+            out = wrapped(inputs)
+            bad = rank == 1 and step == 2
+            if bad and mode == "NaN gradient" and setting != "O0":
+                out.register_hook(lambda g: g * torch.nan)
+            loss = (out - targets).square().mean()
+            session.backward(loss + torch.inf if bad and mode in ("infinite loss", "join") else loss)
+            record = session.step(max_norm=1.0)
+            if mode != "join":
+                found["skips"].append(bool(record.skipped))
+                found["norms"].append(float(record.grad_norm))
+            if step == 2:
+                found["names"] = session.status().nonfinite_gradients
+    status = session.status()
+    found |= {"stored": digest(model.parameters()), "state": weights(model), "scales": status.scales}
+    session.close()
+    found["closed"] = digest(model.parameters())
+    return found, before
+
+
+def wrapping(rank, setting, kwargs):
+    """Trains with accumulation and two losses a step through a wrapper; returns the weights."""
+    model, optimizer, session = opened(rank, setting)
+    wrapped = DDP(model, **WRAPPINGS[kwargs])
+    for step in range(4):
+        optimizer.zero_grad()
+        passes = [False, True] if kwargs != "static" else [True]
+        for reduced in passes:
+            inputs, targets = batch(rank, 2 * step + reduced)
+            with ExitStack() as stack:
+                if not reduced:
+                    stack.enter_context(wrapped.no_sync())
+                loss = (wrapped(inputs) - targets).square().mean()
+                spoiled = rank == 1 and step == 1 and reduced == passes[0]
+                session.backward(loss + torch.inf if spoiled else loss, loss_id=int(reduced))
+        session.step()
+    found = weights(model), session.status().scales, session.status().skipped
+    session.close()
+    return found
+
+
+def several(rank, setting):
+    """Trains two wrapped models with an optimizer each, stepped apart."""
+    models = [network(rank), network(rank + 5)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    level, kwargs = SETTINGS[setting]
+    session = halfstep.initialize(models, optimizers, level, **kwargs)
+    first, second = (DDP(model) for model in models)
+    for step in range(4):
+        inputs, targets = batch(rank, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        session.backward((first(inputs) - targets).square().mean() + (torch.inf if rank == step == 1 else 0.0))
+        session.step(optimizers[0])
+        loss = (second(inputs) - targets).square().mean()
+        session.backward(loss * torch.nan if step == 2 and rank == 0 else loss, loss_id=1)
+        session.step(optimizers[1], max_norm=0.5)
+    found = [weights(model) for model in models], session.status().scales, session.status().skipped
+    session.close()
+    return found
+
+
+def part_of_a_model(rank, setting):
+    """Wraps all but the last layer, whose gradients differ between processes; returns the weights of both."""
+    model, optimizer, session = opened(rank, setting)
+    body = DDP(model[:3])
+    norms = []
+    for step in range(4):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        with session.autocast():
+            out = model[3](body(inputs)).float()
+        session.backward((out - targets).square().mean())
+        norms.append(float(session.step(max_norm=0.1).grad_norm))
+    found = weights(model[:3]), norms, weights(model[3])
+    session.close()
+    return found
+
+
+def collectives(rank, setting):
+    """Returns what steps send: without a wrapper, the first with one, and a later one; and how many parameters."""
+    model, optimizer, session = opened(rank, setting)
+    wrapped = None
+    found = []
+    for step in range(3):
+        if step == 1:
+            wrapped = DDP(model)
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        session.backward(((model if wrapped is None else wrapped)(inputs) - targets).square().mean())
+        with Sent() as sent:
+            session.step(max_norm=1.0)
+        found.append(sent.seen)
+    count = len(list(model.parameters()))
+    session.close()
+    return found[0], found[2], count
+
+
+def spoiler(rank, size):
+    """Returns which processes had an infinite loss in a step, after it and after the next."""
+    model, optimizer, session = opened(rank, "O1 bf16")
+    wrapped = DDP(model)
+    found = []
+    for step in range(2):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        bad = step == 0 and rank in (size - 1, 1)
+        session.backward((wrapped(inputs) - targets).square().mean() + (torch.inf if bad else 0.0))
+        session.step()
+        found.append(session.status().spoiled_by)
+    session.close()
+    return found
+
+
+def stopping(rank):
+    """Trains on a loss that is infinite on rank 1 alone; returns the step that raised, and the verdict's kind."""
+    model, optimizer, session = opened(rank, "O1 bf16")
+    wrapped = DDP(model)
+    inputs, targets = batch(rank, 0)
+    try:
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = (wrapped(inputs) - targets).square().mean()
+            session.backward(loss + torch.log(torch.zeros(())) if rank == 1 else loss)
+            session.step()
+    except NumericsError as error:
+        return session.status().steps, error.verdict.kind, error.verdict.evidence
+    finally:
+        session.close()
+    return None
+
+
+def differing(rank, what):
+    """Wraps or steps what is not alike in the processes; returns the error."""
+    try:
+        if what == "plan":
+            model, optimizer, session = opened(0, "O2 bf16 split" if rank == 0 else "O2 bf16 copy")
+            DDP(model)
+        else:
+            model = network(0)
+            trained = list(model.parameters())[rank:]
+            optimizer = torch.optim.SGD(trained, lr=0.1)
+            session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+            wrapped = DDP(model)
+            session.backward(wrapped(batch(rank, 0)[0]).square().mean())
+            session.step()
+    except HalfstepError as error:
+        return str(error)
+    finally:
+        session.close()
+    return None
+
+
+def scaled(rank):
+    """Loads a session's state into rank 0 alone, before the model is wrapped; returns the scales."""
+    model, _, session = opened(rank, "O2 fp16", loss_scale=Scaling("dynamic", init=2.0**10))
+    state = session.state_dict()
+    state["scales"] = {"0": {"kind": "dynamic", "scale": 64.0, "clean_steps": 3, "overflows_left": 1}}
+    if rank == 0:
+        session.load_state_dict(state)
+    DDP(model)
+    found = session.state_dict()["scales"]
+    session.close()
+    return found
+
+
+def exact(rank, master):
+    """Wraps weights at the ends of fp32's range; returns whether rank 0's bits are everywhere, and stay in a save."""
+    values = torch.tensor([1e-42, -1e-42, 3.3999e38, -3.4e38, 0.0, -0.0, 1.0, 1.001, 2.0**-149])
+    model = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(values.view(3, 3) if rank == 0 else torch.ones(3, 3))
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters()), "O2", low="bf16", master=master)
+    DDP(model)
+    found = model.state_dict()["weight"].view(torch.int32).flatten().tolist()
+    with torch.no_grad():
+        model.weight.mul_(0.5)  # is seen, after the write that was expected
+    halved = model.state_dict()["weight"].flatten()[6].item()
+    session.close()
+    return found, values.view(torch.int32).tolist(), halved
+
+
+def unsynchronised(rank):
+    """Wraps with init_sync=False, which sends nothing; returns the weights."""
+    model, _, session = opened(rank, "O2 bf16 split")
+    with Sent() as sent:
+        DDP(model, init_sync=False)
+    found = weights(model), [name for name, _ in sent.seen]
+    session.close()
+    return found
+
+
+def copied(rank):
+    """Returns whether wrappers can be copied and saved in a session, and are left as they were."""
+    model, _, session = opened(rank, "O1 bf16")
+    wrapped = DDP(model)
+    twin = copy.deepcopy(wrapped)
+    again = pickle.loads(pickle.dumps(wrapped))
+    hooks = [type(each.join_hook()).__name__ for each in (wrapped, twin, again)]
+    session.close()
+    return hooks, "join_hook" in vars(wrapped), type(wrapped.join_hook()).__name__
+
+
+def after_join(rank):
+    """Joins with other numbers of steps, one skipped for an infinite loss, and trains on; returns what sums."""
+    model, optimizer, session = opened(rank, "O2 fp16", optimizer=torch.optim.SGD, loss_scale="dynamic")
+    wrapped = DDP(model)
+
+    def train(step, *, spoiled=False):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        loss = (wrapped(inputs) - targets).square().mean()
+        session.backward(loss + torch.inf if spoiled else loss)
+        with Sent() as sent:
+            session.step()
+        return [name for name, _ in sent.seen]
+
+    with wrapped.join():
+        inside = [train(step, spoiled=rank == 1 and step == 3) for step in range(3 + 3 * rank)]
+    scales = session.state_dict()["scales"]
+    outside = [train(step) for step in range(10, 13)]
+    with wrapped.join(enable=False):
+        disabled = train(13)
+    found = weights(model), scales, outside, disabled
+    session.close()
+    return found, inside
+
+
+def wrapped_before(rank):
+    """Wraps before the session opens, at O1; returns the weights and what a step sends."""
+    model = network(rank)
+    wrapped = DDP(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    for step in range(3):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        session.backward((wrapped(inputs) - targets).square().mean() + (torch.inf if rank == step == 1 else 0.0))
+        with Sent() as sent:
+            session.step()
+    found = weights(model), session.status().skipped, [name for name, _ in sent.seen]
+    session.close()
+    return found
+
+
+def work(rank, path, size, cases):
+    logging.getLogger("halfstep").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    found = {}
+    try:
+        for name, (function, arguments) in cases.items():
+            found[name] = function(rank, *arguments)
+    finally:
+        gc.collect()  # as in the fixture `process_group`
+        torch.distributed.destroy_process_group()
+    (path / f"{rank}.json").write_text(json.dumps(found))
+
+
+def run(path, size, cases):
+    """Runs cases, functions of the rank and their further arguments by name, in so many processes."""
+    torch.multiprocessing.spawn(work, args=(path, size, cases), nprocs=size)
+    return [json.loads((path / f"{rank}.json").read_text()) for rank in range(size)]

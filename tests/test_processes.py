@@ -1,0 +1,193 @@
+"""Processes that train replicas of a model under DistributedDataParallel: all of them have the same bits, always."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import halfstep
+from halfstep.processes import LOSSES, Findings
+from tests import replicas
+from tests.replicas import MODES, SETTINGS, WRAPPINGS
+
+LOW = [name for name in SETTINGS if name != "O0"]
+MATRIX = {f"{setting}, {mode}": (replicas.agreeing, (setting, mode, 5)) for setting in SETTINGS for mode in MODES}
+CASES = {
+    **MATRIX,
+    **{f"{s}, {w}": (replicas.wrapping, (s, w)) for s in ("O1 fp16", "O2 bf16 split", "O2 fp16") for w in WRAPPINGS},
+    **{f"{setting}, several": (replicas.several, (setting,)) for setting in ("O1 fp16", "O2 bf16 split", "O2 fp16")},
+    **{f"{setting}, part": (replicas.part_of_a_model, (setting,)) for setting in ("O1 bf16", "O2 bf16 copy")},
+    **{f"{setting}, sent": (replicas.collectives, (setting,)) for setting in SETTINGS},
+    "spoiler": (replicas.spoiler, (2,)),
+    "stopping": (replicas.stopping, ()),
+    "plan": (replicas.differing, ("plan",)),
+    "optimizer": (replicas.differing, ("optimizer",)),
+    "scaled": (replicas.scaled, ()),
+    "split": (replicas.exact, ("split",)),
+    "copy": (replicas.exact, ("copy",)),
+    "unsynchronised": (replicas.unsynchronised, ()),
+    "copied": (replicas.copied, ()),
+    "after join": (replicas.after_join, ()),
+    "wrapped before": (replicas.wrapped_before, ()),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return replicas.run(tmp_path_factory.mktemp("replicas"), 2, CASES)
+
+
+def assert_same(results, mode, *, skips):
+    """`results` are those of each process, with what its weights were before they were wrapped."""
+    first, before = results[0]
+    assert [result for result, _ in results] == [first] * len(results)
+    assert first["wrapped"] == before
+    assert first["state"] != before
+    if mode != "join":
+        assert [i for i, skipped in enumerate(first["skips"]) if skipped] == skips
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_processes_have_the_same_bits_from_the_wrap_to_the_end(found, setting, mode):
+    results = [each[f"{setting}, {mode}"] for each in found]
+    bad = setting != "O0" and mode in ("infinite loss", "NaN gradient")
+    assert_same(results, mode, skips=[2] if bad else [])
+    names = results[0][0]["names"]
+    assert bool(names) == (setting != "O0" and mode in ("NaN gradient", "join"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_processes_have_the_same_bits_over_two_hundred_steps(size, tmp_path):
+    cases = {f"{s}, {mode}": (replicas.agreeing, (s, mode, 200)) for s in SETTINGS for mode in MODES}
+    found = replicas.run(tmp_path, size, cases)
+    for name in cases:
+        mode = name.partition(", ")[2]
+        bad = not name.startswith("O0") and mode in ("infinite loss", "NaN gradient")
+        assert_same([each[name] for each in found], mode, skips=[2] if bad else [])
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("setting", ["O1 fp16", "O2 bf16 split", "O2 fp16"])
+def test_accumulation_and_ways_to_wrap(found, setting, wrapping):
+    one, other = (each[f"{setting}, {wrapping}"] for each in found)
+    assert one == other
+    assert one[2] == 1
+
+
+@pytest.mark.parametrize("setting", ["O1 fp16", "O2 bf16 split", "O2 fp16"])
+def test_several_models_with_optimizers_that_step_apart(found, setting):
+    one, other = (each[f"{setting}, several"] for each in found)
+    assert one == other
+    assert one[2] == 2
+
+
+@pytest.mark.parametrize("setting", ["O1 bf16", "O2 bf16 copy"])
+def test_a_wrapper_of_a_part_clips_alike_though_the_rest_has_other_gradients(found, setting):
+    one, other = (each[f"{setting}, part"] for each in found)
+    assert one[:2] == other[:2]
+    assert one[2] != other[2]
+
+
+@pytest.mark.parametrize("setting", LOW)
+def test_a_step_sends_one_vector_and_only_where_its_model_is_wrapped(found, setting):
+    for each in found:
+        alone, together, parameters = each[f"{setting}, sent"]
+        assert alone == []
+        assert together == [["c10d::allreduce_", 8 * (1 + parameters + LOSSES + 2 + 2)]]
+
+
+def test_nothing_is_sent_at_o0(found):
+    assert [each["O0, sent"][:2] for each in found] == [[[], []]] * 2
+
+
+def test_the_process_whose_loss_was_infinite_is_named(found):
+    assert [each["spoiler"] for each in found] == [[[1], []]] * 2
+
+
+def test_a_verdict_of_one_process_stops_all_at_the_same_step(found):
+    (step, kind, evidence), (own_step, own_kind, _) = (each["stopping"] for each in found)
+    assert step == own_step
+    assert (kind, own_kind) != (None, None)
+    assert kind == "another process"
+    assert "process 1" in evidence
+    assert own_kind != "another process"
+
+
+def test_what_differs_between_processes_is_said_when_it_is_wrapped(found):
+    for each in found:
+        assert "process 1 has the plan's master = 'copy', process 0 has the plan's master = 'split'" in each["plan"]
+
+
+def test_what_differs_between_optimizers_is_said_at_the_first_step(found):
+    for each in found:
+        assert "process 1 has 0.bias of shape (32,)" in each["optimizer"]
+        assert "process 0 has 0.weight of shape (32, 8)" in each["optimizer"]
+
+
+def test_loss_scales_are_those_of_the_first_process(found):
+    expected = {"0": {"kind": "dynamic", "scale": 64.0, "clean_steps": 3, "overflows_left": 1}}
+    assert [each["scaled"] for each in found] == [expected] * 2
+
+
+@pytest.mark.parametrize("master", ["split", "copy"])
+def test_every_bit_of_the_first_process_arrives(found, master):
+    for each in found:
+        arrived, sent, halved = each[master]
+        assert arrived == sent
+        assert halved == 0.5
+
+
+def test_nothing_is_sent_where_the_wrapper_sends_nothing(found):
+    (one, sent), (other, _) = (each["unsynchronised"] for each in found)
+    assert one != other
+    assert sent == []
+
+
+def test_wrappers_can_be_copied_and_saved_and_are_left_as_they_were(found):
+    assert [each["copied"] for each in found] == [
+        [["_Joined", "_DDPJoinHook", "_DDPJoinHook"], False, "_DDPJoinHook"]
+    ] * 2
+
+
+def test_training_goes_on_together_after_a_join(found):
+    (one, inside), (other, _) = (each["after join"] for each in found)
+    assert one == other
+    assert inside == [[]] * 3
+    _, scales, outside, disabled = one
+    assert scales["0"]["scale"] == halfstep.level("O2", "fp16").scale.init / 2
+    assert outside[1:] == [["c10d::allreduce_"]] * 2
+    assert disabled == ["c10d::allreduce_"]
+
+
+def test_a_model_that_was_wrapped_before_is_found(found):
+    one, other = (each["wrapped before"] for each in found)
+    assert one == other
+    assert one[1:] == [1, ["c10d::allreduce_"]]
+
+
+def findings(norm, size, bad=()):
+    here = torch.zeros(size, dtype=torch.bool)
+    gradients = torch.tensor([i in bad for i in range(3)])
+    return Findings(torch.tensor(norm), gradients, torch.zeros(LOSSES, dtype=torch.bool), here, here)
+
+
+@given(st.floats(min_value=0.0, width=32, allow_infinity=False), st.integers(1, 4096))
+def test_a_norm_that_all_have_comes_back_as_it_was(norm, size):
+    own = findings(norm, size)
+    part = own.packed()
+    total = part.clone()
+    for _ in range(size - 1):
+        total += part
+    assert own.unpacked(total).norm.item() == torch.tensor(norm).item()
+
+
+def test_norms_that_differ_count_with_the_root_of_their_mean_square_and_flags_with_any():
+    one, other = findings(3.0, 2, bad=(1,)), findings(4.0, 2, bad=(1, 2))
+    both = one.unpacked(one.packed() + other.packed())
+    assert both.norm.item() == torch.tensor(12.5).sqrt().item()
+    assert both.gradients.tolist() == [False, True, True]
+    assert not both.losses.any()
