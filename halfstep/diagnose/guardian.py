@@ -26,7 +26,7 @@ from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
 from halfstep.diagnose.origin import find_origin
-from halfstep.diagnose.words import say
+from halfstep.diagnose.words import of_another, say
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called
