@@ -91,11 +91,12 @@ def test_only_what_a_person_calls_prints():
     assert places_where(modules_except(TALKERS), loud) == []
 
 
-def test_no_module_reads_the_environment():
+def test_no_module_reads_the_environment_but_for_the_cache_folder_and_the_compiler():
     def read(node):
         return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
 
-    assert places_where(MODULES, read) == []
+    kernels = {"halfstep/kernels/kept.py", "halfstep/kernels/build.py"}
+    assert {place.partition(":")[0] for place in places_where(MODULES, read)} == kernels
 
 
 def test_what_training_makes_says_its_dtype_and_device():

@@ -52,7 +52,12 @@ class ForeignStepper:
     def prepare(self) -> None:
         """Steps the optimizer with the gradients at its parameters, as torch does: they and the rates are zero then."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.step(params, [p.grad for p in params if p.grad is not None], None, torch.zeros((), dtype=torch.bool))
+        self.step(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            None,
+            torch.zeros((), dtype=torch.bool, device="cpu"),
+        )
 
     def close(self) -> None:
         """Forgets the stand-ins."""
