@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +63,21 @@ def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path, row, o
     assert result["settings"]["d_in"] == "8"
     assert result["machine"]["torch"]
     assert [run["name"] for run in result["runs"] if run["error"] is not None] == ["torch.amp fp16"]
+
+
+def test_the_demo_is_small_enough_for_a_minute(halfstep, monkeypatch):
+    script = (Path(__file__).resolve().parents[2] / "dev").read_text(encoding="utf-8")
+    (options,) = re.findall(r"^demo_options=\((.*)\)$", script, re.MULTILINE)
+    asked = []
+
+    def seen(job, rows, *, steps, **settings):
+        asked.append((job.batch, [row.name for row in rows], steps))
+        raise DataError("enough")
+
+    monkeypatch.setattr("halfstep.cli.bench.run_bench", seen)
+    assert halfstep("bench", "char_lm", *shlex.split(options))[2] == "halfstep: enough\n"
+    assert asked == [(8, ["O0", "O1 bf16", "O2 bf16", "torch.amp bf16"], 16)]
+    assert 'bench char_lm "${demo_options[@]}" "$@"' in script
 
 
 def test_bench_runs_the_levels_and_formats_that_were_named(halfstep):
