@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
@@ -33,6 +33,10 @@ class Watch(Protocol):
 
     def after(self) -> Iterator[Updates]:
         """Yields the rest."""
+        ...
+
+    def forget(self) -> None:
+        """Ends this where the step was not made."""
         ...
 
 
@@ -94,11 +98,11 @@ class Probe:
             self._keep(window.pending(step))
             self._stepped.update(map(id, parts))
             self._looked += 1
-        self._hand_over(wait=False)
         if (step + 1) % self._every == 0:
             self._open()
         elif window is not None and self._looked < LONGEST and any(id(part) not in self._stepped for part in of):
             self._go_on()
+        self._hand_over(wait=False)  # last: who takes them may raise
 
     def _open(self) -> None:
         self._stepped.clear()
@@ -219,8 +223,9 @@ class Probes:
         if not self._attached:
             return
         self._attached = [probe for probe in self._attached if probe.attached]
-        for probe in self._attached:
-            probe.stepped(step, parts, of)
+        with ExitStack() as told:  # all of them, the last first, also where one raises
+            for probe in reversed(self._attached):
+                told.callback(probe.stepped, step, parts, of)
 
     @property
     def looking(self) -> bool:
@@ -249,7 +254,11 @@ def _updating(
     for updates in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
         for window in windows:
             window.update(updates)
-    yield
+    try:
+        yield
+    except BaseException:
+        watch.forget()
+        raise
     for updates in watch.after():
         for window in windows:
             window.update(updates)

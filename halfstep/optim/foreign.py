@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.optim.guard import original_step
+from halfstep.optim.hooks import run_own_step
 from halfstep.optim.lend import unscaled
 from halfstep.optim.masters import MasterStore, is_low
 from halfstep.optim.own import check_gradients
@@ -35,8 +36,13 @@ class ForeignStepper:
         self._stand_ins: dict[Parameter, Parameter] = {}
         self.unrounded: dict[Parameter, Tensor] | None = None  # new values of low weights, for who puts a dict here
 
-    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+    def step(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> BaseException | None:
         """Updates `params` from `grads` times `factor`, or does nothing where `found` is true; waits for the device.
+
+        Returns what a post hook raised, after the update. What the optimizer's own step raises in its middle leaves it
+        half made, as in torch.
 
         Raises:
             SessionError: a gradient does not fit its parameter; nothing was changed.
@@ -44,20 +50,18 @@ class ForeignStepper:
         check_gradients(params, grads, self._name_of)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a skip is no reason for LR schedulers to warn
         if bool(found):
-            return
+            return None
         self._store.adopt_changed(params)
         with self._stood_in(params), self._true_gradients(params, grads, factor):
-            original_step(self._optimizer)()
+            return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
         """Steps the optimizer with the gradients at its parameters, as torch does: they and the rates are zero then."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.step(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            None,
-            torch.zeros((), dtype=torch.bool, device="cpu"),
-        )
+        grads = [p.grad for p in params if p.grad is not None]
+        failed = self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu"))
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Forgets the stand-ins."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,10 +22,41 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
         hook(optimizer, (optimizer,), {})
 
 
-def run_post_hooks(optimizer: Optimizer) -> None:
-    """Runs the post hooks of the instance and of `register_optimizer_step_post_hook`, in torch's order."""
-    for hook in chain(optimizer._optimizer_step_post_hooks.values(), _all("post")):
-        hook(optimizer, (optimizer,), {})
+def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
+    """Runs the post hooks of the instance and of `register_optimizer_step_post_hook`, in torch's order.
+
+    The first that raises ends this as it would in torch; what it raised is returned, since the step is made.
+    """
+    try:
+        for hook in chain(optimizer._optimizer_step_post_hooks.values(), _all("post")):
+            hook(optimizer, (optimizer,), {})
+    except BaseException as error:
+        return error
+    return None
+
+
+def run_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> BaseException | None:
+    """Runs the optimizer's own `step`; returns what a post hook raised, which the step came before.
+
+    Raises:
+        BaseException: what the step itself raised, or a pre-hook.
+    """
+    hooks = optimizer._optimizer_step_post_hooks
+    if not hooks and not _all("post"):
+        step()
+        return None
+    done: list[Optimizer] = []
+    note = optimizer.register_step_post_hook(lambda of, *_: done.append(of))
+    hooks.move_to_end(note.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+    try:
+        step()
+    except BaseException as error:
+        if not done:
+            raise
+        return error
+    finally:
+        note.remove()
+    return None
 
 
 def _all(when: str) -> Collection[Any]:

@@ -53,16 +53,20 @@ class OwnStepper:
         self._prepared = False  # since the last step
         self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
-    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+    def step(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> BaseException | None:
         """Updates `params` from `grads` times `factor`; where `found` is true nothing changes.
+
+        Returns what a post hook raised, after the update.
 
         Raises:
             SessionError: a gradient, a state or a parameter is not what this update takes; nothing was changed.
         """
         if has_hooks(self._optimizer):
-            self._step_with_hooks(params, grads, factor, found)
-        else:
-            self._step(params, grads, factor, found)
+            return self._step_with_hooks(params, grads, factor, found)
+        self._step(params, grads, factor, found)
+        return None
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -90,7 +94,7 @@ class OwnStepper:
 
     def _step_with_hooks(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
-    ) -> None:
+    ) -> BaseException | None:
         optimizer = self._optimizer
         self._by_group(params, grads)
         given = {id(p) for p in params}
@@ -99,7 +103,7 @@ class OwnStepper:
             run_pre_hooks(optimizer)
             left = [p for p in self._members() if p.grad is not None and id(p) not in held]
             self._step(left, [resolved(p.grad) for p in left if p.grad is not None], None, found)
-            run_post_hooks(optimizer)
+            return run_post_hooks(optimizer)
 
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         optimizer = self._optimizer

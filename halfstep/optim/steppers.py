@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.guard import original_step
+from halfstep.optim.hooks import run_own_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.own import OwnStepper
 
@@ -27,12 +28,14 @@ class Stepper(Protocol):
     predicated: bool
     syncs: bool
 
-    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+    def step(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> BaseException | None:
         """Updates `params` from `grads`, which are multiplied by `factor` first; changes nothing where `found` is true.
 
-        `grads` may be low, full or sparse, and carry the loss scale; they and every `p.grad` are left as they are.
-        `factor` is a 0-dim fp32 tensor, the inverse scale times the clip coefficient, or None for exactly 1; `found` a
-        0-dim bool tensor.
+        Returns what a step hook raised after the update; what is raised here was before it. `grads` may be low, full or
+        sparse, and carry the loss scale; they and every `p.grad` are left as they are. `factor` is a 0-dim fp32 tensor,
+        the inverse scale times the clip coefficient, or None for exactly 1; `found` a 0-dim bool tensor.
         """
         ...
 
@@ -54,10 +57,12 @@ class PlainStepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
-    def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+    def step(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> BaseException | None:
         """Steps the optimizer; no argument is used, because nothing is scaled and nothing is skipped."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's wrapper may stand above the guard
-        original_step(self._optimizer)()
+        return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
         """Steps the optimizer, as torch does for that."""

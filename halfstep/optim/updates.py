@@ -66,6 +66,10 @@ class UpdateWatch:
         for p, stored, full in self._held:
             value = self._store.full(p) if not unrounded or p not in unrounded else unrounded[p]
             yield Made([p], [_real(stored)], _real(value).double() - _real(full).double())
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what was held for the step, also one that was not made."""
         self._held.clear()
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = None

@@ -106,6 +106,24 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     return found
 
 
+def step_each(parts: Sequence[Part], step: Callable[[Part], BaseException | None]) -> tuple[int, BaseException | None]:
+    """Steps the parts in their order; returns how many of them stepped, and the first error of a hook on the way.
+
+    `step` returns what was raised after the update of a part, and raises what was before it: that part and the ones
+    after it have not stepped then. Where that is the first one, nothing has, and it is raised here.
+    """
+    failed: BaseException | None = None
+    for count, part in enumerate(parts):
+        try:
+            error = step(part)
+        except BaseException as raised:
+            if not count:
+                raise
+            return count, failed or raised
+        failed = failed or error
+    return len(parts), failed
+
+
 def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:
     """Returns what a step was for each loss, by its id."""
     found: dict[int, LastStep] = {}

@@ -66,10 +66,11 @@ from halfstep.scale.loss import (
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.aside import Aside
-from halfstep.session.parts import LastStep, Part, last_steps, make_part, memory_of, parts_to_step
+from halfstep.session.parts import LastStep, Part, last_steps, make_part, memory_of, parts_to_step, step_each
 from halfstep.session.together import SharedState, agree
 
 Sink = Callable[[StepRecord], None]
+Stepped = tuple[StepRecord, list[Part], BaseException | None]  # which parts, and what a hook raised afterwards
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
     "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
@@ -330,6 +331,10 @@ class Session:
         `optimizer` picks one of several; without it all that have gradients step, or skip, together. `max_norm` clips
         the global L2 norm of all their true gradients, as `clip_grad_norm_` does. Nothing waits for the device.
 
+        What a step hook or a sink raises after the update comes out in the end: the step is made and counted, once.
+        What a pre-hook raises leaves its optimizer as it was: call `step` again. Where one of several optimizers has
+        stepped by then, that counts as a step, and the next call steps the rest.
+
         Raises:
             SessionError: closed, for inference, no `backward` came before, or not one of the session's optimizers.
             NumericsError: steps go on being skipped for what no lower loss scale cures (`on_failure="raise"`).
@@ -341,7 +346,7 @@ class Session:
         parts = parts_to_step(self._parts, self._awaiting, optimizer)
         self._steps += 1
         try:
-            record = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
+            record, parts, failed = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
         except BaseException:
             self._steps -= 1
             raise
@@ -349,12 +354,15 @@ class Session:
         self._awaiting = [part for part in self._awaiting if part not in parts]
         if not self._awaiting:
             self._buffers.after_step()
-        for sink in self._sinks:
-            sink(record)
-        self._probes.stepped(self._steps, parts, self._stepping)
-        if self._guardian is not None:
-            scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
-            self._guardian.after_step(record, parts, scales, self._stopping)
+        with ExitStack() as told:  # all of them, the last first, also where one raises
+            if self._guardian is not None:
+                scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
+                told.callback(self._guardian.after_step, record, parts, scales, self._stopping)
+            told.callback(self._probes.stepped, self._steps, parts, self._stepping)
+            for sink in reversed(self._sinks):
+                told.callback(sink, record)
+            if failed is not None:
+                raise failed
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
@@ -362,7 +370,7 @@ class Session:
         for sink in self._recorders:
             sink.record(record)
 
-    def _plain_step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
+    def _plain_step(self, parts: list[Part], max_norm: float | None) -> Stepped:
         norm = None
         seen = [part.ledger.collect() for part in parts] if self._probes.looking else []
         for held in seen:
@@ -370,18 +378,18 @@ class Session:
         if max_norm is not None:
             mine = {id(p) for part in parts for p in part.parameters()}
             ordered = [p for root in self._roots for p in root.parameters() if id(p) in mine]
-            norm = nn.utils.clip_grad_norm_(
-                ordered, max_norm
-            )  # a sum's bits depend on its order: the model's, as usual
+            norm = nn.utils.clip_grad_norm_(ordered, max_norm)  # in the model's order, on which the sum's bits depend
         false = torch.zeros((), dtype=torch.bool, device=self._device)
-        for index, part in enumerate(parts):
-            with self._updating(part, seen[index], None, false) if seen else nullcontext():
-                part.stepper.step([], [], None, false)
-        return StepRecord(
-            self._steps, false, torch.ones((), dtype=torch.float32, device=self._device), norm, loss=self._loss
-        )
 
-    def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
+        def step(part: Part) -> BaseException | None:
+            with self._updating(part, seen[parts.index(part)], None, false) if seen else nullcontext():
+                return part.stepper.step([], [], None, false)
+
+        count, failed = step_each(parts, step)
+        one = torch.ones((), dtype=torch.float32, device=self._device)
+        return StepRecord(self._steps, false, one, norm, loss=self._loss), parts[:count], failed
+
+    def _step(self, parts: list[Part], max_norm: float | None) -> Stepped:
         self._casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
@@ -405,13 +413,19 @@ class Session:
         looking = self._probes.looking
         for held in collected if looking else ():
             self._probes.read(held.params, held.grads, held.carried)
-        for part, held, factor in zip(parts, collected, factors, strict=True):
+
+        def step(part: Part) -> BaseException | None:
+            held, factor = collected[parts.index(part)], factors[parts.index(part)]
             if clip is not None:
                 factor = clip if factor is None else factor * clip
             with self._updating(part, held, factor, found) if looking else nullcontext():
-                part.stepper.step(held.params, held.grads, factor, found)
+                failed = part.stepper.step(held.params, held.grads, factor, found)
             part.ledger.consumed()
-        self._overflows, self._spoiled = agreed.flags, agreed.processes
+            return failed
+
+        count, failed = step_each(parts, step)
+        parts, collected, readings = parts[:count], collected[:count], readings[:count]
+        self._overflows, self._spoiled = agreed.flags[:count], agreed.processes
         self._stopping = [] if agreed.stops is None else self._late.read(agreed.stops)
         self._last.update(last_steps(parts, collected, found))
         self._buffers.restore(found)
@@ -419,7 +433,7 @@ class Session:
             self._scales.update(collected, [reading.found for reading in readings])
         self._skips += found  # in place: a CUDA graph counts its replays
         synced = any(part.stepper.syncs for part in parts)
-        return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss)
+        return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss), parts, failed
 
     def _updating(
         self, part: Part, held: Collected, factor: Tensor | None, found: Tensor
