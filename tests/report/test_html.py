@@ -5,10 +5,13 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import halfstep.report.html
 from docs.browser import Browser, find_browser
+from halfstep import FULL, Rule
 from halfstep.records import Finding, Verdict
 from halfstep.report.html import page_html
 from halfstep.report.run import read_log
@@ -161,6 +164,96 @@ def test_one_value_beyond_the_largest_counts_as_one(show):
     one = seen(1, "body", {0: 3, 15: 1})
     browser = show(START, step(1), replace(one, stats=replace(one.stats, amax=65520.0)))
     assert "25% lie right of the black line" in words(browser, "histogram-words")
+
+
+RULE = Rule("h.1", FULL)
+STOPPED = (
+    START,
+    *(step(number, scale=8, loss=1, skipped=number in (3, 4)) for number in range(1, 5)),
+    *(seen(4, name, {0: 3}, kind="activation") for name in ("h.0", "h.1", "h.2")),
+    seen(4, "h.1", {0: 3}, kind="weight"),
+    Verdict(
+        "h.1", "mul", "forward", "overflow", "a.py:3", (RULE,), "inf", "plan.edit(Rule('h.1', FULL)); tried: it trains"
+    ),
+)
+
+
+def test_a_page_begins_with_how_the_run_went_and_ends_with_what_it_was(show):
+    browser = show(*STOPPED)
+    assert browser.run("document.body.firstElementChild.innerText").startswith(
+        "Stopped at step 4: mul in h.1 overflows in fp16 from step 3"
+    )
+    assert count(browser, "header.bad") == 1
+    assert browser.run("document.querySelector('details').open") is False
+    assert "dynamic loss scale" in browser.run("document.querySelector('details').textContent")
+    assert browser.run("document.querySelector('details').nextElementSibling.localName") == "script"
+
+
+def test_the_verdict_is_marked_on_the_time_axis(show):
+    browser = show(*STOPPED)
+    (line,) = browser.run("document.getElementById('timeline').layout.shapes")
+    assert (line["x0"], line["x1"], line["y0"], line["y1"]) == (4, 4, 0, 1)
+    assert browser.run("document.querySelector('#timeline .annotation-text').textContent") == "verdict: overflow"
+
+
+def test_without_a_verdict_nothing_is_marked(show):
+    browser = show(START, step(1), seen(1, "a", {0: 1}))
+    for name in ("timeline", "small-map", "saturated-map"):
+        assert browser.run(f"document.getElementById('{name}').layout.shapes.length") == 0
+
+
+def test_the_map_and_the_histogram_open_on_what_the_verdict_is_about(show):
+    browser = show(*STOPPED)
+    chosen = "['map-kind', 'kind', 'module'].map(id => document.getElementById(id).selectedOptions[0].text)"
+    assert browser.run(chosen) == ["activation", "activation", "h.1"]
+    for name in ("small-map", "saturated-map"):
+        (mark,) = browser.run(f"document.getElementById('{name}').layout.shapes")
+        assert (mark["y0"], mark["y1"]) == (0.5, 1.5)  # the second row
+        assert "▸ h.1" in browser.run(f"document.getElementById('{name}').textContent")
+    assert browser.run("document.getElementById('small-map').data[0].y") == ["h.0", "h.1", "h.2"]
+
+
+def test_an_edit_is_there_once_and_can_be_copied(show):
+    browser = show(*STOPPED)
+    text = browser.run("document.querySelector('.rows').innerText")
+    assert text.count("plan.edit(") == text.count("Rule(") == 1
+    assert browser.run("document.querySelector('.edit code').textContent") == "plan = plan.edit(Rule('h.1', FULL))"
+    browser.run("window.copied = []; navigator.clipboard.writeText = async text => { window.copied.push(text); }")
+    browser.run("document.querySelector('.edit button').click()")
+    assert browser.run("window.copied") == ["plan = plan.edit(Rule('h.1', FULL))"]
+    assert browser.run("getSelection().toString()") == "plan = plan.edit(Rule('h.1', FULL))"
+    assert browser.run("document.querySelector('.edit button').textContent") == "copied"
+
+
+def test_without_a_clipboard_the_edit_is_selected(show):
+    browser = show(*STOPPED)
+    browser.run(
+        "navigator.clipboard.writeText = async () => { throw new Error('no'); }; document.execCommand = () => false"
+    )
+    browser.run("document.querySelector('.edit button').click()")
+    assert browser.run("getSelection().toString()") == "plan = plan.edit(Rule('h.1', FULL))"
+    assert browser.run("document.querySelector('.edit button').textContent") == "press Ctrl+C"
+
+
+def test_paper_has_what_is_folded(show):
+    browser = show(*STOPPED)
+    browser.call("Page.printToPDF")
+    assert browser.run("document.querySelector('details').open") is True
+
+
+def test_a_label_in_a_map_of_many_modules_is_there_for_the_one_in_focus(show):
+    modules = [f"h.{number}" for number in range(150)]
+    some = [seen(4, name, {-30: 3}, kind="activation") for name in modules]
+    given = Verdict("h.100", "mul", "forward", "overflow", None, (), "inf", "do")
+    browser = show(START, step(4, skipped=True), *some, given)
+    labels = browser.run("document.getElementById('small-map').layout.yaxis.tickvals")
+    assert "h.100" in labels
+    assert len(labels) == 50 + 1  # every third of 150, which "h.100" is not
+
+
+def test_the_script_has_no_long_line():
+    script = (Path(halfstep.report.html.__file__).parent / "page.js").read_text(encoding="utf-8")
+    assert max(map(len, script.splitlines())) <= 120
 
 
 def test_the_page_lets_no_script_reach_a_network(show):
