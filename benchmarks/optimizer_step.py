@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.bench.figures import speedup, spread
-from halfstep.optim.update import IMPLEMENTATIONS
+from halfstep.optim.implementations import IMPLEMENTATIONS
 from halfstep.plan.machine import read_machine
 from halfstep.scale.norm import READERS
 

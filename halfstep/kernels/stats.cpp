@@ -3,9 +3,9 @@
 // A row of results is 264 int64: 256 exponent counts, count, zeros, negatives, infinities, nans, and the bits of three
 // doubles: sum, sum of squares, largest magnitude. Rows are added to. Sums are taken in pieces of fixed size, in a
 // fixed order, so that they do not depend on the number of threads (in their last place they do on the processor).
-// Updates of weights are counted as they are computed, by the code that the step runs (update.h).
+// Updates of weights are counted as they are computed, by the code that the step runs (blocks.h).
 
-#include "update.h"
+#include "blocks.h"
 
 namespace {
 
@@ -261,7 +261,7 @@ void add_pieces(const std::vector<Reading>& readings, int64_t* const* rows, int3
 
 // What a change, in fp32, and a decay, in double, add to full weights, in units of the last place of the weights as
 // they are stored: the bits of doubles. The unit of |w| is 2^(its exponent - fraction), the exponent at least that of
-// the smallest normal value; the product with its inverse is exact. As in_last_places in updates.py.
+// the smallest normal value; the product with its inverse is exact. As in_last_places in update_stats.py.
 template <bool kDecays>
 __attribute__((noinline)) void in_last_places(int64_t n, uint64_t fraction, uint32_t smallest, double decay,
                                               const float* __restrict stored, const float* __restrict weight,

@@ -3,7 +3,7 @@
 // Tensors are dense blocks of memory; their elements are brought to fp32 in small blocks that stay in the first-level
 // cache, so one loop serves every storage format.
 
-#include "update.h"
+#include "blocks.h"
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>

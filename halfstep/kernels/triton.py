@@ -409,7 +409,7 @@ def fits(batch: Batch, options: Options) -> bool:
 
 
 def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update of `batch` as `halfstep.optim.update.Implementation.run` describes, in one pass over memory."""
+    """Makes one update of `batch` in one pass over memory, as `Implementation.run` in optim describes it."""
     tables = Tables(batch.device, scratch)
     if "triton" not in batch.memory:
         batch.memory["triton"] = _lasting(batch)

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.guard import original_step
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper
+from halfstep.optim.one_pass import OnePassStepper
 
 _OWN = (Adam, AdamW, SGD)
 
@@ -74,7 +74,7 @@ def make_stepper(
     if plain:
         return PlainStepper(optimizer)
     if is_own(optimizer):
-        return OwnStepper(optimizer, store, name_of=name_of)
+        return OnePassStepper(optimizer, store, name_of=name_of)
     return ForeignStepper(optimizer, store, name_of)
 
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 
 from halfstep.kernels import build, native
 from halfstep.kernels.batch import Batch
-from halfstep.optim.own import options_of
+from halfstep.optim.one_pass import options_of
 from halfstep.scale.norm import read_with_torch
 from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, own_run
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from halfstep.kernels.batch import Batch, Scratch
-from halfstep.optim.update import Implementation, update
+from halfstep.optim.implementations import Implementation, update
 from halfstep.scale.norm import global_norm
 from tests.kernels import triton_cases as cases
 from tests.kernels.triton_cases import OPTIONS, STORAGES

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from halfstep.kernels.batch import Adam, Batch, Scratch, Sgd, is_dense
+from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.optim.split import join, split
-from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
 
 _ADAM = Adam(1e-2, 0.9, 0.999, 1e-8, 0.0, False, False, False)
 _SGD = Sgd(0.1, 0.0, 0.0, 0.0, False, False)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim import SGD, Adam, AdamW
 
+from halfstep.optim.implementations import IMPLEMENTATIONS
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper
-from halfstep.optim.update import IMPLEMENTATIONS
+from halfstep.optim.one_pass import OnePassStepper
 
 ADAMS = [
     (Adam, {"lr": 1e-2}),
@@ -53,7 +53,7 @@ class Run:
     params: list
     optimizer: object
     store: MasterStore
-    stepper: OwnStepper
+    stepper: OnePassStepper
 
     def step(self, grads, factor=None, found=FALSE):
         self.stepper.step(self.params, grads, factor, found)
@@ -81,7 +81,7 @@ def own_run(cls, options, kind=None, low=torch.bfloat16, implementation=None, dt
     for p in params if kind else ():
         store.track(p)
     table = IMPLEMENTATIONS if implementation is None else {implementation: IMPLEMENTATIONS[implementation]}
-    return Run(params, optimizer, store, OwnStepper(optimizer, store, table))
+    return Run(params, optimizer, store, OnePassStepper(optimizer, store, table))
 
 
 def bits(t):

@@ -12,18 +12,18 @@ from torch.optim import SGD, Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense, is_wrapped, resolved
-from halfstep.optim.arranged import Arranged, state_names
+from halfstep.optim.batch_cache import BatchCache, state_names
+from halfstep.optim.gradients import true_gradients
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
-from halfstep.optim.lend import lent
+from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.rows import Rows, by_rows, widened
-from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
+from halfstep.optim.sparse import SparseRows, touched_rows, widened
 
 StateDict = dict[str, Any]
 Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 
 
-class OwnStepper:
+class OnePassStepper:
     """Updates the parameters of a torch Adam, AdamW or SGD without its `step`, and without a host read.
 
     State has torch's names and is fp32 for low weights. A parameter that no update has reached has no state in
@@ -49,7 +49,7 @@ class OwnStepper:
         self._name_of = name_of
         self._scratch = Scratch()
         self._fresh: dict[Parameter, tuple[Tensor, Tensor]] = {}  # first momentum and its flag: 1 until an update
-        self._arranged: Arranged | None = None
+        self._cache: BatchCache | None = None
         self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
     def step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
@@ -66,7 +66,7 @@ class OwnStepper:
     def close(self) -> None:
         """Takes the hook off, drops state that no update has reached and puts step counts where torch has them."""
         self._hook.remove()
-        self._arranged = None
+        self._cache = None
         for p in self._unreached():
             del self._optimizer.state[p]
         self._fresh.clear()
@@ -85,7 +85,7 @@ class OwnStepper:
         self._by_group(params, grads)
         given = {id(p) for p in params}
         held = {id(p) for p in self._members() if p.grad is not None and id(p) not in given}
-        with lent(params, grads, factor):
+        with true_gradients(params, grads, factor):
             run_pre_hooks(optimizer)
             left = [p for p in self._members() if p.grad is not None and id(p) not in held]
             self._step(left, [resolved(p.grad) for p in left if p.grad is not None], None, found)
@@ -96,25 +96,25 @@ class OwnStepper:
         all_options = [options_of(optimizer, group) for group in optimizer.param_groups]
         self._store.adopt_changed(params)
         with torch.no_grad():
-            arranged = self._arranged
-            if arranged is None or not arranged.take(params, grads, all_options, optimizer):
-                arranged = self._arranged = self._arrange(params, grads, all_options)
-            for options, (batches, rows) in zip(all_options, arranged.groups, strict=True):
+            cache = self._cache
+            if cache is None or not cache.take(params, grads, all_options, optimizer):
+                cache = self._cache = self._sorted(params, grads, all_options)
+            for options, (batches, rows) in zip(all_options, cache.groups, strict=True):
                 self._update(options, batches, rows, factor, found)
-            if arranged.lasting:
-                arranged.release()
+            if cache.lasting:
+                cache.release()
             else:
-                self._arranged = None
+                self._cache = None
         self._store.note(params)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
 
-    def _arrange(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> Arranged:
+    def _sorted(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> BatchCache:
         """Sorts parameters and gradients into what is updated together, and makes the state that is missing."""
-        arranged = Arranged()
+        cache = BatchCache()
         for options, members in zip(all_options, self._by_group(params, grads), strict=True):
-            self._gather(options, members, arranged)
-        arranged.complete(params, all_options, self._optimizer)
-        return arranged
+            self._gather(options, members, cache)
+        cache.complete(params, all_options, self._optimizer)
+        return cache
 
     def _members(self) -> list[Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -136,17 +136,17 @@ class OwnStepper:
             raise SessionError(f"{len(given)} parameters to update are in no group of this {name}")
         return [[member for member in rows if member[0].numel()] for rows in members]
 
-    def _gather(self, options: Options, members: list[Member], arranged: Arranged) -> None:
+    def _gather(self, options: Options, members: list[Member], cache: BatchCache) -> None:
         """Adds what the parameters of a group are updated from, dense batches and rows; no value changes here."""
         dense: dict[tuple[Any, ...], Batch] = {}
-        sparse: list[Rows] = []
+        sparse: list[SparseRows] = []
         for p, grad in members:
             layout = self._store.layout(p)
             weight = _real(p.detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
             if grad.is_sparse:
                 grad = widened(grad)
-                rows = by_rows(layout, weight, extra, grad, options)
+                rows = touched_rows(layout, weight, extra, grad, options)
                 if rows is not None:
                     sparse.append(rows)
                     continue
@@ -160,11 +160,11 @@ class OwnStepper:
             batch.grads.append(in_layout_of(_real(grad.detach()), weight))
             if batch.states:
                 self._collect_state(p, batch, options)
-            arranged.place(p, batch, self._optimizer.state.get(p))
-        arranged.groups.append((list(dense.values()), sparse))
+            cache.place(p, batch, self._optimizer.state.get(p))
+        cache.groups.append((list(dense.values()), sparse))
 
     def _update(
-        self, options: Options, dense: list[Batch], sparse: list[Rows], factor: Tensor | None, found: Tensor
+        self, options: Options, dense: list[Batch], sparse: list[SparseRows], factor: Tensor | None, found: Tensor
     ) -> None:
         for batch in [*dense, *(rows.batch for rows in sparse)] if sparse else dense:
             local, skip = factor, found

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.errors import SessionError
-from halfstep.optim.updates import UpdateWatch
+from halfstep.optim.update_watch import UpdateWatch
 from tests.contracts.cases import batch, every_plan, make, train
 
 OPTIMIZERS = {

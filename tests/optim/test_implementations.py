@@ -5,8 +5,8 @@ import torch
 from torch.optim import SGD, Adam
 
 from halfstep.kernels.batch import Batch, Scratch
-from halfstep.optim.own import options_of
-from halfstep.optim.update import IMPLEMENTATIONS
+from halfstep.optim.implementations import IMPLEMENTATIONS
+from halfstep.optim.one_pass import options_of
 from tests.optim.cases import ADAMS, FALSE, HERE, OWN, SGDS, TRUE, assert_same_bits, gradients, own_run, parameters
 
 EACH_IMPLEMENTATION = pytest.mark.parametrize("implementation", HERE)

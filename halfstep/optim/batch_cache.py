@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options, Sgd, in_layout_of
-from halfstep.optim.rows import Rows
+from halfstep.optim.sparse import SparseRows
 
 Group = dict[str, Any]
 
@@ -75,10 +75,10 @@ class Placed:
 
 
 @dataclass
-class Arranged:
+class BatchCache:
     """The batches and rows of each param group, in the order of the groups."""
 
-    groups: list[tuple[list[Batch], list[Rows]]] = field(default_factory=list)
+    groups: list[tuple[list[Batch], list[SparseRows]]] = field(default_factory=list)
     lasting: bool = False  # whether the next step can use it again
     _placed: dict[int, Placed] = field(default_factory=dict)
     _order: list[Placed] = field(default_factory=list)

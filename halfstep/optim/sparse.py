@@ -12,7 +12,7 @@ from halfstep.optim.masters import is_low
 
 
 @dataclass(frozen=True)
-class Rows:
+class SparseRows:
     """Copies of some rows of a weight, as a batch, and where they belong."""
 
     batch: Batch
@@ -25,7 +25,9 @@ class Rows:
             table.index_copy_(0, self.index, rows)
 
 
-def by_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options) -> Rows | None:
+def touched_rows(
+    layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
+) -> SparseRows | None:
     """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None where the update needs all.
 
     Momentum and weight decay move every row; and off the CPU the number of rows is known on the device only, so that a
@@ -40,7 +42,7 @@ def by_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, o
     weights, *extras = [table.index_select(0, index) for table in tables]
     if not weights.numel():
         return None
-    return Rows(Batch(layout, [weights], extras, [merged.values()]), tables, index)
+    return SparseRows(Batch(layout, [weights], extras, [merged.values()]), tables, index)
 
 
 def widened(grad: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Adam, Batch, Options, chunks, in_layout_of, is_dense
 from halfstep.kernels.stats import add_stats, is_sampled, sampled_places
-from halfstep.kernels.updates import Updates, add_updates, fits, in_last_places
+from halfstep.kernels.update_stats import Updates, add_updates, fits, in_last_places
 from halfstep.optim import eager
-from halfstep.optim.arranged import state_names
+from halfstep.optim.batch_cache import state_names
 from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper, options_of
-from halfstep.optim.rows import widened
+from halfstep.optim.one_pass import OnePassStepper, options_of
+from halfstep.optim.sparse import widened
 from halfstep.optim.split import join
 from halfstep.optim.steppers import Stepper, is_own
 
@@ -106,7 +106,7 @@ class UpdateWatch:
                 step = torch.full((), float(count), dtype=torch.float32, device=p.device)
             batch.steps.append(step)
         else:
-            flag = self._stepper.fresh(p) if isinstance(self._stepper, OwnStepper) else None
+            flag = self._stepper.fresh(p) if isinstance(self._stepper, OnePassStepper) else None
             new = state.get("momentum_buffer") is None
             batch.fresh.append(
                 torch.full((), float(new), dtype=torch.float32, device=p.device) if flag is None or new else flag
@@ -130,7 +130,7 @@ class Coming:
 
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of each update; see `halfstep.kernels.updates.Updates`."""
+        """Adds the statistics of each update; see `halfstep.kernels.update_stats.Updates`."""
         if fits(self.batch, self.options, rows):
             add_updates(self.batch, self.options, self.factor, self.skipped, rows, places, sample=sample)
             return
@@ -178,7 +178,7 @@ class Made:
     update: Tensor
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds its statistics; see `halfstep.kernels.updates.Updates`."""
+        """Adds its statistics; see `halfstep.kernels.update_stats.Updates`."""
         (place,) = places
         if place is not None:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
