@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.kernels.batch import Batch, Layout, Options, Sgd
+from halfstep.kernels.batch import Batch, Layout, Options
 from halfstep.optim.masters import is_low
 
 
@@ -30,11 +30,10 @@ def touched_rows(
 ) -> SparseRows | None:
     """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None where the update needs all.
 
-    Momentum and weight decay move every row; and off the CPU the number of rows is known on the device only, so that a
-    dense gradient is what does not wait for it.
+    State, as a momentum, and weight decay move every row; and off the CPU the number of rows is known on the device
+    only, so that a dense gradient is what does not wait for it.
     """
-    stateless = isinstance(options, Sgd) and not options.momentum and not options.weight_decay
-    if not stateless or weight.device.type != "cpu" or grad.sparse_dim() != 1:
+    if options.states or options.weight_decay or weight.device.type != "cpu" or grad.sparse_dim() != 1:
         return None
     merged = grad.detach().coalesce()
     index = merged.indices()[0]

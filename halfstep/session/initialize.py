@@ -17,7 +17,8 @@ from halfstep.cast.functions import check_functions
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.observe.guardian import OnFailure
-from halfstep.optim.steppers import is_own, needs_closure
+from halfstep.optim.steppers import needs_closure
+from halfstep.optim.table import row_of
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import (
     as_list,
@@ -93,7 +94,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
     check_forwards(roots, resolve(chosen, roots))
     check_functions(chosen.op_changes)
-    foreign = [optimizer for optimizer in optimizers if not is_own(optimizer)]
+    foreign = [optimizer for optimizer in optimizers if row_of(optimizer) is None]
     if foreign and chosen.master == "split":
         chosen = replace(chosen, master="copy")
     for session in earlier:
@@ -116,6 +117,6 @@ def _say_that_it_steps_itself(name: str) -> None:
     _LOG.warning(
         "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
         "(2 bytes a parameter more than split masters take), and waits for the device at each step; torch.optim.Adam, "
-        "AdamW and SGD have one",
+        "AdamW and SGD and halfstep's Lion have one",
         name,
     )

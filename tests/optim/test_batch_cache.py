@@ -11,8 +11,7 @@ from torch.optim import SGD, AdamW
 
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import OnePassStepper
-from tests.optim.cases import FALSE, assert_same_bits, gradients, own_run
+from tests.optim.cases import FALSE, assert_same_bits, gradients, one_pass, own_run
 
 LR = {"lr": 1e-2}
 
@@ -131,7 +130,7 @@ def test_a_change_between_two_steps_is_noticed(change):
 @pytest.mark.parametrize("memory", [torch.eye(3), torch.eye(3).t().contiguous().t()], ids=["rows", "columns"])
 def test_a_square_weight_that_is_turned_in_its_memory_gets_its_own_gradient(memory):
     weight = torch.nn.Parameter(memory.clone(memory_format=torch.preserve_format))
-    stepper = OnePassStepper(SGD([weight], lr=1.0), MasterStore("none", torch.bfloat16))
+    stepper = one_pass(SGD([weight], lr=1.0), MasterStore("none", torch.bfloat16))
     grad = torch.arange(9.0).view(3, 3)
     stepper.step([weight], [grad], None, FALSE)
     weight.data = weight.data.t()
@@ -172,7 +171,7 @@ def test_nothing_is_sorted_anew_where_nothing_changed():
 
 def test_parameters_without_elements_do_not_have_the_others_sorted_anew():
     params = [torch.nn.Parameter(torch.ones(n)) for n in (0, 3, 0)]
-    stepper = OnePassStepper(AdamW(params, **LR), MasterStore("none", torch.bfloat16))
+    stepper = one_pass(AdamW(params, **LR), MasterStore("none", torch.bfloat16))
     kept = []
     for _ in range(3):
         stepper.step(params, [torch.ones_like(p) for p in params], None, FALSE)
@@ -233,7 +232,7 @@ def test_a_gradient_that_a_later_step_brings_from_elsewhere_is_named():
 def test_a_parameter_that_changes_its_group_is_noticed():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
     optimizer = SGD([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 1.0}])
-    stepper = OnePassStepper(optimizer, MasterStore("none", torch.bfloat16))
+    stepper = one_pass(optimizer, MasterStore("none", torch.bfloat16))
     grads = [torch.ones(2), torch.ones(2)]
     stepper.step(params[1:3], grads, None, FALSE)
     optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [params[0], params[3]], params[1:3]
