@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep.bench.figures import speedup, spread
 from halfstep.machine import read_machine
-from halfstep.optim.update import IMPLEMENTATIONS
+from halfstep.optim.implementations import IMPLEMENTATIONS
 from halfstep.scale.norm import READERS
 
 LR, DECAY, MAX_NORM, SCALE = 1e-4, 0.01, 1.0, 1024.0

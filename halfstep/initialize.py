@@ -18,7 +18,8 @@ from halfstep.diagnose.guardian import OnFailure
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
-from halfstep.optim.steppers import is_own, needs_closure
+from halfstep.optim.steppers import needs_closure
+from halfstep.optim.table import row_of
 from halfstep.plan.choose import choose_plan, needs_emulation
 from halfstep.plan.fit import (
     as_list,
@@ -95,7 +96,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
     check_forwards(roots, resolve(chosen, roots))
     check_functions(chosen.op_changes)
-    foreign = [optimizer for optimizer in optimizers if not is_own(optimizer)]
+    foreign = [optimizer for optimizer in optimizers if row_of(optimizer) is None]
     if foreign and chosen.master == "split":
         chosen = replace(chosen, master="copy")
     for session in earlier:
@@ -120,6 +121,6 @@ def _say_that_it_steps_itself(name: str) -> None:
     _LOG.warning(
         "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
         "(2 bytes a parameter more than split masters take), and waits for the device at each step; torch.optim.Adam, "
-        "AdamW and SGD have one",
+        "AdamW and SGD and halfstep's Lion have one",
         name,
     )

@@ -287,7 +287,8 @@ class Observation:
 
         Of the weights that the step had an update for: one of exactly zero (no gradient, a skipped step) is none. With
         a master the update is kept there until it has grown; without one (O3) it is lost for good. Of optimizers other
-        than torch's Adam, AdamW and SGD only what changes the fp32 value is seen: what fp32 rounds away counts as none.
+        than torch's Adam, AdamW and SGD and halfstep's Lion only what changes the fp32 value is seen: what fp32 rounds
+        away counts as none.
         """
         if self.kind != UPDATE:
             return None

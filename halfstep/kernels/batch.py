@@ -16,32 +16,27 @@ _MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other para
 
 
 @dataclass(frozen=True)
-class Adam:
-    """The options of `torch.optim.Adam` and, with `decoupled` weight decay, AdamW (Loshchilov & Hutter 2019)."""
+class Options:
+    """What the update of every optimizer takes; each adds its own in a subclass (`halfstep.optim.table`).
+
+    Weight decay that is `decoupled` shrinks the weight by `lr * weight_decay` of itself (Loshchilov & Hutter 2019);
+    else `weight_decay` times the weight is added to the gradient.
+    """
 
     lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
     weight_decay: float
-    amsgrad: bool
     maximize: bool
     decoupled: bool
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the state tensors, shaped as the weight, in the order in which kernels take them."""
+        return ()
 
-@dataclass(frozen=True)
-class Sgd:
-    """The options of `torch.optim.SGD`, whose first momentum is the gradient itself."""
-
-    lr: float | Tensor
-    momentum: float
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool
-
-
-Options = Adam | Sgd
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What kernels take besides, in their order."""
+        return ()
 
 
 @dataclass
@@ -53,10 +48,10 @@ class Batch:
     tensors.
 
     `weights` are the stored weights; `extras` the fp32 masters (layout `copy`) or int16 remainders (`split`), else
-    empty. `grads` are dense, low or full, and still carry the loss scale. `states` holds torch's state tensors by
-    torch's names, in the dtype of the full weight. `steps` are 0-dim fp32 counts of the updates made, this one
-    included, and `fresh` 0-dim fp32 flags, 1 for a parameter that no update has reached yet (SGD with momentum only,
-    else empty).
+    empty. `grads` are dense, low or full, and still carry the loss scale. `states` holds the optimizer's state tensors
+    by name, in the order of `Options.states` and the dtype of the full weight. Of an optimizer that counts its updates
+    `steps` are the counts, 0-dim and fp32, this one included; of another one with state `fresh` are 0-dim fp32 flags,
+    1 for a parameter that no update has reached yet. Weights that must stay `whole`, as for their norms, are not cut.
     """
 
     layout: Layout
@@ -66,6 +61,7 @@ class Batch:
     states: Mapping[str, list[Tensor]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)
     fresh: list[Tensor] = field(default_factory=list)
+    whole: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -130,7 +126,7 @@ class Scratch:
 
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
-    """Yields the batch in parts of about `limit` elements, large tensors cut, every tensor contiguous.
+    """Yields the batch in parts of about `limit` elements, large tensors cut if they may be, every tensor contiguous.
 
     Only views: what is written to a part is written to the batch. A weight that is no dense block of memory stays as it
     is.
@@ -143,7 +139,7 @@ def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
         if size and size + min(numel, limit) > limit:
             yield _part(batch, names, part)
             part, size = [], 0
-        if numel <= limit or not is_dense(weight):
+        if batch.whole or numel <= limit or not is_dense(weight):
             part.append((i, 0, 0))
             size += numel
             continue

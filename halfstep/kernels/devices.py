@@ -38,9 +38,11 @@ def triton_fits(batch: Batch, options: Options) -> bool:
     return kernels is not None and bool(kernels.fits(batch, options))
 
 
-def triton_update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes the update of a batch that `triton_fits` took."""
-    _known(batch.device).update(batch, options, factor, found, scratch)
+def triton_update(
+    kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
+) -> None:
+    """Makes the update of the optimizer `kernel` of a batch that `triton_fits` took."""
+    _known(batch.device).update(kernel, batch, options, factor, found, scratch)
 
 
 def _known(device: torch.device) -> ModuleType:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.batch import Adam, Batch, Options, Scratch, is_dense
+from halfstep.kernels.batch import Batch, Options, Scratch, is_dense
 from halfstep.kernels.build import check_layout, library
 
 _SOURCE = Path(__file__).with_name("step.cpp")
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LAYOUTS = {"full": 0, "copy": 1, "split": 2, "low": 3}
+_STATES = 3  # the most that a loop takes
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
@@ -24,7 +25,8 @@ class _Tensors(ctypes.Structure):
     _fields_ = (
         ("tensors", _L),
         *((name, _P) for name in ("numels", "weights", "extras", "grads", "grad_formats")),
-        *((name, _P) for name in ("firsts", "seconds", "peaks", "steps", "fresh")),
+        ("states", _P * _STATES),
+        *((name, _P) for name in ("steps", "fresh")),
         *((name, _I) for name in ("layout", "format", "threads")),
     )
 
@@ -33,7 +35,7 @@ class _Common(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("factor", "found", "lr_single", "lr_double")),
         *((name, _D) for name in ("lr", "weight_decay")),
-        ("maximize", _I),
+        *((name, _I) for name in ("maximize", "decoupled")),
     )
 
 
@@ -55,14 +57,11 @@ class Table:
     """A batch as the loops take it; the arrays that the structure points to live as long as it does."""
 
     def __init__(self, batch: Batch) -> None:
-        first = batch.states.get("exp_avg") or batch.states.get("momentum_buffer", [])
-        second, peak = (batch.states.get(name, []) for name in ("exp_avg_sq", "max_exp_avg_sq"))
+        assert len(batch.states) <= _STATES
+        self.states = [pointers(tensors) for tensors in batch.states.values()]
         self.arrays = {
             "weights": pointers(batch.weights),
             "extras": pointers(batch.extras),
-            "firsts": pointers(first),
-            "seconds": pointers(second),
-            "peaks": pointers(peak),
             "steps": pointers(batch.steps),
             "fresh": pointers(batch.fresh),
             "numels": array("q", [weight.numel() for weight in batch.weights]),
@@ -72,6 +71,7 @@ class Table:
             tensors=len(batch.weights),
             layout=_LAYOUTS[batch.layout],
             format=_FORMATS[batch.weights[0].dtype],
+            states=(_P * _STATES)(*map(address, self.states)),
             **{name: address(numbers) for name, numbers in self.arrays.items()},
         )
         self.common = _Common()
@@ -93,14 +93,8 @@ class Table:
             common.lr_double = lr.data_ptr()
         common.weight_decay = options.weight_decay
         common.maximize = options.maximize
+        common.decoupled = options.decoupled
         return ctypes.byref(self.tensors), ctypes.byref(common)
-
-
-def numbers_of(options: Options) -> tuple[float, ...]:
-    """Returns what the loop of an optimizer takes besides."""
-    if isinstance(options, Adam):
-        return options.beta1, options.beta2, options.eps, options.decoupled
-    return options.momentum, options.dampening, options.nesterov
 
 
 def pointers(tensors: list[Tensor]) -> array[int]:
@@ -108,21 +102,19 @@ def pointers(tensors: list[Tensor]) -> array[int]:
     return array("q", [t.data_ptr() for t in tensors])
 
 
-def address(numbers: array[int]) -> int | None:
+def address(numbers: array[int] | array[float]) -> int | None:
     """Returns where the array is in memory; None for an empty one."""
     return numbers.buffer_info()[0] if numbers else None
 
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_structures", "halfstep_read", "halfstep_adam", "halfstep_sgd")
+    loops = library(_SOURCE, "halfstep_structures", "halfstep_read", "halfstep_step")
     if loops is not None:
         check_structures(loops)
         loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)
-        loops.halfstep_adam.argtypes = (_P, _P, _D, _D, _D, _I)
-        loops.halfstep_sgd.argtypes = (_P, _P, _D, _D, _I)
-        for loop in (loops.halfstep_read, loops.halfstep_adam, loops.halfstep_sgd):
-            loop.restype = None
+        loops.halfstep_step.argtypes = (ctypes.c_char_p, _P, _P, _P, _L)
+        loops.halfstep_read.restype, loops.halfstep_step.restype = None, _I
     return loops
 
 
@@ -171,20 +163,43 @@ def fits(batch: Batch, options: Options) -> bool:
         options.lr.is_cpu and options.lr.dtype in (torch.float32, torch.float64) and options.lr.numel() == 1
     ):
         return False
+    return table_of(batch) is not None
+
+
+def table_of(batch: Batch) -> Table | None:
+    """Returns the batch as the loops take it, made once; None where they do not take its tensors."""
     if "native" not in batch.memory:
         dense = batch.layout == "full" or all(is_dense(weight) for weight in batch.weights)
         known = all(grad.dtype in _FORMATS and is_dense(grad) for grad in batch.grads)
         here = batch.device.type == "cpu" and batch.dtype is torch.float32 and all(map(is_dense, batch.weights))
         fitting = here and dense and known and _loops() is not None
         batch.memory["native"] = Table(batch) if fitting else None
-    return batch.memory["native"] is not None
+    table: Table | None = batch.memory["native"]
+    return table
 
 
-def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes the update in one pass over the tensors; where `found` is true nothing is read or written."""
-    loops = _loops()
+def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes the update of the optimizer `kernel` in one pass over the tensors; where `found` is true nothing happens.
+
+    Raises:
+        LookupError: no compiled loop has this name and takes these numbers and states.
+    """
+    loops, table = _loops(), table_of(batch)
     assert loops is not None
-    table: Table = batch.memory["native"]
-    loop = loops.halfstep_adam if isinstance(options, Adam) else loops.halfstep_sgd
-    loop(*table.point(batch, options, factor, found), *numbers_of(options))
+    assert table is not None
+    call(loops.halfstep_step, kernel, table.point(batch, options, factor, found), options)
     torch.autograd.graph.increment_version(batch.weights)  # what autograd may have saved
+
+
+def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, *rest: Any) -> None:
+    """Calls a loop for the optimizer `kernel`.
+
+    Raises:
+        LookupError: the loop does not know it, or not with such options; nothing was done.
+    """
+    numbers = array("d", options.numbers)
+    if not loop(kernel.encode(), *structures, address(numbers), len(numbers), *rest):
+        raise LookupError(
+            f"no compiled loop {kernel!r} takes {len(numbers)} numbers and the states {list(options.states)}; the "
+            "optimizer's row (halfstep/optim/table.py) and its loop (halfstep/kernels/optimizers.h) must agree"
+        )

@@ -3,9 +3,9 @@
 // A row of results is 264 int64: 256 exponent counts, count, zeros, negatives, infinities, nans, and the bits of three
 // doubles: sum, sum of squares, largest magnitude. Rows are added to. Sums are taken in pieces of fixed size, in a
 // fixed order, so that they do not depend on the number of threads (in their last place they do on the processor).
-// Updates of weights are counted as they are computed, by the code that the step runs (update.h).
+// Updates of weights are counted as they are computed, by the code that the step runs (optimizers.h).
 
-#include "update.h"
+#include "optimizers.h"
 
 namespace {
 
@@ -267,7 +267,7 @@ void add_pieces(const std::vector<Reading>& readings, int64_t* const* rows, int3
 
 // What a change, in fp32, and a decay, in double, add to full weights, in units of the last place of the weights as
 // they are stored: the bits of doubles. The unit of |w| is 2^(its exponent - fraction), the exponent at least that of
-// the smallest normal value; the product with its inverse is exact. As in_last_places in updates.py.
+// the smallest normal value; the product with its inverse is exact. As in_last_places in update_stats.py.
 template <bool kDecays>
 __attribute__((noinline)) void in_last_places(int64_t n, uint64_t fraction, uint32_t smallest, double decay,
                                               const float* __restrict stored, const float* __restrict weight,
@@ -284,22 +284,34 @@ __attribute__((noinline)) void in_last_places(int64_t n, uint64_t fraction, uint
   }
 }
 
-// Counts what `core(tensor, at, n, gradient, change)` makes of zeros, in which an update of some weights is not rounded
-// to what the weights can hold.
-template <typename Core>
-void count_updates(const Tensors& b, const Common& c, float l2, double decay, int64_t t, int64_t start, int64_t size,
-                   const Core& core, Piece& piece) {
+// The learning rate times a decoupled weight decay, in the precision of a learning rate in a tensor.
+double decay_of(const Common& c) {
+  if (!c.decoupled) return 0;
+  return c.lr_single ? double(*c.lr_single * float(c.weight_decay)) : rate(c) * c.weight_decay;
+}
+
+// Counts what `optimizer` makes of zeros, in which an update of some weights is not rounded to what they can hold.
+template <typename Optimizer>
+void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, int64_t size,
+                   const Optimizer& optimizer, Piece& piece) {
   const uint64_t fraction = b.format == kFloat ? 23 : b.format == kBfloat ? 7 : 10;
   const uint32_t smallest = b.format == kHalf ? 127 - 14 : 1;
-  alignas(64) float opened[kBlock], kept[kBlock], room[kBlock], change[kBlock];
+  const float l2 = l2_of(c);
+  const double decay = decay_of(c);
+  alignas(64) float opened[kBlock], kept[kBlock], room[kBlock], change[kBlock], states[kStates][kBlock];
   alignas(64) uint64_t found[kBlock];
   for (int64_t at = start; at < start + size; at += kBlock) {
     const int64_t n = at + kBlock < start + size ? kBlock : start + size - at;
     const float *weight = open_weights(b, t, at, n, opened), *stored = weight;
     if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, kept, n), stored = kept;
-    const float* gradient = open_gradient(b, c, t, at, n, l2, weight, room);
     std::memset(change, 0, sizeof change);
-    core(t, at, n, gradient, change);
+    Block block = block_of(b, t, n, change, open_gradient(b, c, t, at, n, l2, weight, room));
+    for (int k = 0; k < kStates; ++k) {
+      if (!b.states[k]) continue;
+      std::memcpy(states[k], b.states[k][t] + at, n * sizeof(float));
+      block.states[k] = states[k];
+    }
+    optimizer(block);
     if (decay != 0)
       in_last_places<true>(n, fraction, smallest, decay, stored, weight, change, found);
     else
@@ -310,9 +322,9 @@ void count_updates(const Tensors& b, const Common& c, float l2, double decay, in
 }
 
 // A tensor without a row is passed over; of a step that is skipped every element is a zero.
-template <typename Core>
-void add_updates(const Tensors& b, const Common& c, float l2, double decay, int64_t* const* rows, int64_t sample,
-                 int64_t length, const Core& core) {
+template <typename Optimizer>
+void add_updates(const Tensors& b, const Common& c, const Optimizer& optimizer, int64_t* const* rows, int64_t sample,
+                 int64_t length) {
   std::vector<Reading> readings;
   for (int64_t t = 0; t < b.tensors; ++t) {
     readings.push_back({rows[t] ? b.numels[t] : 0, sample, length});
@@ -322,13 +334,8 @@ void add_updates(const Tensors& b, const Common& c, float l2, double decay, int6
   }
   if (*c.found) return;
   add_pieces(readings, rows, b.threads, [&](int64_t t, int64_t start, int64_t size, Piece& piece) {
-    count_updates(b, c, l2, decay, t, start, size, core, piece);
+    count_updates(b, c, t, start, size, optimizer, piece);
   });
-}
-
-// The learning rate times the weight decay, in the precision of a learning rate in a tensor.
-double decay_of(const Common& c) {
-  return c.lr_single ? double(*c.lr_single * float(c.weight_decay)) : rate(c) * c.weight_decay;
 }
 
 }  // namespace
@@ -352,31 +359,13 @@ void halfstep_add_stats(int64_t tensors, const void* const* data, const int64_t*
   });
 }
 
-// Adds the statistics of what the next update by Adam, or AdamW with `decoupled` weight decay, adds to each weight.
-void halfstep_add_adam_updates(const Tensors* tensors, const Common* common, double beta1, double beta2, double eps,
-                               int32_t decoupled, int64_t* const* rows, int64_t sample, int64_t length) {
-  const Tensors& b = *tensors;
-  const Adam o = adam_of(b, *common, beta1, beta2, eps, decoupled, 1);
-  add_updates(b, *common, o.l2, decoupled ? decay_of(*common) : 0, rows, sample, length,
-              [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
-    alignas(64) float first[kBlock], second[kBlock], peak[kBlock];
-    std::memcpy(first, b.firsts[t] + at, n * sizeof(float));
-    std::memcpy(second, b.seconds[t] + at, n * sizeof(float));
-    if (b.peaks) std::memcpy(peak, b.peaks[t] + at, n * sizeof(float));
-    update_block(o, t, n, change, gradient, first, second, b.peaks ? peak : nullptr);
-  });
-}
-
-// The same of SGD.
-void halfstep_add_sgd_updates(const Tensors* tensors, const Common* common, double momentum, double dampening,
-                              int32_t nesterov, int64_t* const* rows, int64_t sample, int64_t length) {
-  const Tensors& b = *tensors;
-  const Sgd o = sgd_of(*common, momentum, dampening, nesterov);
-  add_updates(b, *common, o.l2, 0, rows, sample, length,
-              [&](int64_t t, int64_t at, int64_t n, const float* gradient, float* change) {
-    alignas(64) float buffer[kBlock];
-    if (b.firsts) std::memcpy(buffer, b.firsts[t] + at, n * sizeof(float));
-    update_block(o, b.fresh && *b.fresh[t] == 1, n, change, gradient, b.firsts ? buffer : nullptr);
+// Adds the statistics of what the next update adds to each weight. For the optimizer see halfstep_step, for the rest
+// halfstep_add_stats.
+int32_t halfstep_add_updates(const char* name, const Tensors* tensors, const Common* common, const double* numbers,
+                             int64_t count, int64_t* const* rows, int64_t sample, int64_t length) {
+  return find_optimizer(name, count, *tensors, [&](auto* optimizer) {
+    using Optimizer = std::remove_pointer_t<decltype(optimizer)>;
+    add_updates(*tensors, *common, Optimizer(*tensors, *common, numbers, 1), rows, sample, length);
   });
 }
 

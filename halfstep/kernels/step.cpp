@@ -3,7 +3,7 @@
 // Tensors are dense blocks of memory; their elements are brought to fp32 in small blocks that stay in the first-level
 // cache, so one loop serves every storage format.
 
-#include "update.h"
+#include "optimizers.h"
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
@@ -160,12 +160,13 @@ void halfstep_read(int64_t tensors, const void* const* grads, const int64_t* num
 
 namespace {
 
-// Opens each block of weights and gradients, has `core` update it, and stores it again.
-template <typename Core>
-void for_each_block(const Tensors& b, const Common& c, float l2, const Core& core) {
+// Opens each block of weights and gradients, has `optimizer` update it, and stores it again.
+template <typename Optimizer>
+void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimizer) {
   const std::vector<Part> parts = parts_of(b.tensors, b.numels);
   const int64_t count = int64_t(parts.size());
   const int threads = threads_for(b.tensors, b.numels, b.threads);
+  const float l2 = l2_of(c);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < count; i++) {
     const int64_t t = parts[i].tensor;
@@ -174,41 +175,36 @@ void for_each_block(const Tensors& b, const Common& c, float l2, const Core& cor
     for (int64_t at = parts[i].begin; at < parts[i].end; at += kBlock) {
       const int64_t n = at + kBlock < parts[i].end ? kBlock : parts[i].end - at;
       float* w = open_weights(b, t, at, n, opened);
-      core(t, at, n, w, open_gradient(b, c, t, at, n, l2, w, room));
+      Block block = block_of(b, t, n, w, open_gradient(b, c, t, at, n, l2, w, room));
+      for (int k = 0; k < kStates; k++) block.states[k] = b.states[k] ? b.states[k][t] + at : nullptr;
+      optimizer(block);
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
   }
 }
 
+template <typename Optimizer>
+void step(const Tensors& b, const Common& c, const double* numbers) {
+  if (*c.found) return;
+  if (b.steps)
+    for (int64_t t = 0; t < b.tensors; t++) *b.steps[t] += 1;
+  for_each_block(b, c, Optimizer(b, c, numbers, 0));
+  if (b.fresh)
+    for (int64_t t = 0; t < b.tensors; t++) *b.fresh[t] = 0;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Adam (Kingma & Ba 2015), or AdamW with `decoupled` weight decay. Nothing changes where `found` is set.
-void halfstep_adam(const Tensors* tensors, const Common* common, double beta1, double beta2, double eps,
-                   int32_t decoupled) {
-  const Tensors& b = *tensors;
-  const Common& c = *common;
-  if (*c.found) return;
-  for (int64_t t = 0; t < b.tensors; t++) *b.steps[t] += 1;
-  const Adam o = adam_of(b, c, beta1, beta2, eps, decoupled, 0);
-  for_each_block(b, c, o.l2, [&](int64_t t, int64_t at, int64_t n, float* w, const float* g) {
-    update_block(o, t, n, w, g, b.firsts[t] + at, b.seconds[t] + at, b.peaks ? b.peaks[t] + at : nullptr);
+// Makes one update by the optimizer of this name (optimizers.h), which takes `count` numbers; returns 0, with nothing
+// done, where there is none. Nothing changes where `found` is set.
+int32_t halfstep_step(const char* name, const Tensors* tensors, const Common* common, const double* numbers,
+                      int64_t count) {
+  return find_optimizer(name, count, *tensors, [&](auto* optimizer) {
+    step<std::remove_pointer_t<decltype(optimizer)>>(*tensors, *common, numbers);
   });
-}
-
-// SGD as torch has it: the first momentum is the gradient itself. Nothing changes where `found` is set.
-void halfstep_sgd(const Tensors* tensors, const Common* common, double momentum, double dampening, int32_t nesterov) {
-  const Tensors& b = *tensors;
-  const Common& c = *common;
-  if (*c.found) return;
-  const Sgd o = sgd_of(c, momentum, dampening, nesterov);
-  for_each_block(b, c, o.l2, [&](int64_t t, int64_t at, int64_t n, float* w, const float* g) {
-    update_block(o, b.fresh && *b.fresh[t] == 1, n, w, g, b.firsts ? b.firsts[t] + at : nullptr);
-  });
-  if (b.fresh)
-    for (int64_t t = 0; t < b.tensors; t++) *b.fresh[t] = 0;
 }
 
 }  // extern "C"

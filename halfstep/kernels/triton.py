@@ -8,6 +8,7 @@ Hyper-parameters are arguments of the kernels that nothing is specialised on, so
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, is_dense
+from halfstep.kernels.batch import Batch, Options, Scratch, is_dense
 from halfstep.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
@@ -402,14 +403,20 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
 
 
 def fits(batch: Batch, options: Options) -> bool:
-    """Returns whether the kernels compute this update: an fp32 one, on tensors that are dense in memory."""
+    """Returns whether the kernels take these tensors: an fp32 update, on tensors that are dense in memory."""
     if batch.dtype is not torch.float32 or any(grad.dtype not in KINDS for grad in batch.grads):
         return False
     return all(map(is_dense, batch.weights))
 
 
-def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update of `batch` as `halfstep.optim.update.Implementation.run` describes, in one pass over memory."""
+def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes one update by the optimizer `kernel` in one pass over memory; see `Implementation.run` in optim.
+
+    Raises:
+        LookupError: no kernel has this name.
+    """
+    if kernel not in _LAUNCHES:
+        raise LookupError(f"Triton has no kernel {kernel!r}; those of optimizers are {list(_LAUNCHES)}")
     tables = Tables(batch.device, scratch)
     if "triton" not in batch.memory:
         batch.memory["triton"] = _lasting(batch)
@@ -421,14 +428,11 @@ def update(batch: Batch, options: Options, factor: Tensor | None, found: Tensor,
             sizes = group.pick(rows[0])
             ends = block_ends(sizes, _UPDATE_BLOCK)
             table = tables.numbers(array("q", [0, *ends[:-1]]), sizes, *map(group.pick, rows[1:]))
-            corrections = _corrections(options, common, table, len(sizes)) if isinstance(options, Adam) else table
+            corrections = _corrections(options, common, table, len(sizes)) if batch.steps else None
             if not ends[-1]:
                 continue
             tensors = (tables.owners(ends), table, len(sizes), tables.numbers(group.pick(grads)))
-            if isinstance(options, Adam):
-                _launch_adam(tensors, corrections, options, common, _compiled_for(batch, options, group, common))
-            else:
-                _launch_sgd(tensors, options, common, _compiled_for(batch, options, group, common))
+            _LAUNCHES[kernel](tensors, corrections, options, common, _compiled_for(batch, options, group, common))
     if batch.fresh:
         torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
     torch.autograd.graph.increment_version(written)
@@ -452,8 +456,9 @@ class _Common:
     lr: float
 
 
-def _corrections(options: Adam, common: _Common, table: Tensor, count: int) -> Tensor:
+def _corrections(options: Options, common: _Common, table: Tensor, count: int) -> Tensor:
     """Counts the step of each tensor and returns its three coefficients."""
+    beta1, beta2, *_ = options.numbers
     corrections = torch.empty(3 * count, dtype=torch.float32, device=table.device)
     _corrections_kernel[(count,)](
         table,
@@ -461,8 +466,8 @@ def _corrections(options: Adam, common: _Common, table: Tensor, count: int) -> T
         common.found,
         common.found if common.lr_tensor is None else common.lr_tensor,
         bits(common.lr),
-        bits(options.beta1),
-        bits(options.beta2),
+        bits(beta1),
+        bits(beta2),
         bits(options.weight_decay),
         corrections,
         LR_TENSOR=common.lr_tensor is not None,
@@ -473,40 +478,48 @@ def _corrections(options: Adam, common: _Common, table: Tensor, count: int) -> T
 
 
 def _launch_adam(
-    tensors: _Tensors, corrections: Tensor, options: Adam, common: _Common, compiled_for: dict[str, Any]
+    tensors: _Tensors, corrections: Tensor | None, options: Options, common: _Common, compiled_for: dict[str, Any]
 ) -> None:
+    beta1, beta2, eps = options.numbers
     _adam_kernel[(len(tensors[0]),)](
         *tensors,
         corrections,
         common.found,
         common.found if common.factor is None else common.factor,
-        options.beta1,
-        1 - options.beta1,
-        options.beta2,
-        1 - options.beta2,
-        options.eps,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
         options.weight_decay,
-        AMSGRAD=bool(options.amsgrad),
+        AMSGRAD=len(options.states) == 3,
         DECOUPLED=options.decoupled,
         **compiled_for,
     )
 
 
-def _launch_sgd(tensors: _Tensors, options: Sgd, common: _Common, compiled_for: dict[str, Any]) -> None:
+def _launch_sgd(
+    tensors: _Tensors, _: Tensor | None, options: Options, common: _Common, compiled_for: dict[str, Any]
+) -> None:
+    momentum, dampening, nesterov = options.numbers
     _sgd_kernel[(len(tensors[0]),)](
         *tensors,
         common.found,
         common.found if common.factor is None else common.factor,
         common.found if common.lr_tensor is None else common.lr_tensor,
         common.lr,
-        options.momentum,
-        1 - options.dampening,
+        momentum,
+        1 - dampening,
         options.weight_decay,
-        MOMENTUM=bool(options.momentum),
-        NESTEROV=bool(options.nesterov),
+        MOMENTUM=bool(options.states),
+        NESTEROV=bool(nesterov),
         LR_TENSOR=common.lr_tensor is not None,
         **compiled_for,
     )
+
+
+_Launch = Callable[[_Tensors, Tensor | None, Options, _Common, dict[str, Any]], None]
+_LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd}
 
 
 def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from halfstep.kernels.updates import Updates
+from halfstep.kernels.update_stats import Updates
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending
 from halfstep.observe.window import Window, undo_all

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32
 from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
-from halfstep.kernels.updates import Updates
+from halfstep.kernels.update_stats import Updates
 from halfstep.observe.stats import read_rows
 from halfstep.records import Observation, TensorStats
 

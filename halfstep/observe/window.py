@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from halfstep.kernels.updates import Updates
+from halfstep.kernels.update_stats import Updates
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.outputs import readable

@@ -8,95 +8,63 @@ some values.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from halfstep.kernels.batch import Adam, Batch, Options, Sgd
+from halfstep.kernels.batch import Batch, Options
 
 Number = float | Tensor
 
+# An optimizer's update: yields, parameter by parameter, the new weight and the new states, in the order of
+# `Options.states`. It gets full weights and full, unscaled gradients (layout `full`), and changes none of them.
+Law = Callable[[Batch, Any], Iterator[Sequence[Tensor]]]
 
-def update(batch: Batch, options: Options, found: Tensor) -> None:
-    """Updates full weights and states in place from full, unscaled gradients; where `found` is true nothing changes.
 
-    `batch` has layout `full`. New values are chosen with `where`, never multiplied by a zero, which would keep a NaN.
+def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
+    """Updates full weights and states in place by `law`; where `found` is true nothing changes.
+
+    New values are chosen with `where`, never multiplied by a zero, which would keep a NaN.
     """
-    if isinstance(options, Adam):
-        _adam(batch, options, found)
-    else:
-        _sgd(batch, options, found)
+    held = zip(batch.weights, *batch.states.values(), strict=True)
+    for old, new in zip(held, law(batch, options), strict=True):
+        for tensor, value in zip(old, new, strict=True):
+            torch.where(found, tensor, value, out=tensor)
 
 
-def _adam(batch: Batch, options: Adam, found: Tensor) -> None:
-    sizes, roots = _corrections(batch, options)
-    peaks = batch.states["max_exp_avg_sq"] if options.amsgrad else batch.states["exp_avg_sq"]
-    decay = _rounded(1 - _double(options.lr, batch) * options.weight_decay, batch) if options.weight_decay else 1.0
-    rows = zip(
-        batch.weights,
-        batch.grads,
-        batch.states["exp_avg"],
-        batch.states["exp_avg_sq"],
-        peaks,
-        sizes,
-        roots,
-        strict=True,
-    )
-    for weight, grad, mean, square, peak, size, root in rows:
+def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+    """Yields each weight, its gradient and its states, with the weight decay in one of the first two.
+
+    The gradient has the sign in which the weight goes down it.
+    """
+    decay, kept = options.weight_decay, None
+    if decay and options.decoupled:
+        kept = rounded(1 - precise(options.lr, batch) * decay, batch)
+    for w, grad, *states in zip(batch.weights, batch.grads, *batch.states.values(), strict=True):
         g = -grad if options.maximize else grad
-        w = weight
-        if options.weight_decay and options.decoupled:
-            w = w * decay
-        elif options.weight_decay:
-            g = g + w * options.weight_decay
-        m = mean * options.beta1 + g * (1 - options.beta1)
-        v = square * options.beta2 + (g * g) * (1 - options.beta2)
-        highest = torch.maximum(peak, v) if options.amsgrad else v
-        w = w - (m / (_sqrt(highest) / root + options.eps)) * size
-        _set(weight, w, found)
-        _set(mean, m, found)
-        _set(square, v, found)
-        if options.amsgrad:
-            _set(peak, highest, found)
+        if kept is not None:
+            yield w * kept, g, states
+        else:
+            yield w, g + w * decay if decay else g, states
 
 
-def _sgd(batch: Batch, options: Sgd, found: Tensor) -> None:
-    lr = _rounded(options.lr, batch)
-    for i, (weight, grad) in enumerate(zip(batch.weights, batch.grads, strict=True)):
-        g = -grad if options.maximize else grad
-        if options.weight_decay:
-            g = g + weight * options.weight_decay
-        if options.momentum:
-            momentum = batch.states["momentum_buffer"][i]
-            buffer = momentum * options.momentum + g * (1 - options.dampening)
-            buffer = torch.where(batch.fresh[i] == 1, g, buffer)
-            g = g + buffer * options.momentum if options.nesterov else buffer
-            _set(momentum, buffer, found)
-        _set(weight, weight - g * lr, found)
+def precise(value: Number, batch: Batch) -> Number:
+    """Returns a number, or a tensor on the device of the batch, in the precision that coefficients are computed in."""
+    return value.to(batch.device, widest(batch.device)) if isinstance(value, Tensor) else value
 
 
-def _corrections(batch: Batch, options: Adam) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns lr / (1 - beta1^t) and sqrt(1 - beta2^t) for each step count, as 0-dim tensors of the update's dtype."""
-    steps = torch.stack(batch.steps).to(_precise(batch.device))
-    sizes = _double(options.lr, batch) / (1 - options.beta1**steps)
-    roots = (1 - options.beta2**steps).sqrt()
-    return list(sizes.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())
-
-
-def _double(value: Number, batch: Batch) -> Number:
-    return value.to(batch.device, _precise(batch.device)) if isinstance(value, Tensor) else value
-
-
-def _rounded(value: Number, batch: Batch) -> Number:
+def rounded(value: Number, batch: Batch) -> Number:
+    """Returns a coefficient, where it is a tensor in the dtype of the update."""
     return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
 
 
-def _sqrt(t: Tensor) -> Tensor:
-    return t.to(_precise(t.device)).sqrt().to(t.dtype)
+def root(t: Tensor) -> Tensor:
+    """Returns the square root, correctly rounded."""
+    return t.to(widest(t.device)).sqrt().to(t.dtype)
 
 
-def _precise(device: torch.device) -> torch.dtype:
+def widest(device: torch.device) -> torch.dtype:
+    """Returns the dtype that coefficients are computed in."""
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-
-
-def _set(old: Tensor, new: Tensor, found: Tensor) -> None:
-    torch.where(found, old, new, out=old)

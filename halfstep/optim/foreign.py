@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from halfstep.optim.gradients import unscaled
 from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
-from halfstep.optim.lend import unscaled
 from halfstep.optim.masters import MasterStore, is_low
-from halfstep.optim.own import check_gradients
+from halfstep.optim.one_pass import check_gradients
 
 
 class ForeignStepper:

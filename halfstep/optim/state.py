@@ -7,21 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.errors import StateError
 from halfstep.optim.masters import is_low
+from halfstep.optim.table import TABLE, Row
 
 StateDict = dict[str, Any]
-_ADAM = ("lr", "betas", "eps", "weight_decay")
-_OPTIONS: dict[
-    type[Optimizer], tuple[str, ...]
-] = {  # of the optimizers whose state is known; torch adds the other options
-    Adam: _ADAM,
-    AdamW: _ADAM,
-    SGD: ("lr", "momentum", "dampening", "weight_decay"),
-}
-_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
@@ -66,41 +58,40 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 def _check(optimizer: Optimizer, saved: StateDict) -> None:
     """Refuses a state that `optimizer` cannot go on from: parts are missing, or it is of other parameters."""
     _require("the optimizer state", saved, ("state", "param_groups"))
-    options, groups = _OPTIONS.get(type(optimizer), ()), saved["param_groups"]
+    row, groups = TABLE.get(type(optimizer)), saved["param_groups"]
     for number, group in enumerate(groups):
-        _require(f"parameter group {number} of the optimizer state", group, ("params", *options))
+        _require(f"parameter group {number} of the optimizer state", group, ("params", *(row.saved if row else ())))
     sizes, own = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise StateError(
             f"the optimizer state has a parameter group each for {sizes} parameters, this optimizer for {own}; "
             "load the state of an optimizer that was made alike"
         )
-    if not options:
+    if row is None:
         return
     members = [p for group in optimizer.param_groups for p in group["params"]]
-    for p, (index, names) in zip(members, _expected(optimizer, groups), strict=True):
+    for p, (index, names) in zip(members, _expected(row, optimizer.defaults, groups), strict=True):
         entry = saved["state"].get(index)
         if entry:  # an empty one says, as none does, that no update has reached the parameter
-            _require(f"the optimizer state of parameter {index}", entry, names)
-            _check_shapes(f"parameter {index} of shape {tuple(p.shape)}", p, entry)
+            if row.counts:  # another one makes its state when it first needs it
+                _require(f"the optimizer state of parameter {index}", entry, ("step", *names))
+            _check_shapes(f"parameter {index} of shape {tuple(p.shape)}", p, entry, names)
 
 
-def _expected(optimizer: Optimizer, groups: list[StateDict]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Yields the index of each saved parameter with the names that its state must have."""
+def _expected(row: Row, defaults: StateDict, groups: list[StateDict]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yields the index of each saved parameter with the names of its state tensors."""
     for group in groups:
-        names: tuple[str, ...] = ()  # SGD makes its one state when it first needs it
-        if not isinstance(optimizer, SGD):
-            names = ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+        names = row.options({**defaults, **group}).states
         for index in group["params"]:
             yield index, names
 
 
-def _check_shapes(what: str, p: Tensor, entry: Mapping[str, Any]) -> None:
+def _check_shapes(what: str, p: Tensor, entry: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name, value in entry.items():
         if name == "step":
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise StateError(f"the step count of {what} has shape {tuple(value.shape)}; it must be one number")
-        elif name in _SHAPED and not (value is None and name == "momentum_buffer"):
+        elif name in names and not (value is None and "step" not in entry):
             came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"no tensor ({value!r})"
             if not isinstance(value, Tensor) or value.shape != p.shape:
                 raise StateError(

@@ -8,15 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper
-
-_OWN = (Adam, AdamW, SGD)
+from halfstep.optim.one_pass import OnePassStepper
+from halfstep.optim.table import row_of
 
 
 class Stepper(Protocol):
@@ -81,26 +80,15 @@ def make_stepper(
 ) -> Stepper:
     """Returns the stepper for `optimizer`: its own step (`plain`), halfstep's update, or its own step on the masters.
 
-    `name_of` names a parameter in errors. halfstep has an update for exactly `torch.optim.Adam`, `AdamW` and `SGD`; a
-    subclass may compute something else.
+    `name_of` names a parameter in errors. halfstep updates optimizers of exactly the classes in its table
+    (`halfstep.optim.table`); a subclass may compute something else.
     """
     if plain:
         return PlainStepper(optimizer)
-    if is_own(optimizer):
-        return OwnStepper(optimizer, store, name_of=name_of)
+    row = row_of(optimizer)
+    if row is not None:
+        return OnePassStepper(optimizer, store, row, name_of=name_of)
     return ForeignStepper(optimizer, store, name_of)
-
-
-def is_own(optimizer: Optimizer) -> bool:
-    """Returns whether halfstep has an update of its own for `optimizer` with its options."""
-    return type(optimizer) in _OWN and not any(
-        group["differentiable"] or any(isinstance(value, Tensor) for value in _numbers(group))
-        for group in optimizer.param_groups
-    )
-
-
-def _numbers(group: dict[str, Any]) -> tuple[Any, ...]:
-    return (*group.get("betas", ()), group["weight_decay"], group.get("momentum", 0.0))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -28,10 +28,10 @@ from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import check_gradients
+from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import needs_closure
-from halfstep.optim.updates import UpdateWatch
+from halfstep.optim.update_watch import UpdateWatch
 from halfstep.plan.fit import (
     STATE_SCHEMA,
     check_state,

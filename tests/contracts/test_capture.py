@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.optim.update import IMPLEMENTATIONS
+from halfstep.optim.implementations import IMPLEMENTATIONS
 from halfstep.scale.norm import READERS
 from tests.contracts.cases import batch, differing, mixed_plans, snapshot, start
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from halfstep.kernels import devices
-from halfstep.kernels.batch import Adam, Batch
+from halfstep.kernels.batch import Batch, Options
 
-CPU, ADAM = torch.device("cpu"), Adam(0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False)
+CPU, OPTIONS = torch.device("cpu"), Options(0.1, 0.0, False, False)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,6 @@ def test_what_runs_is_used(monkeypatch, caplog):
 def test_nothing_is_imported_for_tensors_on_a_cpu(monkeypatch):
     replace_import(monkeypatch, AssertionError("imported"))
     weight = torch.zeros(3)
-    assert not devices.triton_fits(Batch("full", [weight], [], [weight]), ADAM)
+    assert not devices.triton_fits(Batch("full", [weight], [], [weight]), OPTIONS)
     assert not devices.triton_can_read([weight])
     assert not devices.triton_can_read([])

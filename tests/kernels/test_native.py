@@ -10,9 +10,8 @@ from torch.optim import SGD, AdamW
 
 from halfstep.kernels import build, native
 from halfstep.kernels.batch import Batch
-from halfstep.optim.own import options_of
 from halfstep.scale.norm import read_with_torch
-from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, own_run
+from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, options_of, own_run
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
 
@@ -188,7 +187,7 @@ def test_the_loops_use_the_threads_that_torch_does(two_threads):
     table = native.Table(batch)
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        table.point(batch, options_of(run.optimizer, run.optimizer.param_groups[0]), None, FALSE)
+        table.point(batch, options_of(run.optimizer), None, FALSE)
         assert table.tensors.threads == threads
 
 
@@ -279,6 +278,6 @@ class TestRead:
 class TestFits:
     def test_float64_weights_and_half_dense_ones_are_left_to_others(self):
         options = own_run(*ADAMS[0]).optimizer
-        adam = options_of(options, options.param_groups[0])
+        adam = options_of(options)
         for weight, fits in ((torch.ones(3), True), (torch.ones(3).double(), False), (torch.ones(4, 4)[:, ::2], False)):
             assert native.fits(Batch("full", [weight], [], [weight]), adam) is fits

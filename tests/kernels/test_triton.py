@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from halfstep.kernels.batch import Batch, Scratch
-from halfstep.optim.update import Implementation, update
+from halfstep.optim.implementations import update
 from halfstep.scale.norm import global_norm
 from tests.kernels import triton_cases as cases
 from tests.kernels.triton_cases import OPTIONS, STORAGES
@@ -215,9 +215,10 @@ def test_a_tensor_of_more_elements_than_an_int32_counts_is_updated_and_read_to_i
     weight = torch.ones(BEYOND_INT32, dtype=torch.bfloat16, device="cuda")
     grad = torch.zeros_like(weight)
     grad[-1] = grad[2**31] = grad[2**31 - 1] = 1.0
-    table = {"triton": Implementation(kernels.fits, kernels.update)}
+    table = {"triton": cases.implementation()}
     good = torch.tensor(False, device="cuda")
-    update(Batch("low", [weight], [], [grad]), replace(OPTIONS["sgd"], lr=0.5), None, good, Scratch(), table)
+    options = replace(OPTIONS["sgd"], lr=0.5)
+    update(cases.row_of(options), Batch("low", [weight], [], [grad]), options, None, good, Scratch(), table)
     assert [float(weight[i]) for i in (-1, 2**31, 2**31 - 1, 0, -2)] == [0.5, 0.5, 0.5, 1.0, 1.0]
     assert float(kernels.read([grad])[0]) == pytest.approx(math.sqrt(3))
     grad[-1] = float("inf")

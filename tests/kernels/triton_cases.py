@@ -8,12 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from halfstep.kernels.batch import Adam, Batch, Scratch, Sgd, is_dense
+from halfstep.kernels.batch import Batch, Scratch, is_dense
+from halfstep.optim.adam import AdamOptions
+from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
+from halfstep.optim.sgd import SgdOptions
 from halfstep.optim.split import join, split
-from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
+from halfstep.optim.table import TABLE
 
-_ADAM = Adam(1e-2, 0.9, 0.999, 1e-8, 0.0, False, False, False)
-_SGD = Sgd(0.1, 0.0, 0.0, 0.0, False, False)
+_COMMON = {"weight_decay": 0.0, "maximize": False, "decoupled": False}
+_ADAM = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False, **_COMMON)
+_SGD = SgdOptions(lr=0.1, momentum=0.0, dampening=0.0, nesterov=False, **_COMMON)
 OPTIONS = {
     "adam": _ADAM,
     "adam-l2-amsgrad": replace(_ADAM, weight_decay=0.1, amsgrad=True),
@@ -42,10 +46,14 @@ STORAGES = {  # layout, dtype of the weights, dtypes that the gradients have in 
 SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (37,)]
 
 
-def state_names(options):
-    if isinstance(options, Sgd):
-        return ["momentum_buffer"] if options.momentum else []
-    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.amsgrad else [])]
+def row_of(options):
+    return TABLE[torch.optim.Adam if isinstance(options, AdamOptions) else torch.optim.SGD]
+
+
+def implementation():
+    from halfstep.kernels import triton as kernels
+
+    return Implementation(lambda row, options: row.triton, kernels.fits, kernels.update)
 
 
 def new(values):
@@ -65,13 +73,13 @@ def batch_of(layout, low, options, device):
         weights, extras = (list(part) for part in zip(*map(split, full), strict=True))
     else:
         weights, extras = [value.to(low) for value in full], full if layout == "copy" else []
-    adam = isinstance(options, Adam)
+    adam = isinstance(options, AdamOptions)
     return Batch(
         layout,
         new(weights),
         new(extras) if extras else [],
         [],
-        {name: new([torch.zeros_like(value) for value in full]) for name in state_names(options)},
+        {name: new([torch.zeros_like(value) for value in full]) for name in options.states},
         [torch.zeros((), device=device) for _ in full] if adam else [],
         [] if adam or not options.momentum else [torch.ones((), device=device) for _ in full],
     )
@@ -120,7 +128,7 @@ def compare(options_name, storage, steps, device="cpu"):
     if isinstance(options.lr, torch.Tensor):
         options = replace(options, lr=options.lr.to(device))
     layout, low, dtypes = STORAGES[storage]
-    tables = [{"triton": Implementation(kernels.fits, kernels.update)}, {"eager": IMPLEMENTATIONS["eager"]}]
+    tables = [{"triton": implementation()}, {"eager": IMPLEMENTATIONS["eager"]}]
     batches = [batch_of(layout, low, options, device) for _ in tables]
     scratches = [Scratch() for _ in tables]
     assert kernels.fits(replace(batches[0], grads=gradients(batches[0], dtypes, 0)), options)
@@ -133,7 +141,7 @@ def compare(options_name, storage, steps, device="cpu"):
             if step % 7 == 3:
                 grads[2].fill_(float("inf"))
             now = options if isinstance(options.lr, torch.Tensor) else replace(options, lr=options.lr / (1 + step))
-            update(replace(batch, grads=grads), now, factor, found, scratch, table)
+            update(row_of(options), replace(batch, grads=grads), now, factor, found, scratch, table)
     moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel()]
     assert all(moved), "an update that changes nothing is no update"
     pairs = zip(values(batches[0]), values(batches[1]), strict=True)
@@ -142,18 +150,18 @@ def compare(options_name, storage, steps, device="cpu"):
 
 def skip_changes_nothing(options_name, storage, device="cpu"):
     """Whether every bit is as it was after a skip with infinite and NaN gradients."""
-    from halfstep.kernels import triton as kernels
 
     options = OPTIONS[options_name]
     layout, low, dtypes = STORAGES[storage]
     batch = batch_of(layout, low, options, device)
-    table = {"triton": Implementation(kernels.fits, kernels.update)}
+    table = {"triton": implementation()}
     for tensor in values(replace(batch, layout="full")):
         tensor.neg_()  # zeros of the state too: a -0.0 that came back as 0.0 would show
     before = [t.contiguous().view(torch.uint8 if t.dim() else t.dtype).clone() for t in written(batch)]
     for bad in (float("inf"), float("nan"), 1.0):
         grads = [torch.full_like(g, bad) for g in gradients(batch, dtypes, 0)]
-        update(replace(batch, grads=grads), options, None, torch.tensor(True, device=device), Scratch(), table)
+        true = torch.tensor(True, device=device)
+        update(row_of(options), replace(batch, grads=grads), options, None, true, Scratch(), table)
     after = [t.contiguous().view(torch.uint8 if t.dim() else t.dtype) for t in written(batch)]
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -186,7 +194,7 @@ def session_bits(name, low, tables, device="cpu"):
     from halfstep.scale.norm import READERS, Reader
     from tests.contracts import cases
 
-    rows = {"triton": Implementation(kernels.fits, kernels.update), "eager": IMPLEMENTATIONS["eager"]}
+    rows = {"triton": implementation(), "eager": IMPLEMENTATIONS["eager"]}
     kept = dict(IMPLEMENTATIONS), dict(READERS)
     try:
         IMPLEMENTATIONS.clear()
@@ -284,11 +292,11 @@ def compiled(settings, storage="split", lengths=(2000,)):
             weights,
             extras if layout in ("split", "copy") else [],
             [torch.zeros(w.shape, dtype=dtypes[0]) for w in weights],
-            {name: [torch.zeros(w.shape) for w in weights] for name in state_names(options)},
+            {name: [torch.zeros(w.shape) for w in weights] for name in options.states},
             [torch.zeros(3)[i % 3] for _ in weights],  # addresses that are multiples of 16, and others
             [torch.zeros(()) for _ in weights],
         )
         flags = torch.zeros(32, dtype=torch.bool)
-        kernels.update(batch, options, torch.ones(5)[i % 5], flags[i % 32], Scratch())
+        kernels.update(row_of(options).triton, batch, options, torch.ones(5)[i % 5], flags[i % 32], Scratch())
         kernels.read(batch.grads, Scratch())
     return {name: list(variants.values()) for name, variants in PTX.items()}

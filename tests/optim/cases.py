@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim import SGD, Adam, AdamW
 
+from halfstep.optim.implementations import IMPLEMENTATIONS
+from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper
-from halfstep.optim.update import IMPLEMENTATIONS
+from halfstep.optim.one_pass import OnePassStepper
+from halfstep.optim.table import TABLE
 
 ADAMS = [
     (Adam, {"lr": 1e-2}),
@@ -25,7 +27,12 @@ SGDS = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     (SGD, {"lr": torch.tensor(0.1), "momentum": 0.5, "dampening": 0.3, "maximize": True}),
 ]
-OWN = ADAMS + SGDS
+LIONS = [
+    (Lion, {"lr": 1e-2}),
+    (Lion, {"lr": 1e-2, "betas": (0.5, 0.8), "weight_decay": 0.3, "maximize": True}),
+    (Lion, {"lr": torch.tensor(1e-2), "weight_decay": 0.3}),
+]
+OWN = ADAMS + SGDS + LIONS
 
 HERE = [name for name in IMPLEMENTATIONS if name != "triton"]  # on a CPU; that one has tests/kernels/test_triton.py
 
@@ -48,12 +55,16 @@ def gradients(params, seed, scale=1.0):
     return [(torch.randn(p.shape, generator=g) * scale).to(p.dtype) for p in params]
 
 
+def options_of(optimizer):
+    return TABLE[type(optimizer)].options(optimizer.param_groups[0])
+
+
 @dataclass
 class Run:
     params: list
     optimizer: object
     store: MasterStore
-    stepper: OwnStepper
+    stepper: OnePassStepper
 
     def step(self, grads, factor=None, found=FALSE):
         self.stepper.step(self.params, grads, factor, found)
@@ -73,6 +84,10 @@ class Run:
         return [bits(t).clone() for t in [*self.params, *extras, *state]]
 
 
+def one_pass(optimizer, store, implementations=IMPLEMENTATIONS):
+    return OnePassStepper(optimizer, store, TABLE[type(optimizer)], implementations)
+
+
 def own_run(cls, options, kind=None, low=torch.bfloat16, implementation=None, dtype=torch.float32):
     """A run of halfstep's update on `parameters()`: stored full (`kind` None), or low with masters of a kind."""
     params = parameters(dtype)
@@ -81,7 +96,7 @@ def own_run(cls, options, kind=None, low=torch.bfloat16, implementation=None, dt
     for p in params if kind else ():
         store.track(p)
     table = IMPLEMENTATIONS if implementation is None else {implementation: IMPLEMENTATIONS[implementation]}
-    return Run(params, optimizer, store, OwnStepper(optimizer, store, table))
+    return Run(params, optimizer, store, one_pass(optimizer, store, table))
 
 
 def bits(t):

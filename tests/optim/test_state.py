@@ -7,6 +7,7 @@ from torch import optim
 from torch.nn import Parameter
 
 from halfstep.errors import StateError
+from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import make_stepper
@@ -16,6 +17,7 @@ BF16 = torch.bfloat16
 CASES = {
     "AdamW": lambda ps: optim.AdamW(ps, lr=0.1, amsgrad=True),
     "SGD": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9),
+    "Lion": lambda ps: Lion(ps, lr=0.1, weight_decay=0.1),
     "RMSprop": lambda ps: optim.RMSprop(ps, lr=0.1, momentum=0.9),
     "Adagrad": lambda ps: optim.Adagrad(ps, lr=0.1),
     "Adafactor": lambda ps: optim.Adafactor(ps, lr=0.1),

@@ -1,23 +1,42 @@
-"""The update against torch's own optimizers, and against the textbook written out in float64."""
+"""The update against the optimizers' own steps, and against the textbook written out in float64."""
 
 import pytest
 import torch
 from torch.optim import SGD, Adam
 
 from halfstep.kernels.batch import Batch, Scratch
+from halfstep.optim.implementations import IMPLEMENTATIONS
+from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper, options_of
-from halfstep.optim.update import IMPLEMENTATIONS
-from tests.optim.cases import ADAMS, FALSE, HERE, OWN, SGDS, TRUE, assert_same_bits, gradients, own_run, parameters
+from halfstep.optim.table import TABLE
+from tests.optim.cases import (
+    ADAMS,
+    FALSE,
+    HERE,
+    LIONS,
+    OWN,
+    SGDS,
+    TRUE,
+    assert_same_bits,
+    gradients,
+    one_pass,
+    options_of,
+    own_run,
+    parameters,
+)
 
 EACH_IMPLEMENTATION = pytest.mark.parametrize("implementation", HERE)
 STEPS = 6
 
 
-# torch's kernels leave dampening to the reference.
+def is_fused(cls, options):
+    """Whether torch's kernels compute this: not Lion, and of SGD all but dampening."""
+    return cls is not Lion and not options.get("dampening")
+
+
 EACH_OWN = pytest.mark.parametrize(
     ("implementation", "cls", "options"),
-    [(name, *case) for name in HERE for case in OWN if name != "fused" or not case[1].get("dampening")],
+    [(name, *case) for name in HERE for case in OWN if name != "fused" or is_fused(*case)],
 )
 
 
@@ -82,8 +101,21 @@ def textbook_sgd(w, grads, *, lr, momentum=0.0, dampening=0.0, weight_decay=0.0,
     return w
 
 
+def textbook_lion(w, grads, *, lr, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+    """Chen et al. 2023, algorithm 2."""
+    m = torch.zeros_like(w)
+    for g in grads:
+        g = -g if maximize else g
+        update = torch.sign(betas[0] * m + (1 - betas[0]) * g)
+        w = w - lr * (update + weight_decay * w)
+        m = betas[1] * m + (1 - betas[1]) * g
+    return w
+
+
 def textbook(cls, options, w, grads):
     options = {**options, "lr": float(options["lr"])}
+    if cls is Lion:
+        return textbook_lion(w, grads, **options)
     if issubclass(cls, SGD):
         return textbook_sgd(w, grads, **options)
     if cls is Adam:
@@ -206,15 +238,15 @@ def test_implementations_say_which_batches_they_take():
     adam, sgd, damped = (own_run(*case) for case in (ADAMS[0], SGDS[2], SGDS[4]))
 
     def taken(run, tensor):
-        options = options_of(run.optimizer, run.optimizer.param_groups[0])
-        return [
-            name for name, row in IMPLEMENTATIONS.items() if row.fits(Batch("full", [tensor], [], [tensor]), options)
-        ]
+        options, row, ways = options_of(run.optimizer), TABLE[type(run.optimizer)], IMPLEMENTATIONS.items()
+        batch = Batch("full", [tensor], [], [tensor])
+        return [name for name, way in ways if way.kernel(row, options) is not None and way.fits(batch, options)]
 
     assert taken(adam, weight) == taken(sgd, weight) == ["native", "fused", "eager"]
     assert taken(adam, weight.double()) == ["fused", "eager"]
     assert taken(damped, weight) == ["native", "eager"]
     assert taken(adam, part) == ["eager"]
+    assert taken(own_run(*LIONS[0]), weight) == ["native", "eager"]
 
 
 def test_scratch_memory_is_used_again_and_grows():
@@ -279,13 +311,10 @@ def test_a_skipped_step_keeps_every_pattern_of_a_weight(implementation, layout):
     store.track(p)
     stored = p.detach().clone()
     table = {implementation: IMPLEMENTATIONS[implementation]}
-    if not table[implementation].fits(Batch(layout, [p.detach()], [store.extra(p)], [], {}), options_of_sgd()):
+    optimizer = SGD([p], lr=0.1)
+    batch, options = Batch(layout, [p.detach()], [store.extra(p)], [], {}), options_of(optimizer)
+    if not table[implementation].fits(batch, options):
         pytest.skip(f"{implementation} takes no {layout} weights")
-    stepper = OwnStepper(SGD([p], lr=0.1), store, table)
+    stepper = one_pass(optimizer, store, table)
     stepper.step([p], [torch.ones_like(p)], None, TRUE)
     assert_same_bits([p.detach(), store.full(p)], [stored, full])
-
-
-def options_of_sgd():
-    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    return options_of(optimizer, optimizer.param_groups[0])

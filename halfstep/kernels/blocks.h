@@ -1,4 +1,4 @@
-// What a step and those who watch it share: the tensors of a batch, opened block by block, and the updates of a block.
+// The tensors of a batch, opened block by block: what a step and those who watch it read.
 //
 // The arithmetic is that of halfstep/optim/eager.py, operation by operation, each rounded once to fp32, so that both
 // give the same bits. Compiled without contraction (see build.py).
@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+constexpr int kStates = 3;
 
 extern "C" {
 
@@ -25,9 +27,7 @@ struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a 
   void* const* extras;
   const void* const* grads;
   const int32_t* grad_formats;
-  float* const* firsts;    // exp_avg, or momentum_buffer
-  float* const* seconds;   // exp_avg_sq
-  float* const* peaks;     // max_exp_avg_sq
+  float* const* states[kStates];  // in the order of the optimizer's options
   float* const* steps;     // counts of updates made
   float* const* fresh;     // 1 where no update has been made
   int32_t layout;
@@ -43,6 +43,7 @@ struct Common {
   double lr;
   double weight_decay;
   int32_t maximize;
+  int32_t decoupled;  // the decay is of the weight itself, not of the gradient
 };
 
 // Where the fields are; a structure comes before its own, the end has no name. native.py repeats the structures by hand
@@ -52,12 +53,11 @@ const Place* halfstep_structures() {
   static const Place places[] = {
       {"Tensors", 0, sizeof(Tensors)},
       FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
-      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, firsts), FIELD(Tensors, seconds),
-      FIELD(Tensors, peaks), FIELD(Tensors, steps), FIELD(Tensors, fresh), FIELD(Tensors, layout),
-      FIELD(Tensors, format), FIELD(Tensors, threads),
+      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, steps),
+      FIELD(Tensors, fresh), FIELD(Tensors, layout), FIELD(Tensors, format), FIELD(Tensors, threads),
       {"Common", 0, sizeof(Common)},
       FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
-      FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize),
+      FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize), FIELD(Common, decoupled),
       {nullptr, 0, 0}};
 #undef FIELD
   return places;
@@ -137,6 +137,10 @@ void join(const uint16_t* __restrict high, const int16_t* __restrict low, float*
 
 double rate(const Common& c) { return c.lr_single ? double(*c.lr_single) : c.lr_double ? *c.lr_double : c.lr; }
 
+// What the weight decay adds of the weight to the gradient, and what it leaves of the weight.
+inline float l2_of(const Common& c) { return c.decoupled ? 0 : float(c.weight_decay); }
+inline float kept_of(const Common& c) { return c.decoupled ? float(1 - rate(c) * c.weight_decay) : 1; }
+
 // Returns `n` full weights: in place where they are kept so, else in `room`.
 inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, float* room) {
   if (b.layout == kFull) return (float*)b.weights[t] + at;
@@ -160,89 +164,6 @@ inline const float* open_gradient(const Tensors& b, const Common& c, int64_t t, 
       load(from, factor, room, n);
   });
   return room;
-}
-
-// ---- the updates of one block: not inlined, or the compiler forgets that the pointers do not overlap -------------
-
-struct Adam {
-  float beta1, take1, beta2, take2, eps, decay, l2;
-  std::vector<float> sizes, roots;  // of each tensor
-};
-
-struct Sgd {
-  float lr, momentum, take, l2;
-  bool nesterov;
-};
-
-template <bool kPeaks>
-__attribute__((noinline)) void adam_block(int64_t n, const Adam& o, float size, float root, float* __restrict w,
-                                          const float* __restrict g, float* __restrict m, float* __restrict v,
-                                          float* __restrict peak) {
-  const float beta1 = o.beta1, take1 = o.take1, beta2 = o.beta2, take2 = o.take2, eps = o.eps, decay = o.decay;
-  for (int64_t k = 0; k < n; k++) {
-    m[k] = m[k] * beta1 + g[k] * take1;
-    v[k] = v[k] * beta2 + (g[k] * g[k]) * take2;
-    if (kPeaks) peak[k] = v[k] > peak[k] || v[k] != v[k] ? v[k] : peak[k];
-    w[k] = w[k] * decay - (m[k] / (std::sqrt(kPeaks ? peak[k] : v[k]) / root + eps)) * size;
-  }
-}
-
-template <bool kFresh>
-__attribute__((noinline)) void momentum_block(int64_t n, const Sgd& o, float* __restrict w, const float* __restrict g,
-                                              float* __restrict buffer) {
-  const float lr = o.lr, momentum = o.momentum, take = o.take;
-  const bool nesterov = o.nesterov;
-  for (int64_t k = 0; k < n; k++) {
-    buffer[k] = kFresh ? g[k] : buffer[k] * momentum + g[k] * take;
-    w[k] = w[k] - (nesterov ? g[k] + buffer[k] * momentum : buffer[k]) * lr;
-  }
-}
-
-__attribute__((noinline)) void descend_block(int64_t n, float lr, float* __restrict w, const float* __restrict g) {
-  for (int64_t k = 0; k < n; k++) w[k] = w[k] - g[k] * lr;
-}
-
-// The coefficients of the update that comes when `ahead` more are counted than now.
-Adam adam_of(const Tensors& b, const Common& c, double beta1, double beta2, double eps, bool decoupled, float ahead) {
-  const double lr = rate(c);
-  const float decay = decoupled ? float(1 - lr * c.weight_decay) : 1;
-  Adam o{float(beta1), float(1 - beta1), float(beta2), float(1 - beta2), float(eps), decay,
-         decoupled ? 0 : float(c.weight_decay), {}, {}};
-  double last = -1;
-  for (int64_t t = 0; t < b.tensors; t++) {
-    const double step = *b.steps[t] + ahead;
-    if (step == last) {
-      o.sizes.push_back(o.sizes.back());
-      o.roots.push_back(o.roots.back());
-    } else {
-      o.sizes.push_back(float(lr / (1 - std::pow(beta1, step))));
-      o.roots.push_back(float(std::sqrt(1 - std::pow(beta2, step))));
-    }
-    last = step;
-  }
-  return o;
-}
-
-Sgd sgd_of(const Common& c, double momentum, double dampening, int32_t nesterov) {
-  return {float(rate(c)), float(momentum), float(1 - dampening), float(c.weight_decay), nesterov != 0};
-}
-
-// `peak` is null without amsgrad.
-inline void update_block(const Adam& o, int64_t t, int64_t n, float* w, const float* g, float* m, float* v, float* peak) {
-  if (peak)
-    adam_block<true>(n, o, o.sizes[t], o.roots[t], w, g, m, v, peak);
-  else
-    adam_block<false>(n, o, o.sizes[t], o.roots[t], w, g, m, v, nullptr);
-}
-
-// `buffer` is null without momentum; the first one is the gradient itself.
-inline void update_block(const Sgd& o, bool fresh, int64_t n, float* w, const float* g, float* buffer) {
-  if (!buffer)
-    descend_block(n, o.lr, w, g);
-  else if (fresh)
-    momentum_block<true>(n, o, w, g, buffer);
-  else
-    momentum_block<false>(n, o, w, g, buffer);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ from halfstep.optim.masters import is_low
 
 
 @contextmanager
-def lent(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
+def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
     """Puts `grads` times `factor`, in fp32 for low parameters, into `p.grad` of `params`, and takes them back after.
 
     A `p.grad` that is None at the end stays None: it was dropped on purpose. What else was assigned to it is dropped.

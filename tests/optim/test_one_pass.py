@@ -6,8 +6,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper
-from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, gradients, own_run, parameters
+from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, gradients, one_pass, own_run, parameters
 from tests.scale.sync import NoSync
 
 BF16 = torch.bfloat16
@@ -22,7 +21,7 @@ def alone(cls, values, kind=None, **options):
     if kind:
         store.track(p)
     optimizer = cls([p], **options)
-    return p, store, optimizer, OwnStepper(optimizer, store)
+    return p, store, optimizer, one_pass(optimizer, store)
 
 
 @EACH_KIND
@@ -67,7 +66,7 @@ def test_a_first_momentum_is_the_gradient_also_after_skips_and_with_dampening():
 def test_a_parameter_without_a_gradient_at_first_has_a_first_momentum_of_its_own():
     early, late = Parameter(torch.ones(1)), Parameter(torch.ones(1))
     optimizer = SGD([early, late], lr=1.0, momentum=0.9, dampening=0.5)
-    stepper = OwnStepper(optimizer, MasterStore("none", BF16))
+    stepper = one_pass(optimizer, MasterStore("none", BF16))
     grad = torch.tensor([1.0])
     stepper.step([early, late], [grad, grad], None, TRUE)
     stepper.step([early], [grad], None, FALSE)
@@ -127,7 +126,7 @@ def test_state_of_training_before_is_gone_on_from(cls, options):
         if seed < 2:
             optimizers[0].step()
             continue
-        stepper = stepper or OwnStepper(optimizers[0], MasterStore("none", BF16))
+        stepper = stepper or one_pass(optimizers[0], MasterStore("none", BF16))
         stepper.step(ours, grads, None, FALSE)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
@@ -168,7 +167,7 @@ def test_a_group_added_later_trains_in_fp32():
 def test_groups_keep_options_of_their_own():
     fast, slow = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
     optimizer = SGD([{"params": [fast], "lr": 1.0}, {"params": [slow], "lr": 0.25}], lr=9.0)
-    OwnStepper(optimizer, MasterStore("none", BF16)).step([slow, fast], [torch.ones(1)] * 2, None, FALSE)
+    one_pass(optimizer, MasterStore("none", BF16)).step([slow, fast], [torch.ones(1)] * 2, None, FALSE)
     assert (fast.item(), slow.item()) == (-1.0, -0.25)
 
 
@@ -312,7 +311,7 @@ def test_a_gradient_that_a_pre_hook_adds_counts():
         b.grad = torch.tensor([1.0, 2.0])
 
     optimizer.register_step_pre_hook(add)
-    OwnStepper(optimizer, MasterStore("none", BF16)).step([a], [torch.ones(2)], None, FALSE)
+    one_pass(optimizer, MasterStore("none", BF16)).step([a], [torch.ones(2)], None, FALSE)
     assert (a.tolist(), b.tolist()) == ([0.0, 0.0], [0.0, -1.0])
 
 
@@ -378,7 +377,7 @@ def test_a_state_of_another_shape_is_refused_before_anything_changes(cls, option
     store = MasterStore(kind or "none", BF16)
     for p in params if kind else ():
         store.track(p)
-    stepper = OwnStepper(optimizer, store)
+    stepper = one_pass(optimizer, store)
     stepper.step(params, gradients(params, 0), None, FALSE)
     optimizer.state[params[1]][name] = torch.zeros(5)
     before = [p.detach().clone() for p in params], optimizer.state[params[0]][name].clone()

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from halfstep.kernels.build import find_compiler
 from halfstep.kernels.stats import add_stats, empty_rows
-from halfstep.kernels.updates import fits, in_last_places
-from halfstep.optim.updates import UpdateWatch
+from halfstep.kernels.update_stats import fits, in_last_places
+from halfstep.optim.update_watch import UpdateWatch
 from halfstep.records import BINS, COUNTS, DOUBLES
 from tests.kernels.test_native import MASTERS, grads_of, run_of
 from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, own_run

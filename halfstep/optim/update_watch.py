@@ -11,17 +11,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Adam, Batch, Options, chunks, in_layout_of, is_dense
+from halfstep.kernels.batch import Batch, Options, chunks, in_layout_of, is_dense
 from halfstep.kernels.stats import add_stats, is_sampled, sampled_places
-from halfstep.kernels.updates import Updates, add_updates, fits, in_last_places
-from halfstep.optim import eager
-from halfstep.optim.arranged import state_names
+from halfstep.kernels.update_stats import Updates, add_updates, addresses_of, fits, in_last_places
 from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper, options_of
-from halfstep.optim.rows import widened
+from halfstep.optim.one_pass import OnePassStepper
+from halfstep.optim.sparse import widened
 from halfstep.optim.split import join
-from halfstep.optim.steppers import Stepper, is_own
+from halfstep.optim.steppers import Stepper
+from halfstep.optim.table import Row, row_of
 
 _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 
@@ -29,9 +28,10 @@ _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 class UpdateWatch:
     """Sees what one step of one optimizer adds to some of its parameters.
 
-    For torch's Adam, AdamW and SGD that is computed beside the step, from the state and the gradients that the step is
-    given (not what a step hook makes of them), and not added to the weight: so it also shows what the stored format, or
-    fp32, cannot hold. For other optimizers it is the change of the fp32 value that they update.
+    For an optimizer with a row in halfstep's table that is computed beside the step, from the state and the gradients
+    that the step is given (not what a step hook makes of them), and not added to the weight: so it also shows what the
+    stored format, or fp32, cannot hold. For other optimizers, and for those that need whole weights, it is the change
+    of the fp32 value that they update.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor) -> None:
@@ -46,17 +46,18 @@ class UpdateWatch:
         """Yields what is known before the step, which gets these gradients times `factor`, and prepares the rest."""
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = {}
-        if not is_own(self._optimizer):
+        row = row_of(self._optimizer)
+        if row is None or row.whole:
             self._held = [(p, p.detach().clone(), self._store.full(p).clone()) for p in params]
             return
         self._store.adopt_changed(params)
         given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
         for group in self._optimizer.param_groups:
-            options = options_of(self._optimizer, group)
+            options = row.options(group)
             coming: dict[tuple[Any, ...], Coming] = {}
             for p in group["params"]:
                 if id(p) in given and p.numel() and self._fits(p, given[id(p)]):
-                    self._gather(p, given[id(p)], options, factor, coming)
+                    self._gather(row, p, given[id(p)], options, factor, coming)
             yield from coming.values()
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ class UpdateWatch:
         return grad.device == p.device and all(t.shape == p.shape for t in [grad, *states])
 
     def _gather(
-        self, p: Parameter, grad: Tensor, options: Options, factor: Tensor | None, coming: dict[Any, Coming]
+        self, row: Row, p: Parameter, grad: Tensor, options: Options, factor: Tensor | None, coming: dict[Any, Coming]
     ) -> None:
         """Adds what the update of `p` reads to that of its like; no state is made or changed."""
         layout = self._store.layout(p)
@@ -88,8 +89,8 @@ class UpdateWatch:
         key = (layout, p.device, weight.dtype, is_dense(weight))
         if key not in coming:
             local = None if factor is None else factor.to(p.device, non_blocking=True)
-            batch = Batch(layout, [], [], [], {name: [] for name in state_names(options)})
-            coming[key] = Coming([], batch, options, local, self._skipped.to(p.device, non_blocking=True))
+            batch = Batch(layout, [], [], [], {name: [] for name in options.states})
+            coming[key] = Coming(row, [], batch, options, local, self._skipped.to(p.device, non_blocking=True))
         coming[key].params.append(p)
         batch = coming[key].batch
         batch.weights.append(weight)
@@ -102,16 +103,16 @@ class UpdateWatch:
             held = state.get(name)
             zero = torch.zeros_like(weight, dtype=batch.dtype) if held is None else None
             tensors.append(in_layout_of(_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
-        if isinstance(options, Adam):
+        if row.counts:
             count = state.get("step", 0.0)
             if isinstance(count, Tensor):
                 step = count.to(p.device, torch.float32, non_blocking=True)
             else:
                 step = torch.full((), float(count), dtype=torch.float32, device=p.device)
             batch.steps.append(step)
-        else:
-            flag = self._stepper.fresh(p) if isinstance(self._stepper, OwnStepper) else None
-            new = state.get("momentum_buffer") is None
+        elif options.states:
+            flag = self._stepper.fresh(p) if isinstance(self._stepper, OnePassStepper) else None
+            new = state.get(options.states[0]) is None
             batch.fresh.append(
                 torch.full((), float(new), dtype=torch.float32, device=p.device) if flag is None or new else flag
             )
@@ -121,6 +122,7 @@ class UpdateWatch:
 class Coming:
     """Updates that a step is about to make of the parameters of one batch, whose `steps` do not count it yet."""
 
+    row: Row
     params: list[Parameter]
     batch: Batch
     options: Options
@@ -134,9 +136,10 @@ class Coming:
 
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of each update; see `halfstep.kernels.updates.Updates`."""
-        if fits(self.batch, self.options, rows):
-            add_updates(self.batch, self.options, self.factor, self.skipped, rows, places, sample=sample)
+        """Adds the statistics of each update; see `halfstep.kernels.update_stats.Updates`."""
+        kernel, call = self.row.native, (self.batch, self.options, self.factor, self.skipped)
+        if kernel is not None and fits(self.batch, self.options, rows):
+            add_updates(kernel, *call, addresses_of(rows, places), sample=sample)
             return
         for index, place in enumerate(places):
             if place is not None:
@@ -153,7 +156,7 @@ class Coming:
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
             alone = _picked(alone, sampled_places(alone.weights[0].numel(), sample, alone.device))
         for part in chunks(alone, _PART):
-            yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(part, self.options, self.factor))
+            yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(self.row, part, self.options, self.factor))
 
     def _alone(self, index: int) -> Batch:
         """Returns one parameter as a batch of its full weight, with the stored one as its `extras`."""
@@ -182,13 +185,13 @@ class Made:
     update: Tensor
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds its statistics; see `halfstep.kernels.updates.Updates`."""
+        """Adds its statistics; see `halfstep.kernels.update_stats.Updates`."""
         (place,) = places
         if place is not None:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
 
 
-def _update_of(part: Batch, options: Options, factor: Tensor | None) -> Tensor:
+def _update_of(row: Row, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
     """Returns what an update adds to the one weight of a part, as float64; the part stays as it is.
 
     The weight takes part in its decay alone, so that what is far smaller than the weight is not rounded away.
@@ -196,21 +199,12 @@ def _update_of(part: Batch, options: Options, factor: Tensor | None) -> Tensor:
     weight, dtype = part.weights[0], part.dtype
     grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor
     grad = -grad if options.maximize else grad
-    decoupled = isinstance(options, Adam) and options.decoupled
-    if options.weight_decay and not decoupled:
-        grad = grad + weight * options.weight_decay
-    alone = replace(
-        part,
-        weights=[torch.zeros_like(weight)],
-        grads=[grad],
-        states={name: [tensors[0].clone()] for name, tensors in part.states.items()},
-    )
-    never = torch.zeros((), dtype=torch.bool, device=weight.device)
-    eager.update(alone, replace(options, weight_decay=0.0, maximize=False), never)
-    update = alone.weights[0].double()
-    return (
-        update - weight.double() * (options.lr * options.weight_decay) if decoupled and options.weight_decay else update
-    )
+    decay = options.weight_decay
+    if decay and not options.decoupled:
+        grad = grad + weight * decay
+    alone = replace(part, weights=[torch.zeros_like(weight)], grads=[grad])
+    ((update, *_),) = row.eager(alone, replace(options, weight_decay=0.0, maximize=False))
+    return update.double() - weight.double() * (options.lr * decay) if decay and options.decoupled else update.double()
 
 
 def _picked(batch: Batch, places: Tensor) -> Batch:

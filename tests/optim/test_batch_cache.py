@@ -11,8 +11,7 @@ from torch.optim import SGD, AdamW
 
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.own import OwnStepper
-from tests.optim.cases import FALSE, assert_same_bits, gradients, own_run
+from tests.optim.cases import FALSE, assert_same_bits, gradients, one_pass, own_run
 
 LR = {"lr": 1e-2}
 
@@ -23,7 +22,7 @@ def twins(cls=AdamW, options=LR, kind="split"):
 
 def fresh(run):
     """Has the next step sort everything anew."""
-    run.stepper._arranged = None
+    run.stepper._cache = None
 
 
 def go(runs, seeds, change=lambda run: None):
@@ -131,7 +130,7 @@ def test_a_change_between_two_steps_is_noticed(change):
 @pytest.mark.parametrize("memory", [torch.eye(3), torch.eye(3).t().contiguous().t()], ids=["rows", "columns"])
 def test_a_square_weight_that_is_turned_in_its_memory_gets_its_own_gradient(memory):
     weight = torch.nn.Parameter(memory.clone(memory_format=torch.preserve_format))
-    stepper = OwnStepper(SGD([weight], lr=1.0), MasterStore("none", torch.bfloat16))
+    stepper = one_pass(SGD([weight], lr=1.0), MasterStore("none", torch.bfloat16))
     grad = torch.arange(9.0).view(3, 3)
     stepper.step([weight], [grad], None, FALSE)
     weight.data = weight.data.t()
@@ -163,20 +162,20 @@ def test_gradients_of_another_dtype_or_memory_layout_are_noticed(dtype):
 def test_nothing_is_sorted_anew_where_nothing_changed():
     run = own_run(AdamW, LR, "split", torch.bfloat16)
     run.step(gradients(run.params, 0))
-    arranged = run.stepper._arranged
+    cache = run.stepper._cache
     for seed in range(3):
         run.optimizer.param_groups[0]["lr"] = 0.1 / (seed + 1)
         run.step(gradients(run.params, seed))
-    assert run.stepper._arranged is arranged
+    assert run.stepper._cache is cache
 
 
 def test_parameters_without_elements_do_not_have_the_others_sorted_anew():
     params = [torch.nn.Parameter(torch.ones(n)) for n in (0, 3, 0)]
-    stepper = OwnStepper(AdamW(params, **LR), MasterStore("none", torch.bfloat16))
+    stepper = one_pass(AdamW(params, **LR), MasterStore("none", torch.bfloat16))
     kept = []
     for _ in range(3):
         stepper.step(params, [torch.ones_like(p) for p in params], None, FALSE)
-        kept.append(stepper._arranged)
+        kept.append(stepper._cache)
     assert kept[0] is not None
     assert kept[1] is kept[2] is kept[0]
     with pytest.raises(SessionError, match="shape"):
@@ -233,7 +232,7 @@ def test_a_gradient_that_a_later_step_brings_from_elsewhere_is_named():
 def test_a_parameter_that_changes_its_group_is_noticed():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
     optimizer = SGD([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 1.0}])
-    stepper = OwnStepper(optimizer, MasterStore("none", torch.bfloat16))
+    stepper = one_pass(optimizer, MasterStore("none", torch.bfloat16))
     grads = [torch.ones(2), torch.ones(2)]
     stepper.step(params[1:3], grads, None, FALSE)
     optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [params[0], params[3]], params[1:3]
@@ -254,7 +253,7 @@ def test_a_closed_stepper_lets_go_of_its_weights():
     run = own_run(AdamW, LR, "split", torch.bfloat16)
     run.step(gradients(run.params, 0))
     run.stepper.close()
-    assert run.stepper._arranged is None
+    assert run.stepper._cache is None
 
 
 def test_memory_that_state_has_left_is_not_given_to_others_before_that_is_noticed():

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep.kernels import native
-from halfstep.kernels.batch import Adam, Batch, Options
+from halfstep.kernels.batch import Batch, Options
 from halfstep.kernels.build import library
-from halfstep.kernels.native import Table, address, numbers_of
+from halfstep.kernels.native import address
 from halfstep.kernels.stats import RUN
 
 _SOURCE = Path(__file__).with_name("stats.cpp")
 _FRACTION, _BIAS, _EXPONENT = 52, 1023, 0x7FF  # of float64
-_P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+_P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 class Updates(Protocol):
@@ -65,12 +65,11 @@ def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_structures", "halfstep_add_adam_updates", "halfstep_add_sgd_updates")
+    loops = library(_SOURCE, "halfstep_structures", "halfstep_add_updates")
     if loops is not None:
         native.check_structures(loops)
-        loops.halfstep_add_adam_updates.argtypes = (_P, _P, _D, _D, _D, _I, _P, _L, _L)
-        loops.halfstep_add_sgd_updates.argtypes = (_P, _P, _D, _D, _I, _P, _L, _L)
-        loops.halfstep_add_adam_updates.restype = loops.halfstep_add_sgd_updates.restype = None
+        loops.halfstep_add_updates.argtypes = (ctypes.c_char_p, _P, _P, _P, _L, _P, _L, _L)
+        loops.halfstep_add_updates.restype = ctypes.c_int32
     return loops
 
 
@@ -80,27 +79,32 @@ def fits(batch: Batch, options: Options, rows: Tensor) -> bool:
 
 
 def add_updates(
+    kernel: str,
     batch: Batch,
     options: Options,
     factor: Tensor | None,
     found: Tensor,
-    rows: Tensor,
-    places: Sequence[int | None],
+    rows: array[int],
     *,
     sample: int | None,
 ) -> None:
     """Adds the statistics of what the next update of a batch adds to each weight, in one pass; changes no tensor of it.
 
-    `batch.steps` are the counts of the updates made so far. For the rest see `Updates.add_to`.
+    `kernel` names the optimizer, as in `native.update`. `batch.steps` are the counts of the updates made so far. `rows`
+    are where in memory the row of each parameter is, 0 for none. For the rest see `Updates.add_to`.
     """
-    loops = _loops()
+    loops, table = _loops(), native.table_of(batch)
     assert loops is not None
-    table: Table = batch.memory["native"]
-    start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
-    targets = array("q", [0 if place is None else start + place * step for place in places])
-    loop = loops.halfstep_add_adam_updates if isinstance(options, Adam) else loops.halfstep_add_sgd_updates
+    assert table is not None
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
-    loop(*table.point(batch, options, factor, found), *numbers_of(options), address(targets), limit, RUN)
+    structures = table.point(batch, options, factor, found)
+    native.call(loops.halfstep_add_updates, kernel, structures, options, address(rows), limit, RUN)
+
+
+def addresses_of(rows: Tensor, places: Sequence[int | None]) -> array[int]:
+    """Returns where in memory rows are; 0 for None."""
+    start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    return array("q", [0 if place is None else start + place * step for place in places])
 
 
 def _log2(power: float) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Batch, Options, Sgd, in_layout_of
-from halfstep.optim.rows import Rows
+from halfstep.kernels.batch import Batch, Options, in_layout_of
+from halfstep.optim.sparse import SparseRows
 
 Group = dict[str, Any]
 
@@ -75,10 +75,10 @@ class Placed:
 
 
 @dataclass
-class Arranged:
+class BatchCache:
     """The batches and rows of each param group, in the order of the groups."""
 
-    groups: list[tuple[list[Batch], list[Rows]]] = field(default_factory=list)
+    groups: list[tuple[list[Batch], list[SparseRows]]] = field(default_factory=list)
     lasting: bool = False  # whether the next step can use it again
     _placed: dict[int, Placed] = field(default_factory=dict)
     _order: list[Placed] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Arranged:
     def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
         """Notes for which parameters, groups and kinds of state this was made; it lasts where it has all of them."""
         groups = zip(optimizer.param_groups, all_options, strict=True)
-        self._made_for = [(group, _ids(group), state_names(options)) for group, options in groups]
+        self._made_for = [(group, _ids(group), options.states) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
         self.lasting = len(self._order) == sum(p.numel() > 0 for p in params)
 
@@ -106,7 +106,7 @@ class Arranged:
         if len(params) != len(self._order) or len(groups) != len(self._made_for):
             return False
         for (group, ids, names), now, options in zip(self._made_for, groups, all_options, strict=True):
-            if group is not now or ids != _ids(now) or names != state_names(options):
+            if group is not now or ids != _ids(now) or names != options.states:
                 return False
         states = optimizer.state
         for placed, param, grad in zip(self._order, params, grads, strict=True):
@@ -123,10 +123,3 @@ class Arranged:
 
 def _ids(group: Group) -> list[int]:
     return [id(p) for p in group["params"]]
-
-
-def state_names(options: Options) -> tuple[str, ...]:
-    """Returns torch's names of the state tensors that have the shape of the weight."""
-    if isinstance(options, Sgd):
-        return ("momentum_buffer",) if options.momentum else ()
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options.amsgrad else ("exp_avg", "exp_avg_sq")

@@ -1,9 +1,10 @@
-"""The update of Adam, AdamW and SGD behind one function, with a table of implementations."""
+"""The update of a batch by an optimizer's row, behind one function with a table of implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
+from halfstep.optim.table import Row
 
-Core = Callable[[Batch, Options, Tensor], None]
-Run = Callable[[Batch, Options, Tensor | None, Tensor, Scratch], None]
+Core = Callable[[Any, Batch, Options, Tensor], None]
+Run = Callable[[Any, Batch, Options, Tensor | None, Tensor, Scratch], None]
 
 # Elements that are opened at a time: parts that stay in a CPU's cache, and few launches elsewhere.
 _CHUNK = {"cpu": 2**19}
@@ -22,20 +24,22 @@ _CHUNK_ELSEWHERE = 2**23
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute the update: which batches it can take, and the call.
+    """A way to compute updates: what of a row it runs, None for nothing, which batches it can take, and the call.
 
-    `run(batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of them bit
-    for bit as they were where `found` (0-dim bool) is true. `factor` (0-dim fp32, or None for 1) multiplies every
-    gradient first, rounded once to fp32. Unless `found`, the step counts go up by 1 first and the fresh flags down to 0
-    last. Nothing is read on the host.
+    `run(kernel, batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of
+    them bit for bit as they were where `found` (0-dim bool) is true. `factor` (0-dim fp32, or None for 1) multiplies
+    every gradient first, rounded once to fp32. Unless `found`, the step counts go up by 1 first and the fresh flags
+    down to 0 last. Nothing is read on the host.
     """
 
+    kernel: Callable[[Row, Options], Any]
     fits: Callable[[Batch, Options], bool]
     run: Run
 
 
 @torch.no_grad()
 def update(
+    row: Row,
     batch: Batch,
     options: Options,
     factor: Tensor | None,
@@ -43,23 +47,31 @@ def update(
     scratch: Scratch,
     implementations: Mapping[str, Implementation],
 ) -> None:
-    """Makes one update of `batch` with the first of `implementations` that takes it."""
+    """Makes one update of `batch` with the first of `implementations` that takes it.
+
+    Raises:
+        LookupError: none of them does, or the row names a kernel that is not there or does not take these options.
+    """
     for implementation in implementations.values():
-        if implementation.fits(batch, options):
-            implementation.run(batch, options, factor, found, scratch)
+        kernel = implementation.kernel(row, options)
+        if kernel is not None and implementation.fits(batch, options):
+            implementation.run(kernel, batch, options, factor, found, scratch)
             return
     raise LookupError(
-        f"none of the implementations {list(implementations)} takes a {batch.layout} batch of {batch.dtype}"
+        f"none of the implementations {list(implementations)} updates a {batch.layout} batch of {batch.dtype} on "
+        f"{batch.device} with {type(options).__name__}"
     )
 
 
 def counted(run: Run) -> Run:
     """Returns `run` with the step counts and fresh flags kept around it."""
 
-    def with_counts(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    def with_counts(
+        kernel: Any, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
+    ) -> None:
         if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
             torch._foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
-        run(batch, options, factor, found, scratch)
+        run(kernel, batch, options, factor, found, scratch)
         if batch.fresh:
             torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
 
@@ -72,11 +84,13 @@ def opened(core: Core) -> Run:
     Part by part the low weights are brought to fp32 in scratch memory, updated there, and stored again.
     """
 
-    def run(batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    def run(
+        kernel: Any, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
+    ) -> None:
         for part in chunks(batch, _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)):
             full = _open(part, scratch)
             grads = _unscaled(part, factor, scratch)
-            core(replace(part, layout="full", weights=full, extras=[], grads=grads), options, found)
+            core(kernel, replace(part, layout="full", weights=full, extras=[], grads=grads), options, found)
             _store(part, full, scratch)
 
     return counted(run)
@@ -127,8 +141,8 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 IMPLEMENTATIONS = {
-    "native": Implementation(native.fits, native.update),
-    "triton": Implementation(devices.triton_fits, devices.triton_update),
-    "fused": Implementation(fused.fits, opened(fused.update)),
-    "eager": Implementation(lambda batch, options: True, opened(eager.update)),
+    "native": Implementation(lambda row, options: row.native, native.fits, native.update),
+    "triton": Implementation(lambda row, options: row.triton, devices.triton_fits, devices.triton_update),
+    "fused": Implementation(lambda row, options: row.fused(options), fused.fits, opened(fused.update)),
+    "eager": Implementation(lambda row, options: row.eager, lambda batch, options: True, opened(eager.update)),
 }

@@ -1,4 +1,4 @@
-"""halfstep's own update of Adam, AdamW and SGD under torch's state names, predicated on the device."""
+"""halfstep's own update of the optimizers in its table, under their state names, predicated on the device."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.kernels.batch import Adam, Batch, Options, Scratch, Sgd, in_layout_of, is_dense, is_wrapped, resolved
-from halfstep.optim.arranged import Arranged, state_names
+from halfstep.kernels.batch import Batch, Options, Scratch, in_layout_of, is_dense, is_wrapped, resolved
+from halfstep.optim.batch_cache import BatchCache
+from halfstep.optim.gradients import true_gradients
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
-from halfstep.optim.lend import lent
+from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.rows import Rows, by_rows, widened
-from halfstep.optim.update import IMPLEMENTATIONS, Implementation, update
+from halfstep.optim.sparse import SparseRows, touched_rows, widened
+from halfstep.optim.table import Row
 
 StateDict = dict[str, Any]
 Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 
 
-class OwnStepper:
-    """Updates the parameters of a torch Adam, AdamW or SGD without its `step`, and without a host read.
+class OnePassStepper:
+    """Updates the parameters of an optimizer by its row of the table, without its `step`, and without a host read.
 
-    State has torch's names and is fp32 for low weights. A parameter that no update has reached has no state in
+    State has the optimizer's names and is fp32 for low weights. A parameter that no update has reached has no state in
     `optimizer.state_dict()`, as in torch, also after skipped steps; but what `prepare` made is there.
 
     Step hooks find true fp32 gradients in `p.grad`, and the update takes what the pre-hooks leave there. They run on
@@ -40,16 +41,18 @@ class OwnStepper:
         self,
         optimizer: Optimizer,
         store: MasterStore,
+        row: Row,
         implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
         name_of: Callable[[Parameter], str] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._store = store
+        self._row = row
         self._implementations = implementations
         self._name_of = name_of
         self._scratch = Scratch()
-        self._fresh: dict[Parameter, tuple[Tensor, Tensor]] = {}  # first momentum and its flag: 1 until an update
-        self._arranged: Arranged | None = None
+        self._fresh: dict[Tensor, tuple[Tensor, Tensor]] = {}  # first state and its flag: 1 until an update
+        self._cache: BatchCache | None = None
         self._prepared = False  # since the last step
         self._hook = optimizer.register_state_dict_post_hook(self._without_unreached_state)
 
@@ -74,13 +77,13 @@ class OwnStepper:
         optimizer = self._optimizer
         params = [p for p in self._members() if p.grad is not None]
         grads = [resolved(p.grad) for p in params if p.grad is not None]
-        self._arrange(params, grads, [options_of(optimizer, group) for group in optimizer.param_groups])
+        self._sorted(params, grads, [self._row.options(group) for group in optimizer.param_groups])
         self._prepared = True
 
     def close(self) -> None:
         """Takes the hook off, drops state that no update has reached and puts step counts where torch has them."""
         self._hook.remove()
-        self._arranged = None
+        self._cache = None
         for p in self._unreached():
             del self._optimizer.state[p]
         self._fresh.clear()
@@ -99,7 +102,7 @@ class OwnStepper:
         self._by_group(params, grads)
         given = {id(p) for p in params}
         held = {id(p) for p in self._members() if p.grad is not None and id(p) not in given}
-        with lent(params, grads, factor):
+        with true_gradients(params, grads, factor):
             run_pre_hooks(optimizer)
             left = [p for p in self._members() if p.grad is not None and id(p) not in held]
             self._step(left, [resolved(p.grad) for p in left if p.grad is not None], None, found)
@@ -107,29 +110,29 @@ class OwnStepper:
 
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         optimizer = self._optimizer
-        all_options = [options_of(optimizer, group) for group in optimizer.param_groups]
+        all_options = [self._row.options(group) for group in optimizer.param_groups]
         self._store.adopt_changed(params)
         self._prepared = False
         with torch.no_grad():
-            arranged = self._arranged
-            if arranged is None or not arranged.take(params, grads, all_options, optimizer):
-                arranged = self._arranged = self._arrange(params, grads, all_options)
-            for options, (batches, rows) in zip(all_options, arranged.groups, strict=True):
+            cache = self._cache
+            if cache is None or not cache.take(params, grads, all_options, optimizer):
+                cache = self._cache = self._sorted(params, grads, all_options)
+            for options, (batches, rows) in zip(all_options, cache.groups, strict=True):
                 self._update(options, batches, rows, factor, found)
-            if arranged.lasting:
-                arranged.release()
+            if cache.lasting:
+                cache.release()
             else:
-                self._arranged = None
+                self._cache = None
         self._store.note(params)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
 
-    def _arrange(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> Arranged:
+    def _sorted(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> BatchCache:
         """Sorts parameters and gradients into what is updated together, and makes the state that is missing."""
-        arranged = Arranged()
+        cache = BatchCache()
         for options, members in zip(all_options, self._by_group(params, grads), strict=True):
-            self._gather(options, members, arranged)
-        arranged.complete(params, all_options, self._optimizer)
-        return arranged
+            self._gather(options, members, cache)
+        cache.complete(params, all_options, self._optimizer)
+        return cache
 
     def _members(self) -> list[Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -139,7 +142,7 @@ class OwnStepper:
         name = type(self._optimizer).__name__
         check_gradients(params, grads, self._name_of)
         for p, grad in zip(params, grads, strict=True):
-            if grad.is_sparse and not isinstance(self._optimizer, SGD):
+            if grad.is_sparse and not self._row.sparse:
                 raise SessionError(
                     f"the gradient of {named(p, self._name_of)} is sparse, and {name} takes no sparse gradients; use "
                     "SparseAdam or sparse=False"
@@ -151,17 +154,17 @@ class OwnStepper:
             raise SessionError(f"{len(given)} parameters to update are in no group of this {name}")
         return [[member for member in rows if member[0].numel()] for rows in members]
 
-    def _gather(self, options: Options, members: list[Member], arranged: Arranged) -> None:
+    def _gather(self, options: Options, members: list[Member], cache: BatchCache) -> None:
         """Adds what the parameters of a group are updated from, dense batches and rows; no value changes here."""
         dense: dict[tuple[Any, ...], Batch] = {}
-        sparse: list[Rows] = []
+        sparse: list[SparseRows] = []
         for p, grad in members:
             layout = self._store.layout(p)
             weight = _real(p.detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
             if grad.is_sparse:
                 grad = widened(grad)
-                rows = by_rows(layout, weight, extra, grad, options)
+                rows = touched_rows(layout, weight, extra, grad, options)
                 if rows is not None:
                     sparse.append(rows)
                     continue
@@ -169,24 +172,26 @@ class OwnStepper:
             key = (layout, p.device, weight.dtype, is_dense(weight))
             batch = dense.get(key)
             if batch is None:
-                batch = dense[key] = Batch(layout, [], [], [], {name: [] for name in state_names(options)})
+                batch = dense[key] = Batch(
+                    layout, [], [], [], {name: [] for name in options.states}, whole=self._row.whole
+                )
             batch.weights.append(weight)
             batch.extras.extend(extra)
             batch.grads.append(in_layout_of(_real(grad.detach()), weight))
-            if batch.states:
+            if options.states or self._row.counts:
                 self._collect_state(p, batch, options)
-            arranged.place(p, batch, self._optimizer.state.get(p))
-        arranged.groups.append((list(dense.values()), sparse))
+            cache.place(p, batch, self._optimizer.state.get(p))
+        cache.groups.append((list(dense.values()), sparse))
 
     def _update(
-        self, options: Options, dense: list[Batch], sparse: list[Rows], factor: Tensor | None, found: Tensor
+        self, options: Options, dense: list[Batch], sparse: list[SparseRows], factor: Tensor | None, found: Tensor
     ) -> None:
         for batch in [*dense, *(rows.batch for rows in sparse)] if sparse else dense:
             local, skip = factor, found
             if batch.device != found.device:
                 local = None if factor is None else factor.to(batch.device, non_blocking=True)
                 skip = found.to(batch.device, non_blocking=True)
-            update(batch, options, local, skip, self._scratch, self._implementations)
+            update(self._row, batch, options, local, skip, self._scratch, self._implementations)
         for rows in sparse:
             rows.write_back()
 
@@ -207,30 +212,29 @@ class OwnStepper:
             elif tensor.dtype is not dtype or tensor.device != device or tensor.stride() != stride:
                 tensor = state[name] = in_layout_of(tensor.to(device, dtype), p)
             tensors.append(_real(tensor))
-        if isinstance(options, Adam):
+        if self._row.counts:
             batch.steps.append(_step_count(state, device))
         else:
-            batch.fresh.append(self._fresh_flag(p, state["momentum_buffer"], new))
+            batch.fresh.append(self._fresh_flag(p, state[options.states[0]], new))
 
-    def _fresh_flag(self, p: Parameter, momentum: Tensor, new: bool) -> Tensor:
+    def _fresh_flag(self, p: Parameter, first: Tensor, new: bool) -> Tensor:
         held = self._fresh.get(p)
-        if held is None or held[0] is not momentum:  # a momentum that was loaded has seen an update
-            held = self._fresh[p] = (momentum, torch.full((), float(new), dtype=torch.float32, device=p.device))
+        if held is None or held[0] is not first:  # a state that was loaded has seen an update
+            held = self._fresh[p] = (first, torch.full((), float(new), dtype=torch.float32, device=p.device))
         return held[1]
 
-    def fresh(self, p: Parameter) -> Tensor | None:
-        """Returns the flag that is 1 while the first momentum of `p` has seen no update; None where there is none."""
-        momentum, flag = self._fresh.get(p, (None, None))
-        return flag if momentum is not None and momentum is self._optimizer.state[p].get("momentum_buffer") else None
+    def fresh(self, p: Tensor) -> Tensor | None:
+        """Returns the flag that is 1 while the state of `p` has seen no update; None where there is none."""
+        first, flag = self._fresh.get(p, (None, None))
+        return flag if any(value is first for value in self._optimizer.state[p].values()) else None
 
     def _unreached(self) -> list[Parameter]:
         """Returns the parameters whose state no update has reached; reads their flags on the host, once a device."""
         flags: dict[torch.device, list[tuple[Any, Tensor]]] = {}
         for p, state in self._optimizer.state.items():
-            momentum, flag = self._fresh.get(p, (None, None)) if isinstance(p, Parameter) else (None, None)
-            if isinstance(state.get("step"), Tensor):
-                flag = state["step"] == 0
-            elif flag is None or momentum is not state.get("momentum_buffer"):
+            step = state.get("step")
+            flag = step == 0 if isinstance(step, Tensor) else self.fresh(p)
+            if flag is None:
                 continue
             flags.setdefault(flag.device, []).append((p, flag.bool()))
         unreached: list[Parameter] = []
@@ -272,29 +276,6 @@ def check_gradients(
 def named(p: Parameter, name_of: Callable[[Parameter], str] | None) -> str:
     """Returns what an error calls a parameter."""
     return "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
-
-
-def options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Options:
-    """Returns the options of a param group as they are now; schedulers change them between steps."""
-    if isinstance(optimizer, SGD):
-        return Sgd(
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
-    return Adam(
-        lr=group["lr"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
-        decoupled=group["decoupled_weight_decay"],
-    )
 
 
 def _step_count(state: StateDict, device: torch.device) -> Tensor:

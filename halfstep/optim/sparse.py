@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.kernels.batch import Batch, Layout, Options, Sgd
+from halfstep.kernels.batch import Batch, Layout, Options
 from halfstep.optim.masters import is_low
 
 
 @dataclass(frozen=True)
-class Rows:
+class SparseRows:
     """Copies of some rows of a weight, as a batch, and where they belong."""
 
     batch: Batch
@@ -25,14 +25,15 @@ class Rows:
             table.index_copy_(0, self.index, rows)
 
 
-def by_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options) -> Rows | None:
+def touched_rows(
+    layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
+) -> SparseRows | None:
     """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None where the update needs all.
 
-    Momentum and weight decay move every row; and off the CPU the number of rows is known on the device only, so that a
-    dense gradient is what does not wait for it.
+    State, as a momentum, and weight decay move every row; and off the CPU the number of rows is known on the device
+    only, so that a dense gradient is what does not wait for it.
     """
-    stateless = isinstance(options, Sgd) and not options.momentum and not options.weight_decay
-    if not stateless or weight.device.type != "cpu" or grad.sparse_dim() != 1:
+    if options.states or options.weight_decay or weight.device.type != "cpu" or grad.sparse_dim() != 1:
         return None
     merged = grad.detach().coalesce()
     index = merged.indices()[0]
@@ -40,7 +41,7 @@ def by_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, o
     weights, *extras = [table.index_select(0, index) for table in tables]
     if not weights.numel():
         return None
-    return Rows(Batch(layout, [weights], extras, [merged.values()]), tables, index)
+    return SparseRows(Batch(layout, [weights], extras, [merged.values()]), tables, index)
 
 
 def widened(grad: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.errors import SessionError
-from halfstep.optim.updates import UpdateWatch
+from halfstep.optim.lion import Lion
+from halfstep.optim.update_watch import UpdateWatch
 from tests.contracts.cases import batch, every_plan, make, train
 
 OPTIMIZERS = {
@@ -18,6 +19,7 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "dampened": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
     "plain": (torch.optim.SGD, {}),
+    "Lion": (Lion, {"weight_decay": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {}),
 }
 

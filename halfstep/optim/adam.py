@@ -1,0 +1,93 @@
+"""Adam and AdamW as halfstep updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.batch import Batch, Options
+from halfstep.optim.eager import decayed, precise, root, widest
+from halfstep.optim.fused import Kernel
+
+
+@dataclass(frozen=True)
+class AdamOptions(Options):
+    """The options of `torch.optim.Adam` and, with `decoupled` weight decay, AdamW."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    amsgrad: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The running means of gradient and square, and with amsgrad the highest of the latter."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """As in kernels/optimizers.h."""
+        return self.beta1, self.beta2, self.eps
+
+
+def options(group: Mapping[str, Any]) -> AdamOptions:
+    """Returns the options of a param group."""
+    return AdamOptions(
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        maximize=group["maximize"],
+        decoupled=group["decoupled_weight_decay"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+    )
+
+
+def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
+    """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019 (decoupled)."""
+    sizes, roots = _corrections(batch, options)
+    for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):
+        mean, square, *peaks = states
+        m = mean * options.beta1 + g * (1 - options.beta1)
+        v = square * options.beta2 + (g * g) * (1 - options.beta2)
+        highest = [torch.maximum(peak, v) for peak in peaks]
+        (divisor,) = highest or [v]
+        yield [w - (m / (root(divisor) / correction + options.eps)) * size, m, v, *highest]
+
+
+def _corrections(batch: Batch, options: AdamOptions) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns lr / (1 - beta1^t) and sqrt(1 - beta2^t) for each step count, as 0-dim tensors of the update's dtype."""
+    steps = torch.stack(batch.steps).to(widest(batch.device))
+    sizes = precise(options.lr, batch) / (1 - options.beta1**steps)
+    roots = (1 - options.beta2**steps).sqrt()
+    return list(sizes.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())
+
+
+def fused(options: AdamOptions) -> Kernel:
+    """Returns torch's kernel."""
+    return _fused
+
+
+def _fused(batch: Batch, options: AdamOptions, lr: Any, flag: Tensor) -> None:
+    kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+    kernel(
+        batch.weights,
+        batch.grads,
+        batch.states["exp_avg"],
+        batch.states["exp_avg_sq"],
+        batch.states["max_exp_avg_sq"] if options.amsgrad else [],
+        batch.steps,
+        lr=lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=options.amsgrad,
+        maximize=options.maximize,
+        found_inf=flag,
+    )

@@ -1,0 +1,114 @@
+"""Lion, an optimizer of halfstep's own: the sign of a momentum, one state, half of Adam's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.kernels.batch import Batch, Options
+from halfstep.optim.eager import decayed, rounded, update
+
+
+class Lion(Optimizer):
+    """Lion, "Symbolic Discovery of Optimization Algorithms" (Chen et al. 2023), algorithm 2; also without a session.
+
+    Each element moves by `lr` in the direction of sign(beta1 * m + (1 - beta1) * gradient) and shrinks by
+    `lr * weight_decay` of itself; then m becomes beta2 * m + (1 - beta2) * gradient. The sign of 0 is 0, that of NaN
+    NaN. The paper advises a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: the learning rate, a number or a tensor of one.
+        betas: how much of the momentum counts in the direction, and how much of it stays; both in [0, 1).
+        weight_decay: decoupled weight decay.
+        maximize: go up the gradient.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        for name, value in (("learning rate", lr), ("weight decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"Lion's {name} must be 0 or more, not {value}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Lion's betas must be in [0, 1), not {betas}")
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise RuntimeError("Lion takes no sparse gradients; use sparse=False")
+                state = self.state[p]
+                if state.get("exp_avg") is None:
+                    state["exp_avg"] = torch.zeros_like(p)
+                tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad, state["exp_avg"])]
+                batch = Batch("full", tensors[:1], [], tensors[1:2], {"exp_avg": tensors[2:]})
+                update(eager, batch, options(group), torch.zeros((), dtype=torch.bool, device=p.device))
+        return loss
+
+
+@dataclass(frozen=True)
+class LionOptions(Options):
+    """The options of `Lion`."""
+
+    beta1: float
+    beta2: float
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The momentum."""
+        return ("exp_avg",)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """As in kernels/optimizers.h."""
+        return self.beta1, self.beta2
+
+
+def options(group: Mapping[str, Any]) -> LionOptions:
+    """Returns the options of a param group."""
+    return LionOptions(
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        maximize=group["maximize"],
+        decoupled=True,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+    )
+
+
+def eager(batch: Batch, options: LionOptions) -> Iterator[list[Tensor]]:
+    """Chen et al. 2023, algorithm 2."""
+    lr = rounded(options.lr, batch)
+    for w, g, (m,) in decayed(batch, options):
+        mixed = m * options.beta1 + g * (1 - options.beta1)
+        sign = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0, which would train on
+        yield [w - sign * lr, m * options.beta2 + g * (1 - options.beta2)]

@@ -1,0 +1,82 @@
+"""SGD as halfstep updates it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.batch import Batch, Options
+from halfstep.optim.eager import decayed, rounded
+from halfstep.optim.fused import Kernel
+
+
+@dataclass(frozen=True)
+class SgdOptions(Options):
+    """The options of `torch.optim.SGD`, whose first momentum is the gradient itself."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The momentum, where there is one."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """As in kernels/optimizers.h."""
+        return self.momentum, self.dampening, self.nesterov
+
+
+def options(group: Mapping[str, Any]) -> SgdOptions:
+    """Returns the options of a param group."""
+    return SgdOptions(
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        maximize=group["maximize"],
+        decoupled=False,
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+    )
+
+
+def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
+    """Sutskever et al. 2013 in the form of torch's documentation."""
+    lr = rounded(options.lr, batch)
+    for i, (w, g, states) in enumerate(decayed(batch, options)):
+        if not states:
+            yield [w - g * lr]
+            continue
+        held = states[0] * options.momentum + g * (1 - options.dampening)
+        held = torch.where(batch.fresh[i] == 1, g, held)
+        yield [w - (g + held * options.momentum if options.nesterov else held) * lr, held]
+
+
+def fused(options: SgdOptions) -> Kernel | None:
+    """Returns torch's kernel, or None with dampening, for which its first momentum is not torch's own.
+
+    It takes the first one as `(1 - dampening) * gradient` when its buffer holds zeros.
+    """
+    return None if options.momentum and options.dampening else _fused
+
+
+def _fused(batch: Batch, options: SgdOptions, lr: Any, flag: Tensor) -> None:
+    torch._fused_sgd_(
+        batch.weights,
+        batch.grads,
+        batch.states["momentum_buffer"] if options.momentum else [],
+        weight_decay=options.weight_decay,
+        momentum=options.momentum,
+        lr=lr,
+        dampening=options.dampening,
+        nesterov=options.nesterov,
+        maximize=options.maximize,
+        is_first_step=False,  # on a skipped first step it would keep uninitialised memory as momentum
+        found_inf=flag,
+    )

@@ -1,0 +1,89 @@
+"""The table of optimizers that halfstep updates itself: one row each.
+
+To add an optimizer, in three files:
+
+1. `halfstep/optim/NAME.py`: its options, a subclass of `kernels.batch.Options` with the names of its `states` and the
+   `numbers` that its kernels take; `options(group)`, which reads them from a param group; and `eager`, its law, which
+   yields the new weight and the new states of each parameter (`halfstep.optim.eager.Law`). With these it works: on
+   every device, for weights of every layout, predicated on the device, in what is observed, and in checkpoints.
+2. A row in `TABLE` below, by the exact class of the optimizer; a subclass may compute something else.
+3. For speed on a CPU, a struct in `halfstep/kernels/optimizers.h`, listed in `find_optimizer`, and its name in the row.
+   It must give the bits of the law: add the optimizer to `OWN` in tests/optim/cases.py, and the tests compare them. For
+   CUDA a Triton kernel can follow (`halfstep/kernels/triton.py`); until then the law runs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from halfstep.kernels.batch import Options
+from halfstep.optim import adam, lion, sgd
+from halfstep.optim.eager import Law
+from halfstep.optim.fused import Kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How halfstep updates the parameters of one class of optimizers."""
+
+    options: Callable[[Mapping[str, Any]], Options]  # reads a param group as it is now; schedulers change them
+    eager: Law
+    native: str | None = None  # the name of its struct in kernels/optimizers.h
+    triton: str | None = None  # the name of its kernel in kernels/triton.py
+    fused: Callable[[Any], Kernel | None] = lambda options: None  # torch's own kernel, for options that it knows
+    counts: bool = False  # its state has a "step" for each parameter
+    whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
+    sparse: bool = False  # it takes sparse gradients
+    saved: tuple[str, ...]  # what each param group of a checkpoint must have; torch adds the other options
+
+    def __post_init__(self) -> None:
+        if self.whole and (self.native or self.triton):
+            raise ValueError("compiled loops update a weight in blocks; a row that needs whole weights has none")
+
+
+_ADAM = Row(
+    options=adam.options,
+    eager=adam.eager,
+    native="adam",
+    triton="adam",
+    fused=adam.fused,
+    counts=True,
+    saved=("lr", "betas", "eps", "weight_decay"),
+)
+
+TABLE: dict[type[Optimizer], Row] = {
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    SGD: Row(
+        options=sgd.options,
+        eager=sgd.eager,
+        native="sgd",
+        triton="sgd",
+        fused=sgd.fused,
+        sparse=True,
+        saved=("lr", "momentum", "dampening", "weight_decay"),
+    ),
+    lion.Lion: Row(options=lion.options, eager=lion.eager, native="lion", saved=("lr", "betas", "weight_decay")),
+}
+
+
+def row_of(optimizer: Optimizer) -> Row | None:
+    """Returns the row of `optimizer`; None where it has none, or has options that only its own `step` can follow.
+
+    Those are `differentiable`, and numbers other than the learning rate that are tensors.
+    """
+    row = TABLE.get(type(optimizer))
+    if row is None:
+        return None
+    for group in optimizer.param_groups:
+        options = row.options(group)
+        if group.get("differentiable") or any(
+            isinstance(number, Tensor) for number in (options.weight_decay, *options.numbers)
+        ):
+            return None
+    return row
