@@ -62,7 +62,7 @@ def take(page: Path) -> None:
 def main() -> None:
     """Trains, makes the page, takes the pictures."""
     with tempfile.TemporaryDirectory() as folder:
-        log, page = Path(folder) / "char_lm.jsonl", Path(folder) / "char_lm.html"
+        log, page = Path(folder) / "runs" / "char_lm.jsonl", Path(folder) / "char_lm.html"
         train(log)
         page.write_text(page_html(halfstep.read_log(log)), encoding="utf-8")
         take(page)

@@ -145,7 +145,7 @@ def test_subnormals_of_fp32_are_judged_as_the_statistics_do(tmp_path):
 @pytest.mark.parametrize(
     ("scales", "skipped", "shift"),
     [
-        ([65536] * 3 + [32768, 16384, 8192, 4096], {4, 5, 6, 7}, 16),  # it stopped: what was tried last is no scale
+        ([65536] * 3 + [2, 1, 1, 1, 1], {4, 5, 6, 7, 8}, 16),  # it stopped: what it tried last is not what it used
         ([8, 8, 16, 16], set(), 4),  # of as many steps the later
         ([8, 8, 8, 16], set(), 3),
         ([8, 4, 2], {1, 2, 3}, 1),  # no step was made
