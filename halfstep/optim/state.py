@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StateError
 from halfstep.optim.masters import is_low
-from halfstep.optim.table import TABLE, Row
+from halfstep.optim.rehearsal import can_rehearse, rehearse, small_state
+from halfstep.optim.table import TABLE
 
 StateDict = dict[str, Any]
+LARGEST_COUNT = 2**63 - 1
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # of halfstep's own updates
+_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
@@ -22,23 +29,22 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
     torch casts state to the dtype of the parameter, so a low weight would lose the bits of its moments, and it shares
     the tensors of the loaded dict, which a later step would overwrite. Low state of a low weight becomes fp32.
 
-    A state that does not fit raises a StateError before anything was changed. Where a later pre-hook may still adapt
-    what comes, torch checks it as ever.
+    A state from which the optimizer cannot go on raises a StateError before anything was changed; it is judged after
+    all pre-hooks, which may adapt what comes. Whatever else a load raises, the state and the options from before are
+    back then.
     """
     loading: list[StateDict] = []
 
-    def keep(_: Optimizer, state_dict: StateDict) -> None:
-        hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        if next(reversed(hooks)) == handles[0].id:
-            _check(optimizer, state_dict)
-        loading[:] = [state_dict]
+    def keep(_: Optimizer, state_dict: StateDict) -> StateDict:
+        _check(optimizer, state_dict)
+        state = {key: entry for key, entry in state_dict["state"].items() if entry != {}}
+        loading[:] = [{**state_dict, "state": state}]  # as none, an empty entry says that no update has come
+        return loading[0]
 
     def put_back(_: Optimizer) -> None:
         saved = loading.pop()
         members = [p for group in optimizer.param_groups for p in group["params"]]
-        indices = [i for group in saved.get("param_groups", ()) for i in group["params"]]
-        if len(members) != len(indices) or "state" not in saved:  # a hook registered later gave torch another dict
-            return
+        indices = [i for group in saved["param_groups"] for i in group["params"]]
         for p, index in zip(members, indices, strict=True):
             if p in optimizer.state and index in saved["state"]:
                 optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_low(p))
@@ -47,10 +53,55 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.register_load_state_dict_pre_hook(keep),
         optimizer.register_load_state_dict_post_hook(put_back),
     ]
+    release = _all_or_nothing(optimizer, *handles)
 
     def undo() -> None:
+        release()
         for handle in handles:
             handle.remove()
+
+    return undo
+
+
+def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
+    """Has `optimizer.load_state_dict` put back what it has replaced where it raises; returns the undo.
+
+    The pre-hook `judge` runs after those who adapt what comes, and the post hook `mend` before those who read it.
+    """
+    held = vars(optimizer).get("load_state_dict")
+    load = optimizer.load_state_dict
+    pre, post = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    released = False
+
+    @functools.wraps(load)
+    def load_state_dict(state_dict: StateDict) -> None:
+        if released:
+            return load(state_dict)
+        if not isinstance(state_dict, dict):
+            raise StateError(f"an optimizer state is a dict, not {type(state_dict).__name__}")
+        pre.move_to_end(judge.id)
+        post.move_to_end(mend.id, last=False)
+        before = optimizer.state, optimizer.param_groups
+        try:
+            load(state_dict)
+            for number, (group, old) in enumerate(zip(optimizer.param_groups, before[1], strict=True)):
+                options = [name for name in optimizer.defaults if name in old]
+                _require(f"parameter group {number} of the optimizer state", group, options)
+        except BaseException:
+            optimizer.state, optimizer.param_groups = before
+            raise
+
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+    def undo() -> None:
+        nonlocal released
+        released = True
+        if vars(optimizer).get("load_state_dict") is not load_state_dict:
+            return
+        if held is None:
+            del optimizer.load_state_dict
+        else:
+            optimizer.load_state_dict = held  # type: ignore[method-assign]
 
     return undo
 
@@ -58,49 +109,119 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 def _check(optimizer: Optimizer, saved: StateDict) -> None:
     """Refuses a state that `optimizer` cannot go on from: parts are missing, or it is of other parameters."""
     _require("the optimizer state", saved, ("state", "param_groups"))
-    row, groups = TABLE.get(type(optimizer)), saved["param_groups"]
+    groups, state = saved["param_groups"], saved["state"]
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        raise StateError("the optimizer state holds no dict under 'state' or no list under 'param_groups'")
     for number, group in enumerate(groups):
-        _require(f"parameter group {number} of the optimizer state", group, ("params", *(row.saved if row else ())))
+        _require(f"parameter group {number} of the optimizer state", group, ("params",))
     sizes, own = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise StateError(
             f"the optimizer state has a parameter group each for {sizes} parameters, this optimizer for {own}; "
             "load the state of an optimizer that was made alike"
         )
-    if row is None:
-        return
-    members = [p for group in optimizer.param_groups for p in group["params"]]
-    for p, (index, names) in zip(members, _expected(row, optimizer.defaults, groups), strict=True):
-        entry = saved["state"].get(index)
-        if entry:  # an empty one says, as none does, that no update has reached the parameter
-            if row.counts:  # another one makes its state when it first needs it
-                _require(f"the optimizer state of parameter {index}", entry, ("step", *names))
-            _check_shapes(f"parameter {index} of shape {tuple(p.shape)}", p, entry, names)
+    known = [index for group in groups for index in group["params"]]
+    strange = [key for key in state if key not in known and (type(optimizer) in TABLE or not isinstance(key, str))]
+    if strange or len({*map(repr, known)}) != len(known):
+        raise StateError(
+            f"the optimizer state has entries {strange!r:.60} for the parameters {known!r:.60}; "
+            "each must be that of one parameter"
+        )
+    for number, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        if type(optimizer) in TABLE:
+            _check_options(f"parameter group {number} of the optimizer state", group)
+        for p, index in zip(now["params"], group["params"], strict=True):
+            entry = state.get(index, {})
+            what = f"parameter {index} of shape {tuple(p.shape)}"
+            _check_values(what, entry)
+            wrong = _wrong(optimizer, p, (group, now), entry)
+            if wrong is not None:
+                raise StateError(wrong.format(what=what, index=index, group=f"parameter group {number}"))
 
 
-def _expected(row: Row, defaults: StateDict, groups: list[StateDict]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Yields the index of each saved parameter with the names of its state tensors."""
-    for group in groups:
-        names = row.options({**defaults, **group}).states
-        for index in group["params"]:
-            yield index, names
+def _check_options(what: str, group: StateDict) -> None:
+    for name, value in group.items():
+        values = value if name == "betas" and isinstance(value, tuple | list) else (value,)
+        if name in _NUMBERS and not all(_is_number(one, tensor=name == "lr") for one in values):
+            raise StateError(f"{what} has {name}={value!r:.60}; a number is needed, and two for betas")
+        if name in _FLAGS and not isinstance(value, bool | int):
+            raise StateError(f"{what} has {name}={value!r:.60}; True or False is needed")
 
 
-def _check_shapes(what: str, p: Tensor, entry: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _is_number(value: Any, *, tensor: bool) -> bool:
+    if isinstance(value, Tensor):
+        return tensor and value.numel() == 1 and not value.is_meta and value.is_floating_point()
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _check_values(what: str, entry: Any) -> None:
+    """Refuses what is no state of any optimizer: no dict, tensors that hold no numbers, impossible counts."""
+    if not isinstance(entry, dict):
+        raise StateError(f"the optimizer state of {what} is {entry!r:.40}; a dict is needed")
     for name, value in entry.items():
-        if name == "step":
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise StateError(f"the step count of {what} has shape {tuple(value.shape)}; it must be one number")
-        elif name in names and not (value is None and "step" not in entry):
-            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"no tensor ({value!r})"
-            if not isinstance(value, Tensor) or value.shape != p.shape:
-                raise StateError(
-                    f"{what} cannot take the optimizer state {name!r} that came: it has {came}; "
-                    "load the state of an optimizer of this model, its parameters in the same order"
-                )
+        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta or value.is_quantized):
+            raise StateError(f"the optimizer state {name!r} of {what} is no dense tensor that holds its numbers")
+    step = entry.get("step", 0)
+    if isinstance(step, Tensor):
+        if step.numel() != 1:
+            raise StateError(f"the step count of {what} has shape {tuple(step.shape)}; it must be one number")
+        step = step.item()
+    count = isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step <= LARGEST_COUNT
+    if not count or step != int(step):
+        raise StateError(f"the step count of {what} is {step!r:.40}; it must be a whole number from 0 up")
 
 
-def _require(what: str, part: Mapping[str, Any], names: Iterable[str]) -> None:
+def _wrong(optimizer: Optimizer, p: Tensor, groups: tuple[StateDict, StateDict], entry: StateDict) -> str | None:
+    """Returns what is wrong with a parameter's state, given the options that come with it and those of now."""
+    given, now = groups
+    held = optimizer.state.get(p, {})
+    expected, error, made = held, None, small_state(p, entry)
+    if can_rehearse(optimizer) and p.requires_grad:
+        try:
+            expected = rehearse(optimizer, p, now, held)
+        except Exception:  # it cannot step so anyway: nothing is known
+            return None
+        try:
+            made = rehearse(optimizer, p, given, entry)
+        except Exception as raised:
+            error = raised
+    else:
+        expected = small_state(p, held)
+        made = {name: value for name, value in made.items() if value is not None}  # which it may make itself
+    misfit = _misfit(made, expected, entry)
+    if misfit is not None:
+        return misfit
+    if error is None:
+        return None
+    for where, missing in (
+        ("the optimizer state of parameter {index}", [name for name in expected if entry and name not in entry]),
+        ("{group} of the optimizer state", [name for name in optimizer.defaults if name in now and name not in given]),
+    ):
+        if missing:
+            return f"{where} has no {', '.join(map(repr, missing))}; was the file cut short?"
+    reason = f"{type(error).__name__}: {error}"[:200].replace("{", "(").replace("}", ")")
+    return f"{type(optimizer).__name__} cannot step from the optimizer state of {{what}} that came ({reason})"
+
+
+def _misfit(made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
+    """Returns which state has not the shape that it has to have."""
+    for name, want in expected.items():
+        if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):
+            continue
+        got, came = made[name], entry[name]
+        if isinstance(got, Tensor) and got.shape == want.shape and got.is_complex() == want.is_complex():
+            continue
+        kind = f"shape {tuple(came.shape)}" if isinstance(came, Tensor) else f"no tensor ({came!r:.40})"
+        return (
+            f"{{what}} cannot take the optimizer state {name!r} that came: it has {kind}; "
+            "load the state of an optimizer of this model, its parameters in the same order"
+        )
+    return None
+
+
+def _require(what: str, part: Any, names: Iterable[str]) -> None:
+    if not isinstance(part, Mapping):
+        raise StateError(f"{what} is {part!r:.40}; a dict is needed")
     missing = [name for name in names if name not in part]
     if missing:
         raise StateError(f"{what} has no {', '.join(map(repr, missing))}; was the file cut short?")
@@ -114,6 +235,7 @@ def _exact(loaded: Any, saved: Any, low: bool) -> Any:
         return type(loaded)(_exact(one, other, low) for one, other in zip(loaded, saved, strict=True))
     if not isinstance(loaded, Tensor):
         return loaded
-    if low and isinstance(saved, Tensor) and saved.is_floating_point() and saved.shape == loaded.shape:
+    wanted = isinstance(saved, Tensor) and saved.shape == loaded.shape and (saved.is_floating_point() or is_low(loaded))
+    if low and wanted:
         return saved.detach().to(loaded.device, torch.float32, copy=True)
     return loaded.clone()

@@ -39,7 +39,6 @@ class Row:
     counts: bool = False  # its state has a "step" for each parameter
     whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
     sparse: bool = False  # it takes sparse gradients
-    saved: tuple[str, ...]  # what each param group of a checkpoint must have; torch adds the other options
 
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
@@ -53,7 +52,6 @@ _ADAM = Row(
     triton="adam",
     fused=adam.fused,
     counts=True,
-    saved=("lr", "betas", "eps", "weight_decay"),
 )
 
 TABLE: dict[type[Optimizer], Row] = {
@@ -66,9 +64,8 @@ TABLE: dict[type[Optimizer], Row] = {
         triton="sgd",
         fused=sgd.fused,
         sparse=True,
-        saved=("lr", "momentum", "dampening", "weight_decay"),
     ),
-    lion.Lion: Row(options=lion.options, eager=lion.eager, native="lion", saved=("lr", "betas", "weight_decay")),
+    lion.Lion: Row(options=lion.options, eager=lion.eager, native="lion"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from halfstep.plan.plan import Plan
 SUPPORTED_DEVICES = ("cpu", "cuda")
 STATE_SCHEMA = 1
 _SHOWN = 5
+_LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
 def as_list(value: Any, kind: type, what: str) -> list[Any]:
@@ -228,16 +230,18 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     kinds = {"plan": dict, "steps": int, "skipped": int, "scales": dict}
     for key, kind in kinds.items():
         value = state[key]
-        if type(value) is not kind or (isinstance(value, int) and value < 0):
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
             raise StateError(f"session state: {key} is {value!r:.60}; a {'count' if kind is int else 'dict'} is needed")
     for key, value in state["scales"].items():
-        if not (isinstance(key, str) and key.isdecimal() and isinstance(value, dict)):
+        if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
             raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; a loss id and a dict are needed")
-    if state["schema"] != STATE_SCHEMA:
+    if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
         raise StateError(f"session state of schema {state['schema']!r}; this halfstep reads {STATE_SCHEMA}")
-    differing = sorted(key for key in plan.keys() | state["plan"].keys() if plan.get(key) != state["plan"].get(key))
+    changed = {key for key in plan.keys() | state["plan"].keys() if plan.get(key) != state["plan"].get(key)}
+    differing = sorted(changed, key=str)
     if differing:
         which = ", ".join(f"{key}: {state['plan'].get(key)!r} there, {plan.get(key)!r} here" for key in differing)
         raise StateError(
-            f"the state is of another plan ({which}); initialize with that plan, or do not load the session state"
+            f"the state is of another plan ({which}); initialize with that plan, or leave the session state out: the "
+            "states of model and optimizer load under any plan, and only loss scale and counts begin anew"
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SessionError, StateError
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 
 
 class Scale(Protocol):
@@ -118,7 +118,7 @@ class StaticScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checks that the state has the scale of the plan."""
         _check_state(state, self.state_dict())
-        if state["scale"] != self._scale:
+        if isinstance(state["scale"], bool) or state["scale"] != self._scale:
             raise StateError(
                 f"the state has the static loss scale {state['scale']!r}, this plan has {self._scale!r};"
                 " give the plan the scale of the state, or do not load the scale"
@@ -179,11 +179,15 @@ class DynamicScale:
         """Loads what `state_dict` returned, into the same tensors."""
         _check_state(state, self.state_dict())
         for key in ("clean_steps", "overflows_left"):
-            if type(state[key]) is not int or state[key] < 0:
+            if type(state[key]) is not int or not 0 <= state[key] < 2**63:
                 raise StateError(f"the state of the loss scale has {key}={state[key]!r}; a count is needed")
         scale = state["scale"]
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-            raise StateError(f"the state of the loss scale has scale={scale!r}; a positive finite number is needed")
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not number or not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+            raise StateError(
+                f"the state of the loss scale has scale={scale!r:.40}; a number from 2**-126 to 2**126 is needed, "
+                "whose inverse is a normal one too"
+            )
         self.value.fill_(min(float(scale), self._schedule.max))
         self._clean.fill_(min(state["clean_steps"], self._schedule.growth_interval - 1))
         self._left.fill_(min(state["overflows_left"], self._schedule.hysteresis))
@@ -250,4 +254,6 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             " load it into a session of the plan that it came from"
         )
     if state.keys() != own.keys():
-        raise StateError(f"the state of the loss scale has the keys {sorted(state)}; needed are {sorted(own)}")
+        raise StateError(
+            f"the state of the loss scale has the keys {sorted(map(str, state))}; needed are {sorted(own)}"
+        )

@@ -182,6 +182,27 @@ BAD_STATES = {
     "scale of a word": {"scales": {"a": {}}},
     "scale of none": {"scales": {"0": None}},
     "scale true": {"scales": {"0": {"kind": "dynamic", "scale": True, "clean_steps": 0, "overflows_left": 1}}},
+    "steps beyond int64": {"steps": 2**80},
+    "skipped beyond int64": {"skipped": 2**80},
+    "schema true": {"schema": True},
+    "other digits": {"scales": {"\u0661": {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
+    "leading zero": {"scales": {"01": {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
+    "a number as id": {"scales": {1.0: {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
+    "true as id": {"scales": {True: {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
+    "scale without a normal fp32": {
+        "scales": {"0": {"kind": "dynamic", "scale": 1e-45, "clean_steps": 0, "overflows_left": 1}}
+    },
+    "scale beyond fp32": {
+        "scales": {"0": {"kind": "dynamic", "scale": 2.0**200, "clean_steps": 0, "overflows_left": 1}}
+    },
+    "scale beyond any float": {
+        "scales": {"0": {"kind": "dynamic", "scale": 2**2000, "clean_steps": 0, "overflows_left": 1}}
+    },
+    "scale nan": {"scales": {"0": {"kind": "dynamic", "scale": float("nan"), "clean_steps": 0, "overflows_left": 1}}},
+    "clean steps beyond int64": {
+        "scales": {"0": {"kind": "dynamic", "scale": 2.0, "clean_steps": 2**80, "overflows_left": 1}}
+    },
+    "keys of two kinds": {"scales": {"0": {1: 2, "kind": "dynamic"}}},
     "plan missing": {"plan": None},
     "another schema": {"schema": 2},
 }
@@ -197,3 +218,13 @@ def test_a_state_with_a_wrong_entry_is_refused_and_changes_nothing(case):
     assert session.state_dict() == was
     train(session, model, opt, [2])
     session.close()
+
+
+def test_a_session_state_of_another_level_says_that_it_can_be_left_out():
+    _, _, first = start("O1", "bf16")
+    state = first.state_dict()
+    first.close()
+    _, _, second = start("O2", "bf16")
+    with pytest.raises(halfstep.StateError, match="leave the session state out"):
+        second.load_state_dict(state)
+    second.close()

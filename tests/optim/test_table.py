@@ -53,7 +53,7 @@ def lamb(batch, options):
         yield [w - u * (trust * options.lr), m, v]
 
 
-LAMB = Row(options=lamb_options, eager=lamb, counts=True, whole=True, saved=("lr", "betas", "eps", "weight_decay"))
+LAMB = Row(options=lamb_options, eager=lamb, counts=True, whole=True)
 LARGE = 2**19 + 1000  # more than the reference opens at a time on a CPU
 
 
@@ -176,7 +176,7 @@ class Other(Options):
 def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_nothing(kernel, states, numbers):
     options = Other(0.1, 0.0, False, False, states, numbers)
     batch = batch_of(options)
-    row = Row(options=lambda group: options, eager=lamb, native=kernel, saved=())
+    row = Row(options=lambda group: options, eager=lamb, native=kernel)
     with pytest.raises(LookupError, match=rf"no compiled loop '{kernel}' takes {len(numbers)} numbers and the states"):
         update(row, batch, options, None, FALSE, Scratch(), IMPLEMENTATIONS)
     assert batch.weights[0].tolist() == [1.0] * 3

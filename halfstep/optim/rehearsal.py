@@ -1,0 +1,85 @@
+"""Whether an optimizer could step from a state: tried in small shapes, since only the optimizer knows what it needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer, SparseAdam
+
+from halfstep.optim.table import TABLE
+
+Group = dict[str, Any]
+State = dict[str, Any]
+# Options that choose a kernel, not numbers.
+_CHOICES = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
+
+
+def can_rehearse(optimizer: Optimizer) -> bool:
+    """Returns whether its step touches nothing but parameters, gradients and state: it is torch's or halfstep's."""
+    inner = inspect.unwrap(type(optimizer).step)
+    closure = inspect.signature(inner).parameters.get("closure")
+    known = type(optimizer) in TABLE or type(optimizer).__module__.startswith("torch.optim.")
+    return known and (closure is None or closure.default is not inspect.Parameter.empty)
+
+
+@torch.no_grad()
+def rehearse(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> State:
+    """Returns the state that a step with the options of `group` makes of `state`, all in small shapes.
+
+    A stand-in for `p` takes the step, on zeros, on the CPU, in fp32 (complex64 for a complex one). In its shape, and in
+    those of the state, every size but 0 and 1 is another, smaller one: equal ones stay equal and others different.
+
+    Raises:
+        Exception: whatever the optimizer raises that cannot go on from such a state.
+    """
+    small = _Small()
+    dtype = torch.complex64 if p.is_complex() else torch.float32
+    stand_in = Parameter(torch.zeros(small.shape(p), dtype=dtype))
+    zeros = torch.zeros_like(stand_in)
+    stand_in.grad = zeros.to_sparse() if isinstance(optimizer, SparseAdam) else zeros
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("step", "state")})
+    options = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
+    options |= {key: value for key, value in _CHOICES.items() if key in optimizer.defaults}
+    held: defaultdict[Any, State] = defaultdict(dict)
+    if state:
+        held[stand_in] = {key: small.value(key, value) for key, value in state.items()}
+    shadow.__setstate__({"state": held, "param_groups": [{**options, "params": [stand_in]}]})
+    inspect.unwrap(type(optimizer).step)(shadow)
+    return dict(held[stand_in])
+
+
+def small_state(p: Tensor, state: State) -> State:
+    """Returns `state` as `rehearse` gives it to the optimizer, in small shapes."""
+    small = _Small()
+    small.shape(p)
+    return {key: small.value(key, value) for key, value in state.items()}
+
+
+class _Small:
+    """Small sizes in place of large ones, for one parameter."""
+
+    def __init__(self) -> None:
+        self._sizes = {0: 0, 1: 1}
+
+    def shape(self, t: Tensor) -> tuple[int, ...]:
+        return tuple(self._sizes.setdefault(size, len(self._sizes)) for size in t.shape)
+
+    def value(self, key: str, value: Any) -> Any:
+        """Returns zeros for a tensor; a number in a tensor, as a count of steps, stays itself."""
+        if isinstance(value, Mapping):
+            return {name: self.value(name, one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.value("", one) for one in value)
+        if not isinstance(value, Tensor):
+            return value
+        dtype = torch.float32 if value.is_floating_point() else torch.complex64 if value.is_complex() else value.dtype
+        if key == "step" or not value.dim():
+            return value.detach().to("cpu", dtype, copy=True)
+        return torch.zeros(self.shape(value), dtype=dtype)  # torch casts what it loads

@@ -1,0 +1,105 @@
+"""Optimizer states as a file may have them: one is taken and the next step works, or a StateError changes nothing."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
+
+import halfstep
+from tests.contracts.cases import differing, snapshot
+
+OPTIMIZERS = {
+    "AdamW": lambda ps: optim.AdamW(ps, lr=0.1, amsgrad=True),
+    "SGD": lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9),
+    "Adagrad": lambda ps: optim.Adagrad(ps, lr=0.1),
+    "RMSprop": lambda ps: optim.RMSprop(ps, lr=0.1, momentum=0.9),
+    "NAdam": lambda ps: optim.NAdam(ps, lr=0.1),
+    "ASGD": lambda ps: optim.ASGD(ps, lr=0.1),
+    "Adafactor": lambda ps: optim.Adafactor(ps, lr=0.1),
+}
+BAD = [
+    None, True, "x", [], {}, -1, 2.5, 10**400, 2**80, float("nan"), float("inf"), 3, 1j,
+    torch.zeros(3), torch.zeros(4, 4, 4), torch.zeros(1), torch.tensor(float("nan")), torch.tensor(-1.0),
+    torch.zeros(4, 4, device="meta"), torch.zeros(4, 4).to_sparse(), torch.zeros(4, 4, dtype=torch.complex64),
+    torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4).bfloat16(),
+]  # fmt: skip
+
+
+def start(name, optimizer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    return model, opt, halfstep.initialize(model, opt, name, low="bf16")
+
+
+def step(model, optimizer, session):
+    optimizer.zero_grad()
+    session.backward(model(torch.linspace(-1, 1, 8).reshape(2, 4)).square().mean())
+    session.step()
+
+
+@st.composite
+def spoiled(draw, state):
+    """A state with one or two things in it replaced or removed, anywhere."""
+    state = copy.deepcopy(state)
+    for _ in range(draw(st.integers(1, 2))):
+        holders = [state, state["state"], state["param_groups"][0], *state["state"].values()]
+        holders = [holder for holder in holders if isinstance(holder, dict) and holder]
+        holder = draw(st.sampled_from(holders))
+        key = draw(st.sampled_from([*holder, "something else"]))
+        if draw(st.booleans()) and key in holder:
+            del holder[key]
+        else:
+            holder[key] = draw(st.sampled_from(BAD))
+        if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
+            break
+    return state
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_spoiled_state_is_taken_and_steps_or_changes_nothing(name, optimizer):
+    kept = start(name, optimizer)
+    step(*kept)
+    saved = copy.deepcopy(kept[1].state_dict())
+    kept[2].close()
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(spoiled(saved))
+    def check(state):
+        run = start(name, optimizer)
+        step(*run)
+        before, groups = snapshot(*run), copy.deepcopy(run[1].state_dict()["param_groups"])
+        try:
+            run[1].load_state_dict(state)
+        except halfstep.StateError:
+            assert differing(snapshot(*run), before) == []
+            assert run[1].state_dict()["param_groups"] == groups
+        step(*run)
+        moments = [v for s in run[1].state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)]
+        assert not any(v.dtype is torch.bfloat16 for v in moments if v.dim())
+        run[2].close()
+
+    check()
+
+
+def test_what_a_hook_raises_in_a_load_puts_everything_back():
+    model, optimizer, session = start("O2", "AdamW")
+    step(model, optimizer, session)
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(model, optimizer, session)
+    before = snapshot(model, optimizer, session)
+
+    def fail(_):
+        raise RuntimeError("mine")
+
+    optimizer.register_load_state_dict_post_hook(fail)
+    with pytest.raises(RuntimeError, match="mine"):
+        optimizer.load_state_dict(saved)
+    assert differing(snapshot(model, optimizer, session), before) == []
+    session.close()
+    assert "load_state_dict" not in vars(optimizer)
