@@ -11,7 +11,7 @@ from halfstep.plan.levels import Level
 from halfstep.plan.scaling import Scaling
 
 OPS = {"none": "as written", "table": "the table"}
-OPS_AT_LOW = "allow and promote rows; the rest as stored"
+OPS_AT_LOW = "allow and promote rows, losses full; the rest as stored"
 FULL_OR_LOW = {"full": "fp32", "low": "low"}
 HEADERS = ("level", "weights", "ops", "norms", "master (bf16 / fp16)", "scale (bf16 / fp16)", "outputs", "for")
 

@@ -287,6 +287,36 @@ def test_a_class_weighted_loss_inside_forward_trains_at_low_weights():
         session.close()
 
 
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_loss_computed_inside_forward_is_full(name, low):
+    class Loses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x, y):
+            logits = self.layer(x)
+            self.logits = logits.detach()
+            return nn.functional.cross_entropy(logits, y)
+
+    model = Loses()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
+    y = torch.arange(16) % 4
+    loss = model(batch(0)[0], y)
+    assert model.logits.dtype is halfstep.formats.as_format(low).dtype
+    assert torch.equal(loss, nn.functional.cross_entropy(model.logits.float(), y))
+    session.backward(loss)
+    assert float(session.step().scale) == {"bf16": 1.0, "fp16": 65536.0 if name == "O2" else 1.0}[low]  # not capped
+    session.close()
+    session = halfstep.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, ops={"promote": ["cross_entropy"]}
+    )
+    loss = model(batch(0)[0], y)
+    assert torch.equal(loss, nn.functional.cross_entropy(model.logits, y).float())  # the way back: a low loss
+    session.close()
+
+
 def test_an_fp16_loss_computed_inside_forward_caps_the_scale_too():
     class Loses(nn.Module):
         def __init__(self):
