@@ -18,7 +18,7 @@ from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.plan.policy import FULL, OutputWidth, Policy, Width
-from halfstep.plan.rules import BufferWidth, Rule
+from halfstep.plan.rules import BufferWidth, Rule, RuleInput
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
@@ -100,6 +100,7 @@ class _Decision:
     policy: Policy
     buffers: BufferWidth
     reason: str
+    input: RuleInput = "policy"
     ruled: bool = False
     stored_full: bool = False
 
@@ -110,7 +111,8 @@ class _Decision:
     def enters_from(self, caller: _Decision) -> bool:
         """Returns whether a module with this decision is entered specially when called from one with another."""
         # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
-        return self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
+        by_policy = self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
+        return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
 def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module]) -> Assignment:
@@ -181,7 +183,7 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Dec
                 f"with buffers {rule.buffers!r}, but its kernel takes low weights only with low running statistics and "
                 "fp32 ones only with fp32 ones; give param 'low' with buffers 'low', or param 'full' with 'keep'"
             )
-        return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", ruled=True)
+        return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", rule.input, ruled=True)
     kind = norm_kind(site.module) if plan.param == "low" and above.policy.compute == "low" else None
     if kind == "own" and plan.norms == "full":
         return _Decision(FULL, above.buffers, "norms full: own class", ruled=True)
@@ -223,19 +225,30 @@ def _formats(
     entries = [callers[path] for path in site.paths]
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
         return formats
-    full, low = decision.policy.compute == "full", decision.policy.param == "low"
     into_full = any(caller is not None and caller.policy.compute == "full" for caller in entries)
     output = "full" if into_full and decision.policy.output == "low" else decision.policy.output  # nothing casts there
     return replace(
         formats,
         boundary=True,
-        input=FP32 if full else plan.low if low else None,
+        input=_input(plan, decision, root=None in entries),
         output=_model_output(plan) if None in entries else _output(plan, output),
     )
 
 
 def _width(plan: Plan, width: Width) -> Format:
     return FP32 if width == "full" else plan.low
+
+
+def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
+    """Returns what inputs are cast to at a boundary, None where they stay as they come.
+
+    The root is given what the user made, in which low would be silent damage; below it, what modules computed.
+    """
+    if decision.policy.compute == "full":
+        return FP32
+    if decision.input != "policy":
+        return plan.low if decision.input == "low" else None
+    return plan.low if (plan.input if root else decision.policy.param) == "low" else None
 
 
 def _output(plan: Plan, output: OutputWidth) -> Format | Literal["input"]:

@@ -29,10 +29,30 @@ def test_levels_are_the_table_of_the_design():
     _, _, *rows = lines(level_table(LEVELS.values()))
     stored = "allow and promote rows, losses full; the rest as stored"
     assert rows == [
-        ["O0", "fp32", "as written", "-", "-", "none", "as written", "the baseline"],
-        ["O1", "fp32", "the table", "by the table", "weights are fp32", "none / dynamic", "fp32", "safe default"],
-        ["O2", "low", stored, "fp32", "split / copy", "none / dynamic", "fp32", "fastest that keeps accuracy"],
-        ["O3", "low", stored, "low", "none", "none / 1", "fp32", "speed of light"],
+        ["O0", "fp32", "as written", "-", "-", "none", "as given", "as written", "the baseline"],
+        [
+            "O1",
+            "fp32",
+            "the table",
+            "by the table",
+            "weights are fp32",
+            "none / dynamic",
+            "as given",
+            "fp32",
+            "safe default",
+        ],
+        [
+            "O2",
+            "low",
+            stored,
+            "fp32",
+            "split / copy",
+            "none / dynamic",
+            "as given",
+            "fp32",
+            "fastest that keeps accuracy",
+        ],
+        ["O3", "low", stored, "low", "none", "none / 1", "as given", "fp32", "speed of light"],
     ]
 
 
