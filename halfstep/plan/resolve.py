@@ -12,7 +12,7 @@ from torch import nn
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.plan.checks import near_miss
-from halfstep.plan.fit import unwrap
+from halfstep.plan.fit import enterable, unwrap
 from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
@@ -33,6 +33,7 @@ class ModuleFormats:
     specially: floating inputs are cast to `input` (None: as they come) and outputs to `output` ("input": the format
     of the first floating input; None: as they come). `buffers` is the format of its floating buffers (None: kept).
     `reason` says what decided, `aliases` are further names of a shared module, `model` counts the models from 0.
+    `door` is true where a call from outside of the model's forward (`model.encoder(x)`) enters the plan too.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModuleFormats:
     input: Format | None = None
     aliases: tuple[str, ...] = ()
     model: int = 0
+    door: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,9 @@ def _formats(
     )
     if plan.ops == "none":
         return formats
-    formats = replace(formats, compute=_width(plan, decision.policy.compute))
+    formats = replace(
+        formats, compute=_width(plan, decision.policy.compute), door=_is_door(plan, site.module, decision)
+    )
     entries = [callers[path] for path in site.paths]
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
         return formats
@@ -233,6 +237,19 @@ def _formats(
         input=_input(plan, decision, root=None in entries),
         output=_model_output(plan) if None in entries else _output(plan, output),
     )
+
+
+def _is_door(plan: Plan, module: nn.Module, decision: _Decision) -> bool:
+    """Returns whether a module computes low with parameters at or below it that are stored low or that products cast.
+
+    Those of norms that stay full are neither.
+    """
+    if decision.policy.compute == "full" or _is_uncalled(module) or not enterable(module):
+        return False
+    if decision.param == "low" and _own_fp32(module):
+        return True
+    norms = plan.norms == "low"
+    return any(_own_fp32(each) for each in module.modules() if norms or norm_kind(each) is None)
 
 
 def _width(plan: Plan, width: Width) -> Format:
