@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
@@ -22,6 +23,9 @@ from halfstep.plan.rules import BufferWidth, Rule, RuleInput
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
+
+
+QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,8 @@ def _assign(plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule]) -> 
     callers: dict[str, _Decision | None] = {"": None}
     for path in sorted(at, key=_depth):  # parents first
         parent = _parent(path)
-        decided[path] = _decide(plan, at[path], matched.get(at[path]), decided[parent] if path else _of_plan(plan))
+        above, owner = (decided[parent], at[parent].module) if path else (_of_plan(plan), None)
+        decided[path] = _decide(plan, at[path], matched.get(at[path]), above, owner)
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
             _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
@@ -175,7 +180,7 @@ def _of_plan(plan: Plan) -> _Decision:
     return _Decision(Policy(plan.param, "low", "low"), "keep", plan.name)
 
 
-def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Decision:
+def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
     """Returns the decision for a module that `rule` matches directly, or (None) that takes it from its parent."""
     statistics = has_running_stats(site.module)
     if rule is not None:
@@ -186,6 +191,9 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Dec
                 "fp32 ones only with fp32 ones; give param 'low' with buffers 'low', or param 'full' with 'keep'"
             )
         return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", rule.input, ruled=True)
+    full = _full_anyway(plan, site.module, owner)
+    if full is not None and above.policy.compute == "low":
+        return _Decision(FULL, above.buffers, full, ruled=True)
     kind = norm_kind(site.module) if plan.param == "low" and above.policy.compute == "low" else None
     if kind == "own" and plan.norms == "full":
         return _Decision(FULL, above.buffers, "norms full: own class", ruled=True)
@@ -197,6 +205,17 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Dec
     if statistics and decision.param == "full" and above.buffers == "low":
         decision = replace(decision, buffers="keep")
     return decision
+
+
+def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
+    """Returns why a module computes full wherever no rule says otherwise; None where it does not.
+
+    Parametrizations make a weight out of a stored low one: inverses, exponentials and powers, which have no low kernel
+    or no meaning in low. What they return has the format of what they got, and parameters of their own stay fp32.
+    """
+    if plan.param == "low" and isinstance(owner, ParametrizationList):
+        return "parametrizations full"
+    return "quantized: takes fp32" if type(module).__module__.startswith(QUANTIZED) else None
 
 
 def _formats(
