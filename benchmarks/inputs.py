@@ -3,7 +3,7 @@
     python benchmarks/inputs.py [--rounds N] [--json FILE]
 
 An image transformer, a small diffusion UNet with timesteps, and a time-series transformer that adds its raw input to
-the stream, which stays fp32 then. Both sessions take a turn in each round on the same batch; the ratio is that of a round.
+the stream, which stays fp32 then. Both sessions take a turn in each round on one batch; the ratio is that of a round.
 """
 
 from __future__ import annotations
