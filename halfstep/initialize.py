@@ -33,7 +33,7 @@ from halfstep.plan.fit import (
 )
 from halfstep.plan.forwards import check_forwards
 from halfstep.plan.levels import customize
-from halfstep.plan.plan import Master, OpChanges, Plan
+from halfstep.plan.plan import Master, OpChanges, Plan, PlanInput
 from halfstep.plan.policy import Width
 from halfstep.plan.resolve import resolve
 from halfstep.plan.rules import Rule
@@ -54,6 +54,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     master: Master | None = None,
     rules: Sequence[Rule] = (),
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
+    input: PlanInput | None = None,
     emulate: bool | None = None,
     sinks: Sequence[Sink] = (),
     on_failure: OnFailure = "raise",
@@ -61,12 +62,12 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
 
     `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
-    format that the device computes fast and says so once. `optimizer=None` is inference. `emulate` computes the low
-    format's products in a wider one, rounded exactly (None: fp16 on a CPU, where it was not measured to be fast). Each
-    sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model that is
-    still in a session leaves it first, with a notice. Where steps go on being skipped for what no lower loss scale
-    cures, `step` raises a NumericsError that says what broke; `on_failure="warn"` says it through the logger once and
-    goes on.
+    format that the device computes fast and says so once. `optimizer=None` is inference. What the model is given stays
+    as it comes, and products cast what they take; `input="low"` casts all of it to low first. `emulate` computes the
+    low format's products in a wider one, rounded exactly (None: fp16 on a CPU, where it was not measured to be fast).
+    Each sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model
+    that is still in a session leaves it first, with a notice. If steps keep being skipped for a reason that no lower
+    loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"` logs it once and goes on.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
@@ -76,7 +77,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
     facts = read_facts(first_device(models))
     chosen, notice = choose_plan(plan, low, facts)
-    chosen = customize(chosen, low=None, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops)
+    chosen = customize(chosen, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops, input=input)
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):

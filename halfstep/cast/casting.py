@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.emulate import Emulation
-from halfstep.cast.enter import Entrances, Gate
+from halfstep.cast.enter import Entrances, Gate, Inside
 from halfstep.cast.functions import patch_functions
 from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to
 from halfstep.cast.ops import OpEngine, Switched
@@ -62,26 +63,41 @@ class Casting:
         before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
     ) -> Undo:
-        """Sends the forward of each module that is a boundary through a gate, parents first, and returns the undo.
+        """Sends the forward of each module that is a boundary or a door through a gate, and returns the undo.
 
-        `full` gives the fp32 value of a stored parameter. `before` is called before each training forward of a module
-        that is in no other, and `look` with what modules return before it becomes fp32.
+        Modules come parents first. The plan is entered by whichever is called first: its `before` is called before a
+        training forward, and it takes and returns what the model does. `full` gives the fp32 value of a stored
+        parameter, and `look` is called with what modules return before it becomes fp32.
         """
         with ExitStack() as stack:
             if self._engine is None:
                 return stack.pop_all().close
             entrances = Entrances()
             entered: set[int] = set()  # modules inside one whose forward is entered already
+            switch = self._engine.switch
+            door = Inside(switch.device_type, switch.marker)
+
+            def first(gate: Gate) -> Gate:
+                gate.before = before
+                gate.around = self.emulating if self.emulates else None
+                self._outermost.append(gate)
+                return gate
+
             for module, formats in modules:
-                if not formats.boundary:
+                if not formats.boundary and not formats.door:
                     continue
-                outermost = id(module) not in entered
+                explain = door if formats.param is not None and formats.param is not FP32 else None
                 gate = self._gate(self._engine, formats, full, look)
-                if outermost:
-                    gate.before = before
-                    gate.around = self.emulating if self.emulates else None
-                    self._outermost.append(gate)
-                stack.callback(entrances.install(module, gate))
+                as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
+                as_root.cast_out = _where_off(door.device_type, as_root.cast_out, gate.cast_out)
+                if not formats.boundary:
+                    stack.callback(entrances.install(module, first(as_root), door=door, explain=explain))
+                    continue
+                if id(module) not in entered:
+                    first(gate)
+                else:
+                    gate.marker, gate.first = door.marker, first(as_root)
+                stack.callback(entrances.install(module, gate, explain=explain))
                 entered.update(id(inner) for inner in module.modules())
             return stack.pop_all().close
 
@@ -173,6 +189,29 @@ class Backward:
             self._emulation.__exit__(kind, error, trace)
         if self._engine is not None:
             self._engine.leave_backward(self._token)
+
+
+def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
+    """Returns what a module is given where it is called first: it takes and returns what the model does."""
+    output = None if plan.output == "keep" else FP32 if plan.output == "full" else plan.low
+    takes = formats.input if formats.boundary else plan.low if plan.input == "low" else None
+    return replace(formats, input=takes, output=output)
+
+
+def _where_off(device_type: str, cast: CastOut | None, otherwise: CastOut | None) -> CastOut | None:
+    """Returns the first cast where autocast of a device is off, else the other one.
+
+    It is on where a checkpoint inside the model computes a module again, outside of `session.backward`: that is to
+    return what it returned.
+    """
+    if cast is None and otherwise is None:
+        return None
+
+    def cast_out(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chosen = otherwise if torch.is_autocast_enabled(device_type) else cast
+        return out if chosen is None else chosen(out, args, kwargs)
+
+    return cast_out
 
 
 def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> CastOut | None:

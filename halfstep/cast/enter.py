@@ -9,6 +9,7 @@ import copy
 import copyreg
 import functools
 import logging
+import re
 import sys
 import threading
 import weakref
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ GATE = "_halfstep_gate"
 MARK = "_halfstep_session"
 _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a module until the pickler looks at its class
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would go round"
+OUTSIDE = (
+    "a parameter that the session stores low met another format outside of the model's forward, where no plan acts: "
+    "call it inside `with session.autocast():`"
+)
+# torch's words for formats that do not go together
+_MIXED = re.compile(
+    r"same dtype|expected scalar type|should be the same|dtypes? .*(differ|match)|did not match|have dtype"
+)
 _LOG = logging.getLogger("halfstep")
 
 
@@ -39,7 +49,8 @@ class Gate:
     `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
     `around` is a context for eager calls only (emulation), with which torch.compile runs `uncompiled` instead. `before`
     is called before each eager training forward, and `begin` before any eager one and its casts. `full` gives the fp32
-    value of a parameter whose stored form is low.
+    value of a parameter whose stored form is low. `first` takes its place where
+    `marker`, which is on inside the plan, is off.
     """
 
     region: Callable[[], AbstractContextManager[Any]]
@@ -52,10 +63,20 @@ class Gate:
     before: Callable[[], None] | None = None
     begin: Callable[[], None] | None = None
     active: bool = True
+    marker: str = ""
+    first: Gate | None = None
     uncompiled: Callable[..., Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward."""
+
+    device_type: str
+    marker: str
 
 
 class CheckpointHook:
@@ -156,11 +177,15 @@ def _run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies the module with fp32 parameters: an average held in low weights would lose every small update."""
-    gate = self.__dict__.get(GATE)
-    if gate is not None:
-        for parameter in self.parameters():
+    gate: Gate | None = self.__dict__.get(GATE)
+    for parameter in self.parameters() if gate is not None else ():
+        if gate is not None and id(parameter) not in memo:  # a module around this one has copied its own
             full = gate.full(parameter).detach().clone()
-            memo.setdefault(id(parameter), nn.Parameter(full, parameter.requires_grad))
+            memo[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
+    own = getattr(_plain_class(type(self)), "__deepcopy__", None)
+    if own is not None:
+        copied: nn.Module = own(self, memo)
+        return copied
     twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
     twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -168,6 +193,10 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy(self: nn.Module) -> nn.Module:
+    own = getattr(_plain_class(type(self)), "__copy__", None)
+    if own is not None:
+        copied: nn.Module = own(self)
+        return copied
     twin = self.__class__.__new__(self.__class__)
     twin.__dict__.update(self.__dict__)
     return twin
@@ -233,20 +262,71 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
     return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 
 
-def make_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass of `base` with its name, whose forward goes through the instance's gate."""
+def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
+    """Returns methods of a class whose errors of mixed formats, outside of every forward, say what to do.
+
+    Nothing of ours sees an operation there: the rows of the op table are kernels for autocast, which is off.
+    """
+    is_on = torch.is_autocast_enabled
+
+    def explaining(method: FunctionType) -> FunctionType:
+        @functools.wraps(method)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_on(inside.marker) or torch.compiler.is_compiling():
+                return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except RuntimeError as error:
+                if _MIXED.search(str(error)) and OUTSIDE not in str(error):
+                    error.args = (f"{error} ({type(self).__name__}.{method.__name__}: {OUTSIDE})", *error.args[1:])
+                raise
+
+        return call  # type: ignore[return-value]
+
+    return {name: explaining(method) for name, method in methods.items()}
+
+
+def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
+    """Returns the methods that a user's class defines beside those of torch's modules."""
+    own = [cls for cls in base.__mro__ if issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")]
+    found = {name: value for cls in reversed(own) for name, value in vars(cls).items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, FunctionType) and not name.startswith("__") and not hasattr(nn.Module, name)
+    }
+
+
+def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None) -> type[nn.Module]:
+    """Returns a subclass of `base` with its name, whose forward goes through the instance's gate.
+
+    That of a `door` does so only where the plan is not entered yet; inside it costs two looks at bits of the thread.
+    With `explain` an error of mixed formats in another method of a user's says what to do.
+    """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
+    is_on = torch.is_autocast_enabled
 
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         if gate is None or not gate.active:
             return base_forward(self, *args, **kwargs)
+        if gate.first is not None and not is_on(gate.marker):
+            gate = gate.first
         if torch.compiler.is_compiling() and gate.uncompiled is not None:
             return gate.uncompiled(gate, base_forward, self, args, kwargs)
         if torch.compiler.is_compiling():
             return _run_traced(gate, base_forward, self, args, kwargs)
         return _run_eager(gate, base_forward, self, args, kwargs)
+
+    if door is not None:
+        device_type, marker, through = door.device_type, door.marker, forward
+
+        @functools.wraps(base_forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_on(device_type) and is_on(marker):
+                return base_forward(self, *args, **kwargs)
+            return through(self, *args, **kwargs)
 
     namespace = {
         "__module__": base.__module__,
@@ -260,6 +340,7 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
         GATE: None,
         "forward": forward,
         "parameters": _parameters,
+        **(_explaining(_methods(base), explain) if explain is not None else {}),
     }
     return _subclass(base, namespace)
 
@@ -277,17 +358,23 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
 
 
 class Entrances:
-    """The modules of one session whose forward is entered through a gate; one subclass a class."""
+    """The modules of one session whose forward is entered through a gate; one or two subclasses a class."""
 
     def __init__(self) -> None:
-        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None], type[nn.Module]] = {}
 
-    def install(self, module: nn.Module, gate: Gate) -> Callable[[], None]:
-        """Sends the module's forward through the gate and returns the undo."""
+    def install(
+        self, module: nn.Module, gate: Gate, *, door: Inside | None = None, explain: Inside | None = None
+    ) -> Callable[[], None]:
+        """Sends the module's forward through the gate, that of a `door` where it is first, and returns the undo."""
         base = type(module)
-        swapped = self._classes.setdefault(base, make_class(base))
-        if gate.around is not None:
-            gate.uncompiled = torch.compiler.disable(_run_uncompiled(), reason=EMULATED)  # type: ignore[no-untyped-call]
+        key = base, door, explain
+        swapped = self._classes.get(key)
+        if swapped is None:
+            swapped = self._classes[key] = make_class(base, door=door, explain=explain)
+        for each in (gate, gate.first):
+            if each is not None and each.around is not None:
+                each.uncompiled = torch.compiler.disable(_run_uncompiled(), reason=EMULATED)  # type: ignore[no-untyped-call]
         module.__dict__[GATE] = gate
         module.__class__ = swapped
 

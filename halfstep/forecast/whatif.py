@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,9 @@ from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
+# What the scouting backward pass starts with in place of 1: every low format rounds it, so that a gradient which holds
+# it, or a fraction such as 1/8 of it, was not computed low.
+START = 1 + 2.0**-12
 WIDE = Policy("full", "full", "full")  # the output too: values beyond the low format would overflow there again
 
 
@@ -170,9 +173,11 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     """Returns what one step under `plan` stores low: each tensor whose values all lie in the low format.
 
-    The values say more than the dtype: a gradient that is computed low and handed on as fp32 was rounded.
+    The values say more than the dtype: a gradient that is computed low and handed on as fp32 was rounded. So is the
+    gradient of a loss that a module computes low and returns as fp32.
     """
     places: dict[Place, Tensor] = {}
+    losses: set[Place] = set()
     largest: dict[Place, Tensor] = {}
     inside: list[Tensor] = []
 
@@ -180,6 +185,8 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
         values = tensor.detach().float()
         exact = ((rounded(values, plan.low) == values) | ~values.isfinite()).all() & (tensor.dtype is not torch.float64)
         places[place] = places[place] & exact if place in places else exact
+        if place.kind == "activation" and tensor.dim() == 0:
+            losses.add(place)
         if place.kind in GRADIENTS and values.numel():
             amax = _amax(values)
             largest[place] = torch.maximum(largest[place], amax) if place in largest else amax
@@ -193,7 +200,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 
         def backward(loss: Tensor) -> None:
             with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
-                session.backward(loss)
+                session.backward(loss, gradient=torch.full_like(loss, START))
 
         try:
             loss = step(model, closure, see, backward=backward)
@@ -207,12 +214,8 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}
-    for place in [place for place in low if place.kind == "weight"]:
-        gradient = place._replace(kind="weight_grad")
-        if plan.param == "low":
-            low[place] = low[gradient] = place in stored_low
-        else:  # a full weight that is cast for use has a gradient of that format
-            low[place] = low.get(gradient, False)
+    low_losses = [place for place in losses if low[place]]
+    _follow(low, low_losses, stored_low if plan.param == "low" else None)
     outside = max((float(amax) for place, amax in largest.items() if low[place]), default=0.0)
     most = max([outside, *map(float, inside)])
     return Scouted(
@@ -220,8 +223,22 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
         full_modules=frozenset(uncompiled(each.name) for each in formats if each.compute is FP32),
         largest_gradient=most,
         inside=most / outside if outside else 1.0,
-        ceiling=FP16_LOSS_CEILING if loss.dtype is plan.low.dtype else LARGEST_SCALE,
+        ceiling=FP16_LOSS_CEILING if low_losses or loss.dtype is plan.low.dtype else LARGEST_SCALE,
     )
+
+
+def _follow(low: dict[Place, bool], low_losses: Sequence[Place], stored_low: Collection[Place] | None) -> None:
+    """Completes what is low by what follows from it: the gradients of low losses, and weights with their gradients.
+
+    `stored_low` are the weights that the plan stores low; None where it stores none so.
+    """
+    low.update((place._replace(kind="activation_grad"), True) for place in low_losses)
+    for place in [place for place in low if place.kind == "weight"]:
+        gradient = place._replace(kind="weight_grad")
+        if stored_low is not None:
+            low[place] = low[gradient] = place in stored_low
+        else:  # a full weight that is cast for use has a gradient of that format
+            low[place] = low.get(gradient, False)
 
 
 def _amax(values: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from halfstep.formats import Format, as_format
 from halfstep.plan.checks import near_miss
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
-from halfstep.plan.plan import Master, OpChanges, Ops, Plan, PlanOutput
+from halfstep.plan.plan import Master, OpChanges, Ops, Plan, PlanInput, PlanOutput
 from halfstep.plan.policy import FULL, LOW, OutputWidth, Policy, Width
-from halfstep.plan.rules import BufferWidth, Rule
+from halfstep.plan.rules import BufferWidth, Rule, RuleInput
 from halfstep.plan.scaling import Scaling, ScalingKind
 
 SCHEMA = 1
@@ -38,6 +38,7 @@ class _RuleEntry(Struct, forbid_unknown_fields=True):
     pattern: str
     policy: Literal["full", "low"] | _PolicyEntry
     buffers: BufferWidth = "keep"
+    input: RuleInput = "policy"
 
 
 class _ScaleEntry(Struct, forbid_unknown_fields=True):
@@ -68,6 +69,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True):
     norms: Width | UnsetType = UNSET
     master: Master | UnsetType = UNSET
     output: PlanOutput | UnsetType = UNSET
+    input: PlanInput | UnsetType = UNSET
     scale: _ScaleEntry | UnsetType = UNSET
     op_changes: _OpsEntry = msgspec.field(default_factory=_OpsEntry)
     rules: tuple[_RuleEntry, ...] = ()
@@ -80,7 +82,8 @@ _KEYS: Mapping[str, type[Struct]] = {
     "$.rules[...]": _RuleEntry,
     "$.rules[...].policy": _PolicyEntry,
 }
-_PLAIN = ("name", "low", "param", "ops", "norms", "master", "output")
+_PLAIN = ("name", "low", "param", "ops", "norms", "master", "output", "input")
+_WITH_DEFAULTS = ("output", "input")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -98,10 +101,12 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "norms": plan.norms,
         "master": plan.master,
         "output": plan.output,
+        "input": plan.input,
         "scale": asdict(plan.scale),
         "op_changes": {field.name: list(getattr(plan.op_changes, field.name)) for field in fields(OpChanges)},
         "rules": [
-            {"pattern": rule.pattern, "policy": _short(rule.policy), "buffers": rule.buffers} for rule in plan.rules
+            {"pattern": rule.pattern, "policy": _short(rule.policy), "buffers": rule.buffers, "input": rule.input}
+            for rule in plan.rules
         ],
     }
 
@@ -163,7 +168,7 @@ def _base(entry: _PlanEntry, given: Mapping[str, Any]) -> Plan | None:
     if entry.base is not UNSET:
         with _at("$.base"):
             return level(entry.base, given["low"])
-    missing = [name for name in (*_PLAIN, "scale") if name != "output" and name not in given]
+    missing = [name for name in (*_PLAIN, "scale") if name not in _WITH_DEFAULTS and name not in given]
     missing = [name for name in missing if getattr(entry, name) is UNSET]
     if missing:
         them = "it" if len(missing) == 1 else "them"
@@ -188,7 +193,7 @@ def _rule(number: int, entry: _RuleEntry) -> Rule:
     with _at(f"$.rules[{number}]"):
         given = entry.policy
         policy = _SHORT[given] if isinstance(given, str) else Policy(given.param, given.compute, given.output)
-        return Rule(entry.pattern, policy, entry.buffers)
+        return Rule(entry.pattern, policy, entry.buffers, entry.input)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
 from halfstep.plan.checks import as_tuple, near_miss
-from halfstep.plan.plan import LOW_FORMATS, OP_LISTS, Master, OpChange, OpChanges, Ops, Plan, PlanOutput
+from halfstep.plan.plan import LOW_FORMATS, OP_LISTS, Master, OpChange, OpChanges, Ops, Plan, PlanInput, PlanOutput
 from halfstep.plan.policy import Width
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
@@ -36,6 +36,7 @@ class Level:
     scale: Mapping[Format, Scaling]
     output: PlanOutput
     purpose: str
+    input: PlanInput = "keep"
 
     def plan(self, low: Format) -> Plan:
         """Returns this level's plan in `low`."""
@@ -48,6 +49,7 @@ class Level:
             master=self.master[low],
             scale=self.scale[low],
             output=self.output,
+            input=self.input,
         )
 
 
@@ -130,7 +132,7 @@ def _level_hint(name: object) -> str:
     return near_miss(name, LEVELS)
 
 
-def customize(
+def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a plan
     plan: Plan,
     *,
     low: Format | torch.dtype | str | None = None,
@@ -139,11 +141,13 @@ def customize(
     master: Master | None = None,
     rules: Iterable[Rule] = (),
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
+    input: PlanInput | None = None,
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
     Another `low` brings that format's master and scale where the plan has its level's own. `loss_scale` is "dynamic",
-    "none", a number (also as text) or a Scaling. `rules` and `ops` are added as edits: the later one wins.
+    "none", a number (also as text) or a Scaling. `rules` and `ops` are added as edits: the later one wins. `input` is
+    "keep" or "low".
 
     Raises:
         PlanError: a value that is none, or one that contradicts the plan.
@@ -164,6 +168,8 @@ def customize(
         changes["norms"] = norms
     if master is not None:
         changes["master"] = master
+    if input is not None:
+        changes["input"] = input
     return replace(plan, **changes).edit(*as_tuple("rules", rules, of="Rules"), *_op_edits(ops))
 
 

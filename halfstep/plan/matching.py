@@ -65,7 +65,7 @@ def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, R
     unused = dict.fromkeys(rules)
     for site in sites:
         hits = [rule for rule in rules if rule.matches(site.names, site.type_names)]
-        if len({(rule.policy, rule.buffers) for rule in hits}) > 1:
+        if len({(rule.policy, rule.buffers, rule.input) for rule in hits}) > 1:
             patterns = " and ".join(repr(rule.pattern) for rule in hits)
             raise PlanError(
                 f"module {site.name!r} matches rules {patterns}, which disagree; narrow one of the patterns "

@@ -15,6 +15,7 @@ from halfstep.plan.scaling import Scaling
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
+PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
 OpList = Literal["allow", "deny", "infer", "promote"]
 
@@ -99,7 +100,8 @@ class Plan:
 
     `low` is bf16 or fp16 (a torch.dtype or name is taken too); `param` is the width of stored weights; `ops` says
     whether the op table acts; `norms` is the width of normalisation parameters where weights are low; `master` keeps
-    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes); `scale` is the loss scale.
+    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes), and `input` whether what it
+    is given stays as it comes (products cast what they take) or is cast to low first; `scale` is the loss scale.
 
     Raises:
         PlanError: a field that is none, or fields that contradict each other; the message says why.
@@ -114,6 +116,7 @@ class Plan:
     master: Master
     scale: Scaling
     output: PlanOutput = "full"
+    input: PlanInput = "keep"
     op_changes: OpChanges = OpChanges()
     rules: tuple[Rule, ...] = ()
 
@@ -128,6 +131,7 @@ class Plan:
         one_of("plan norms", self.norms, get_args(Width))
         one_of("plan master", self.master, get_args(Master))
         one_of("plan output", self.output, get_args(PlanOutput))
+        one_of("plan input", self.input, get_args(PlanInput))
         instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")
         instance("plan op_changes", self.op_changes, OpChanges, "OpChanges(deny=('softmax',))")
         object.__setattr__(self, "rules", as_tuple("plan rules", self.rules, of="Rules"))
@@ -194,6 +198,10 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.ops == "none" and plan.output != "keep",
         "the model's output is not touched where nothing is cast (ops 'none'); give output 'keep'",
+    ),
+    (
+        lambda plan: plan.ops == "none" and plan.input != "keep",
+        "the model's input is not touched where nothing is cast (ops 'none'); give input 'keep'",
     ),
     (
         lambda plan: plan.ops == "none" and plan.op_changes != OpChanges(),

@@ -8,20 +8,24 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.plan.checks import near_miss
-from halfstep.plan.fit import unwrap
+from halfstep.plan.fit import enterable, unwrap
 from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.plan.policy import FULL, OutputWidth, Policy, Width
-from halfstep.plan.rules import BufferWidth, Rule
+from halfstep.plan.rules import BufferWidth, Rule, RuleInput
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
+
+
+QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class ModuleFormats:
     specially: floating inputs are cast to `input` (None: as they come) and outputs to `output` ("input": the format
     of the first floating input; None: as they come). `buffers` is the format of its floating buffers (None: kept).
     `reason` says what decided, `aliases` are further names of a shared module, `model` counts the models from 0.
+    `door` is true where a call from outside of the model's forward (`model.encoder(x)`) enters the plan too.
     """
 
     name: str
@@ -46,6 +51,7 @@ class ModuleFormats:
     input: Format | None = None
     aliases: tuple[str, ...] = ()
     model: int = 0
+    door: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class _Decision:
     policy: Policy
     buffers: BufferWidth
     reason: str
+    input: RuleInput = "policy"
     ruled: bool = False
     stored_full: bool = False
 
@@ -110,7 +117,8 @@ class _Decision:
     def enters_from(self, caller: _Decision) -> bool:
         """Returns whether a module with this decision is entered specially when called from one with another."""
         # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
-        return self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
+        by_policy = self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
+        return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
 def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module]) -> Assignment:
@@ -143,7 +151,8 @@ def _assign(plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule]) -> 
     callers: dict[str, _Decision | None] = {"": None}
     for path in sorted(at, key=_depth):  # parents first
         parent = _parent(path)
-        decided[path] = _decide(plan, at[path], matched.get(at[path]), decided[parent] if path else _of_plan(plan))
+        above, owner = (decided[parent], at[parent].module) if path else (_of_plan(plan), None)
+        decided[path] = _decide(plan, at[path], matched.get(at[path]), above, owner)
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
             _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
@@ -171,7 +180,7 @@ def _of_plan(plan: Plan) -> _Decision:
     return _Decision(Policy(plan.param, "low", "low"), "keep", plan.name)
 
 
-def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Decision:
+def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
     """Returns the decision for a module that `rule` matches directly, or (None) that takes it from its parent."""
     statistics = has_running_stats(site.module)
     if rule is not None:
@@ -181,7 +190,10 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Dec
                 f"with buffers {rule.buffers!r}, but its kernel takes low weights only with low running statistics and "
                 "fp32 ones only with fp32 ones; give param 'low' with buffers 'low', or param 'full' with 'keep'"
             )
-        return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", ruled=True)
+        return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", rule.input, ruled=True)
+    full = _full_anyway(plan, site.module, owner)
+    if full is not None and above.policy.compute == "low":
+        return _Decision(FULL, above.buffers, full, ruled=True)
     kind = norm_kind(site.module) if plan.param == "low" and above.policy.compute == "low" else None
     if kind == "own" and plan.norms == "full":
         return _Decision(FULL, above.buffers, "norms full: own class", ruled=True)
@@ -193,6 +205,17 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision) -> _Dec
     if statistics and decision.param == "full" and above.buffers == "low":
         decision = replace(decision, buffers="keep")
     return decision
+
+
+def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
+    """Returns why a module computes full wherever no rule says otherwise; None where it does not.
+
+    Parametrizations make a weight out of a stored low one: inverses, exponentials and powers, which have no low kernel
+    or no meaning in low. What they return has the format of what they got, and parameters of their own stay fp32.
+    """
+    if plan.param == "low" and isinstance(owner, ParametrizationList):
+        return "parametrizations full"
+    return "quantized: takes fp32" if type(module).__module__.startswith(QUANTIZED) else None
 
 
 def _formats(
@@ -219,23 +242,49 @@ def _formats(
     )
     if plan.ops == "none":
         return formats
-    formats = replace(formats, compute=_width(plan, decision.policy.compute))
+    formats = replace(
+        formats, compute=_width(plan, decision.policy.compute), door=_is_door(plan, site.module, decision)
+    )
     entries = [callers[path] for path in site.paths]
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
         return formats
-    full, low = decision.policy.compute == "full", decision.policy.param == "low"
     into_full = any(caller is not None and caller.policy.compute == "full" for caller in entries)
     output = "full" if into_full and decision.policy.output == "low" else decision.policy.output  # nothing casts there
     return replace(
         formats,
         boundary=True,
-        input=FP32 if full else plan.low if low else None,
+        input=_input(plan, decision, root=None in entries),
         output=_model_output(plan) if None in entries else _output(plan, output),
     )
 
 
+def _is_door(plan: Plan, module: nn.Module, decision: _Decision) -> bool:
+    """Returns whether a module computes low with parameters at or below it that are stored low or that products cast.
+
+    Those of norms that stay full are neither.
+    """
+    if decision.policy.compute == "full" or _is_uncalled(module) or not enterable(module):
+        return False
+    if decision.param == "low" and _own_fp32(module):
+        return True
+    norms = plan.norms == "low"
+    return any(_own_fp32(each) for each in module.modules() if norms or norm_kind(each) is None)
+
+
 def _width(plan: Plan, width: Width) -> Format:
     return FP32 if width == "full" else plan.low
+
+
+def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
+    """Returns what inputs are cast to at a boundary, None where they stay as they come.
+
+    The root is given what the user made, in which low would be silent damage; below it, what modules computed.
+    """
+    if decision.policy.compute == "full":
+        return FP32
+    if decision.input != "policy":
+        return plan.low if decision.input == "low" else None
+    return plan.low if (plan.input if root else decision.policy.param) == "low" else None
 
 
 def _output(plan: Plan, output: OutputWidth) -> Format | Literal["input"]:

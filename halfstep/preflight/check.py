@@ -227,7 +227,7 @@ def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
         if rule.buffers == "low" and (rule.matches(site.names, site.type_names) or rule.matches(around, ())):
             statistics = rule.matches(site.names, site.type_names) and has_running_stats(part.module)
             policy = replace(rule.policy, param="full") if statistics else rule.policy
-            rules.append(Rule(rule.pattern, policy, "keep"))
+            rules.append(replace(rule, policy=policy, buffers="keep"))
     return tuple(rules)
 
 

@@ -27,6 +27,7 @@ from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.plan.tied import together
+from halfstep.preflight.streams import Streams
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
@@ -107,6 +108,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         super().__init__(places)
         self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
+        self._streams = Streams(places)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -118,6 +120,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         note = self.notes[-1]
         if torch._C._current_graph_task_id() == -1:  # what a checkpoint runs again was seen
             self._look_at_constants(note, func, args, kwargs, result)
+            self._streams.look(note, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         return result
 
     def _look_at_constants(
@@ -166,11 +169,12 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return Failure(error, place.module, place.line, "backward" if backward else "forward")
 
     def findings(self, plan: Plan) -> list[Finding]:
-        """Returns a finding for each constant, and each cast, that does not fit the format."""
-        return [
+        """Returns a finding for each constant, and each cast, that does not fit the format, and each fp32 stream."""
+        constants = [
             _constant(name, value or note.scalars[0], note, self, fmt, plan, vanishes=vanishes)
             for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
         ]
+        return constants + (list(self._streams.findings()) if plan.param == "low" else [])
 
 
 def _node_of(error: Exception) -> int:

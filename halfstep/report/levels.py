@@ -11,9 +11,19 @@ from halfstep.plan.levels import Level
 from halfstep.plan.scaling import Scaling
 
 OPS = {"none": "as written", "table": "the table"}
-OPS_AT_LOW = "allow and promote rows; the rest as stored"
+OPS_AT_LOW = "allow and promote rows, losses full; the rest as stored"
 FULL_OR_LOW = {"full": "fp32", "low": "low"}
-HEADERS = ("level", "weights", "ops", "norms", "master (bf16 / fp16)", "scale (bf16 / fp16)", "outputs", "for")
+HEADERS = (
+    "level",
+    "weights",
+    "ops",
+    "norms",
+    "master (bf16 / fp16)",
+    "scale (bf16 / fp16)",
+    "inputs",
+    "outputs",
+    "for",
+)
 
 
 def level_table(levels: Iterable[Level]) -> Table:
@@ -29,6 +39,7 @@ def level_table(levels: Iterable[Level]) -> Table:
             FULL_OR_LOW[row.norms] if low_weights else "by the table" if cast else "-",
             _pair(row.master[BF16], row.master[FP16]) if low_weights else "weights are fp32" if cast else "-",
             _pair(_scale(row.scale[BF16]), _scale(row.scale[FP16])),
+            "as given" if row.input == "keep" else FULL_OR_LOW[row.input],
             "as written" if row.output == "keep" else FULL_OR_LOW[row.output],
             row.purpose,
         )

@@ -27,6 +27,11 @@ class LossScales:
         self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
         self._ceiling: float | None = None
 
+    @property
+    def ceiling(self) -> float | None:
+        """What `limit` keeps all scales at or below; None where it was not called."""
+        return self._ceiling
+
     def of(self, loss_id: int) -> Scale:
         """Returns the scale of a loss.
 

@@ -73,7 +73,8 @@ class Aside:
 
     def backward(self, loss: Tensor, scale: float) -> None:
         """Runs the backward pass of a loss times a scale, as training would, and keeps its graph."""
-        if loss.dtype is torch.float16 and self.plan.scale.kind == "dynamic":
+        low_loss = loss.dtype is torch.float16 or self.scales.ceiling is not None  # one that a forward returned
+        if low_loss and self.plan.scale.kind == "dynamic":
             scale = min(scale, FP16_LOSS_CEILING)
         with self.casting.backward():
             (wide(loss) * scale).backward(retain_graph=True)  # type: ignore[no-untyped-call]

@@ -24,6 +24,8 @@ BAD = {
     "split for fp16": ({"plan": "O2", "low": "fp16", "master": "split"}, PlanError, r"split.*bf16"),
     "unknown master": ({"plan": "O2", "master": "both"}, PlanError, r"both.*'none', 'copy'"),
     "norms at O1": ({"plan": "O1", "norms": "full"}, PlanError, r"norms"),
+    "low inputs at O0": ({"plan": "O0", "input": "low"}, PlanError, r"O0.*input 'keep'"),
+    "unknown input": ({"plan": "O2", "input": "full"}, PlanError, r"full.*'keep', 'low'"),
     "unknown norms": ({"plan": "O2", "norms": "fp32"}, PlanError, r"norms"),
     "scale at O0": ({"plan": "O0", "loss_scale": 128.0}, PlanError, r"O0"),
     "master at O0": ({"plan": "O0", "master": "copy"}, PlanError, r"O0|master"),

@@ -287,6 +287,36 @@ def test_a_class_weighted_loss_inside_forward_trains_at_low_weights():
         session.close()
 
 
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_loss_computed_inside_forward_is_full(name, low):
+    class Loses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x, y):
+            logits = self.layer(x)
+            self.logits = logits.detach()
+            return nn.functional.cross_entropy(logits, y)
+
+    model = Loses()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
+    y = torch.arange(16) % 4
+    loss = model(batch(0)[0], y)
+    assert model.logits.dtype is halfstep.formats.as_format(low).dtype
+    assert torch.equal(loss, nn.functional.cross_entropy(model.logits.float(), y))
+    session.backward(loss)
+    assert float(session.step().scale) == {"bf16": 1.0, "fp16": 65536.0 if name == "O2" else 1.0}[low]  # not capped
+    session.close()
+    session = halfstep.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, ops={"promote": ["cross_entropy"]}
+    )
+    loss = model(batch(0)[0], y)
+    assert torch.equal(loss, nn.functional.cross_entropy(model.logits, y).float())  # the way back: a low loss
+    session.close()
+
+
 def test_an_fp16_loss_computed_inside_forward_caps_the_scale_too():
     class Loses(nn.Module):
         def __init__(self):
@@ -355,3 +385,85 @@ def test_a_gradient_penalty_of_another_loss_backs_off_that_loss_scale():
     assert not any(skipped[12:])
     assert 1.0 < session.status().scales[1] < 65536.0
     session.close()
+
+
+class Diffusion(nn.Module):
+    """A timestep embedding beside the picture, as diffusion models have it; keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.time, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(8, 4), nn.Conv2d(4, 1, 1)
+
+    def forward(self, x, t, extra):
+        self.seen = {"x": x, "t": t, **extra}
+        angles = t[:, None] * torch.exp2(-torch.arange(4.0))
+        h = self.conv(x) + self.time(torch.cat([angles.sin(), angles.cos()], 1))[:, :, None, None]
+        return self.out(h)
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_model_code_sees_inputs_as_given(name, low):
+    torch.manual_seed(0)
+    model = Diffusion()
+    x, t, noise = torch.randn(2, 1, 4, 4), torch.tensor([999.0, 513.0]), torch.tensor([2049.0])
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low) as session:
+        out = model(x, t, {"noise": noise})
+        assert all(model.seen[key] is value for key, value in (("x", x), ("t", t), ("noise", noise)))
+        assert out.dtype is torch.float32
+        session.backward(out.square().mean() / 64)
+        assert not bool(session.step().skipped)
+    dtype = halfstep.formats.as_format(low).dtype
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, input="low"):
+        model(x, t, {"noise": noise})
+        assert {value.dtype for value in model.seen.values()} == {dtype}
+        assert torch.equal(model.seen["t"].float(), t.to(dtype).float())
+    rule = Rule("1", halfstep.Policy("full", "low", "full") if name == "O1" else LOW, input="low")
+    both = nn.Sequential(nn.Identity(), nn.Conv2d(1, 1, 1))
+    got = []
+    with halfstep.initialize(both, None, name, low=low, rules=[rule]):
+        conv = torch.nn.Conv2d._conv_forward
+        both[1]._conv_forward = lambda x, *rest: got.append(x.dtype) or conv(both[1], x, *rest)
+        both(x)
+    assert got == [dtype]
+
+
+class Detector(nn.Module):
+    """Boxes and targets beside pictures, as Faster R-CNN takes them: in lists of dicts, compared and gathered by."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4)
+
+    def forward(self, images, targets):
+        boxes = torch.stack([target["boxes"] for target in targets])
+        assert boxes.dtype is torch.float32
+        low, high = boxes[..., :2], boxes[..., 2:]
+        if not bool((low < high).all()):
+            raise ValueError("all boxes should have positive height and width")
+        pooled = self.features(torch.stack(images)).mean((2, 3))
+        return {"boxes": nn.functional.smooth_l1_loss(low.mean(1, keepdim=True) + self.head(pooled)[:, None], boxes)}
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_boxes_and_targets_arrive_as_given(name):
+    model = Detector()
+    images = [torch.randn(3, 8, 8) for _ in range(2)]
+    targets = [
+        {
+            "boxes": torch.tensor(
+                [
+                    [
+                        512.0,
+                        512.0,
+                        513.0,
+                        513.0,
+                    ]
+                ]
+            )
+        }
+        for _ in range(2)
+    ]  # 513 is 512 in bf16
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-6), name, low="bf16") as session:
+        session.backward(sum(model(images, targets).values()))
+        assert not bool(session.step().skipped)

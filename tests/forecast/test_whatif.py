@@ -143,6 +143,50 @@ def test_a_gradient_between_modules_limits_the_scale_as_well(plan):
             assert session.status().skipped == skipped
 
 
+class ReturnsLoss(nn.Module):
+    """As Hugging Face models do; `loss` computes it of logits and labels."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.layer, self.loss = nn.Linear(16, 8), loss
+
+    def forward(self, x, y):
+        return self.loss(self.layer(x), y)
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_the_gradient_of_a_full_loss_inside_forward_is_full(plan):
+    torch.manual_seed(0)
+    model, x, y = ReturnsLoss(nn.functional.cross_entropy), torch.randn(32, 16), torch.arange(32) % 8
+    found = halfstep.whatif(lambda: model(x, y), model, ("fp16",), steps=1, plan=plan, loss_scale=2.0**17)
+    (row,) = (row for row in found.rows if (row.module, row.kind) == ("", "activation_grad"))
+    assert (row.low, row.saturated) == (False, 0.0)
+    assert found.stay_full["fp16"] == ()
+    assert found.scale("fp16").largest > 2.0**17
+    with halfstep.initialize(
+        model, torch.optim.SGD(model.parameters()), plan, low="fp16", loss_scale=2.0**17
+    ) as session:
+        assert session.blame(lambda: model(x, y)) is None
+        session.backward(model(x, y))
+        assert not bool(session.step().skipped)
+
+
+def test_the_gradient_of_a_low_loss_inside_forward_saturates_and_limits_the_scale():
+    torch.manual_seed(0)
+    model = ReturnsLoss(lambda logits, y: (logits - y[:, None]).pow(2).mean())
+    x, y = torch.randn(32, 16), torch.zeros(32).bfloat16()
+    found = halfstep.whatif(lambda: model(x, y), model, ("fp16",), steps=1, loss_scale=2.0**17)
+    (row,) = (row for row in found.rows if (row.module, row.kind) == ("", "activation_grad"))
+    assert (row.low, row.saturated) == (True, 1.0)
+    assert found.scale("fp16").recommended <= 32768.0
+    y = y.half()
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters()), "O2", low="fp16") as session:
+        assert session.blame(lambda: model(x, y)) is None  # before the first step, at 32768, to which a low loss limits
+        session.backward(model(x, y))
+        record = session.step()
+        assert (bool(record.skipped), float(record.scale)) == (False, 32768.0)
+
+
 def test_the_loss_scale_of_the_plan_does_not_move_what_is_recommended():
     gradients = [2.0**-20, 2.0**-22]
     scaled = halfstep.level("O2", "fp16").edit(Scaling("static", init=1024.0))

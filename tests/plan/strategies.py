@@ -58,7 +58,12 @@ def op_changes(draw):
 def rules(draw, param):
     found = draw(st.lists(patterns, unique=True, max_size=4))
     widths = st.sampled_from(("keep", "low", "full"))
-    return tuple(Rule(pattern, draw(policies(param)), draw(widths)) for pattern in found)
+    return tuple(draw(_rule(pattern, draw(policies(param)), draw(widths))) for pattern in found)
+
+
+def _rule(pattern, policy, buffers):
+    words = ("policy",) if policy.compute == "full" else ("policy", "keep", "low")
+    return st.builds(Rule, st.just(pattern), st.just(policy), st.just(buffers), st.sampled_from(words))
 
 
 @st.composite
@@ -78,6 +83,7 @@ def plans(draw):
         master=draw(st.sampled_from(masters)),
         scale=draw(scalings),
         output=draw(st.sampled_from(("full", "low", "keep"))),
+        input=draw(st.sampled_from(("keep", "low"))),
         op_changes=draw(op_changes()),
         rules=draw(rules(param)),
     )

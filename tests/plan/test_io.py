@@ -81,12 +81,17 @@ def test_every_field_of_a_plan_is_in_its_dict():
 
 def test_a_rule_is_written_with_all_its_fields():
     plan = level("O2", BF16).edit(
-        Rule("a", FULL), Rule("b", LOW, buffers="low"), Rule("c", Policy("full", "low", "input"))
+        Rule("a", FULL), Rule("b", LOW, buffers="low", input="low"), Rule("c", Policy("full", "low", "input"))
     )
     assert to_dict(plan)["rules"] == [
-        {"pattern": "a", "policy": "full", "buffers": "keep"},
-        {"pattern": "b", "policy": "low", "buffers": "low"},
-        {"pattern": "c", "policy": {"param": "full", "compute": "low", "output": "input"}, "buffers": "keep"},
+        {"pattern": "a", "policy": "full", "buffers": "keep", "input": "policy"},
+        {"pattern": "b", "policy": "low", "buffers": "low", "input": "low"},
+        {
+            "pattern": "c",
+            "policy": {"param": "full", "compute": "low", "output": "input"},
+            "buffers": "keep",
+            "input": "policy",
+        },
     ]
 
 
@@ -170,9 +175,9 @@ def test_without_a_base_a_missing_field_is_named(field):
     assert told(entries).startswith(f"at `$`: the plan lacks {field}; add it")
 
 
-def test_output_op_changes_and_rules_have_defaults():
+def test_output_input_op_changes_and_rules_have_defaults():
     entries = to_dict(level("O2", BF16))
-    for field in ("output", "op_changes", "rules"):
+    for field in ("output", "input", "op_changes", "rules"):
         del entries[field]
     assert from_dict(entries) == level("O2", BF16)
 

@@ -20,7 +20,7 @@ from halfstep.plan.optable import (
     find,
     stock_action,
 )
-from halfstep.plan.plan import OpChanges
+from halfstep.plan.plan import OpChange, OpChanges
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 # registered for CUDA beside the lists of the header, in ATen/native/cudnn and autocast_mode.cpp
@@ -177,12 +177,14 @@ def test_o1_acts_by_category(low):
 
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
-def test_low_weights_keep_allow_and_promote_rows_and_leave_the_rest_as_stored(name):
+def test_low_weights_keep_allow_and_promote_rows_and_full_losses_and_leave_the_rest_as_stored(name):
     actions = effective(level(name, BF16))
     assert actions["linear"] == "low"
     assert actions["index_add"] == "promote"
     assert actions["exp"] == "pass"
-    assert actions["mse_loss"] == "promote"  # class weights of a loss are buffers, and these stay full
+    assert {actions[overload] for row in ROWS if row.why == "loss" for overload in row.overloads} == {"full"}
+    promoted = level(name, BF16).edit(OpChange("promote", "cross_entropy"))  # the way back
+    assert effective(promoted)["cross_entropy_loss"] == "promote"
     assert actions["linalg_inv"] == "full"  # no low kernel
     assert {actions[overload] for overload in NORMS} == {"norm"}
     assert actions["binary_cross_entropy"] == "refuse"

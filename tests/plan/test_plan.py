@@ -69,6 +69,7 @@ def test_an_unknown_format_is_refused():
         ("norms", "lo", "low"),
         ("master", "splitt", "split"),
         ("output", "keeps", "keep"),
+        ("input", "lows", "low"),
     ],
 )
 def test_an_unknown_word_is_named_with_its_field_and_the_nearest(field, value, nearest):
@@ -116,6 +117,7 @@ CASES = [
     (O0, {"rules": (Rule("head", FULL),)}, "rules say .* stays as it is"),
     (O0, {"output": "full"}, "output is not touched"),
     (O0, {"output": "low"}, "output is not touched"),
+    (O0, {"input": "low"}, "input is not touched"),
     (O0, {"op_changes": OpChanges(deny=("softmax",))}, "no table acts"),
 ]
 
@@ -146,6 +148,7 @@ def test_every_contradiction_of_the_table_has_a_case():
         {"norms": "low"},
         {"output": "low"},
         {"output": "keep"},
+        {"input": "low"},
         {"rules": (Rule("head", LOW),)},
     ],
 )

@@ -89,11 +89,30 @@ def test_at_o1_the_model_takes_inputs_as_they_come_and_gives_fp32():
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
 @pytest.mark.parametrize("low", [BF16, FP16])
-def test_with_low_weights_the_model_takes_low_inputs_and_gives_fp32(name, low):
+def test_with_low_weights_the_model_takes_inputs_as_they_come_and_gives_fp32(name, low):
     assignment = resolve(level(name, low), net())
     assert (assignment.of("head").param, assignment.of("head").compute) == (low, low)
     root = assignment.of("")
-    assert (root.boundary, root.input, root.output, root.param) == (True, low, FP32, None)
+    assert (root.boundary, root.input, root.output, root.param) == (True, None, FP32, None)
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_the_plan_may_ask_for_low_inputs(name):
+    root = resolve(replace(level(name, FP16), input="low"), net()).of("")
+    assert (root.boundary, root.input, root.output) == (True, FP16, FP32)
+
+
+def test_a_rule_may_ask_for_low_inputs_or_keep_them():
+    assert boundaries(O2.edit(Rule("body", LOW)), net()) == [""]  # the level's own policy
+    asked = resolve(O2.edit(Rule("body", LOW, input="low")), net())
+    assert [formats.name for formats in asked.modules if formats.boundary] == ["", "body"]
+    assert (asked.of("body").input, asked.of("").input) == (BF16, None)
+    inside = O2.edit(Rule("body", FULL), Rule("body.b", LOW))
+    assert resolve(inside, net()).of("body.b").input == BF16  # activations
+    assert resolve(inside.edit(Rule("body.b", LOW, input="keep")), net()).of("body.b").input is None
+    root = O2.edit(Rule("", LOW, input="low"))
+    assert resolve(root, net()).of("").input == BF16
+    assert boundaries(root, net()) == [""]
 
 
 @pytest.mark.parametrize(("output", "expected"), [("full", FP32), ("low", BF16), ("keep", None)])
@@ -308,7 +327,7 @@ def test_an_item_between_two_lists_is_compared_with_what_calls_it():
 def test_a_model_that_is_a_dict_of_models_is_entered_by_each():
     assignment = resolve(O2, nn.ModuleDict({"g": net(), "d": linear()}))
     assert [formats.name for formats in assignment.modules if formats.boundary] == ["g", "d"]
-    assert (assignment.of("d").input, assignment.of("d").output) == (BF16, FP32)
+    assert (assignment.of("d").input, assignment.of("d").output) == (None, FP32)
 
 
 def test_a_sequence_is_called():

@@ -82,3 +82,11 @@ def test_a_policy_that_is_none_is_refused(policy):
 def test_an_unknown_buffer_width_is_refused():
     with pytest.raises(PlanError, match=r"rule 'head': buffers is 'ful'; allowed are 'keep', 'low', 'full'"):
         Rule("head", LOW, buffers="ful")
+
+
+def test_an_unknown_input_is_refused_and_one_beside_full_computation():
+    with pytest.raises(PlanError, match=r"rule 'head': input is 'full'; allowed are 'policy', 'keep', 'low'"):
+        Rule("head", LOW, input="full")
+    for word in ("keep", "low"):
+        with pytest.raises(PlanError, match=r"computes full: its ops would get low inputs beside fp32 weights"):
+            Rule("head", FULL, input=word)

@@ -1,0 +1,99 @@
+"""Where an fp32 input or buffer makes what follows fp32, so that each product after it casts: nothing breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from halfstep.observe.places import Places
+from halfstep.observe.recorder import Note
+from halfstep.records import Finding
+
+LOW = (torch.float16, torch.bfloat16)
+ENOUGH = 2  # modules that cast what was widened; of one alone it is no stream
+ADDED = ("add", "add_", "sub", "sub_", "rsub")
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """Where fp32 values come from that no low operation computed."""
+
+    kind: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name!r}" if self.name else f"an {self.kind}"
+
+
+@dataclass
+class _Stream:
+    """The operation that first met low values with fp32 ones, what these were, and the modules that cast it since."""
+
+    note: Note
+    source: _Outside
+    casts: dict[str, None] = field(default_factory=dict)
+
+
+class Streams:
+    """Follows fp32 values through a traced forward, from where they widen what low operations computed."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._outside: dict[int, _Outside] = {}  # by the index of the note of what was computed from them alone
+        self._wide: dict[int, _Stream] = {}  # by the index of the note
+        self._streams: list[_Stream] = []
+
+    def look(self, note: Note, given: Sequence[Tensor]) -> None:
+        """Looks at one operation of a forward and the tensors that it was given; views write nothing and are passed."""
+        if note.dtype is None:
+            return
+        pairs = [(t, source) for t, source in zip(given, note.sources, strict=True) if t.is_floating_point()]
+        wide = next((self._wide[s.index] for _, s in pairs if s is not None and s.index in self._wide), None)
+        if wide is not None:
+            if note.dtype is torch.float32:
+                self._wide[note.index] = wide
+            elif note.dtype in LOW and note.module is not None:
+                wide.casts[note.module] = None
+            return
+        full = [(t, source) for t, source in pairs if t.dtype is torch.float32]
+        if note.dtype is not torch.float32:
+            return
+        known = [self._from_outside(t, source) for t, source in full]
+        if any(t.dtype in LOW for t, _ in pairs):
+            found = next((each for (t, _), each in zip(full, known, strict=True) if each is not None and t.dim()), None)
+            if found is not None and note.module is not None:
+                stream = _Stream(note, found)
+                self._streams.append(stream)
+                self._wide[note.index] = stream
+        elif known and known[0] is not None and None not in known:
+            self._outside[note.index] = known[0]
+
+    def _from_outside(self, tensor: Tensor, source: Note | None) -> _Outside | None:
+        """Returns what a tensor comes from, None where a module computed it or it is a parameter."""
+        if source is not None:
+            return self._outside.get(source.index)
+        kind, name, _ = self._places.tensor(tensor) or ("input", "", tensor)
+        return _Outside(kind, name) if kind in ("input", "buffer") else None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields a note for each operation that made a stream fp32 which several modules cast."""
+        for stream in self._streams:
+            if len(stream.casts) < ENOUGH:
+                continue
+            note, source = stream.note, stream.source
+            place = note.module or "(model)"
+            what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
+            cure = f"x.to(...) there keeps what follows low, x being {source}"
+            if source.kind == "input":
+                cure += ", or input='low', which rounds all inputs"
+            yield Finding(
+                "note",
+                "fp32 stream",
+                place if note.line is None else f"{place}, {note.line}",
+                f"blocks see an fp32 stream because {what} here; {len(stream.casts)} modules cast it, "
+                f"{next(iter(stream.casts))} first",
+                f"right as it is, and mostly as fast; {cure}",
+            )

@@ -1,0 +1,280 @@
+"""The plan is entered by whichever module of a model is called first: submodules and methods outside of its forward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import FULL, LOW, Rule
+from tests.contracts.cases import mixed_plans
+
+F = nn.functional
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        self.inner = self.a(self.norm(x))
+        return x + self.b(self.inner.relu())
+
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enc, self.dec = nn.Sequential(nn.Linear(8, 8), Block(8)), nn.Sequential(Block(8), nn.Linear(8, 8))
+        self.w = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def encode(self, x):
+        return self.enc(x)
+
+    def decode(self, z):
+        return self.dec(z)
+
+    def project(self, z):
+        return F.linear(z, self.w)
+
+    def forward(self, x):
+        return self.project(self.decode(self.encode(x)))
+
+
+def started(name, low, **keywords):
+    model = VAE()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, halfstep.initialize(model, optimizer, name, low=low, **keywords)
+
+
+def autocast_bits():
+    kinds = ("cpu", "ipu", "hpu", "xla", "mtia", "maia")
+    return [torch.is_autocast_enabled(kind) for kind in kinds]
+
+
+@mixed_plans
+def test_a_submodule_or_method_outside_of_forward_runs_under_the_plan(name, low):
+    model, session = started(name, low)
+    x, dtype = torch.randn(4, 8), halfstep.formats.as_format(low).dtype
+    for call in (model.encode, model.enc, model.enc[0], model.enc[1], model.dec[:1], model.dec[0].a):
+        out = call(x)
+        assert out.dtype is torch.float32
+    computed = model.enc[0](x)
+    assert torch.equal(computed, computed.to(dtype).float())  # low, and returned in fp32
+    model.enc(x)
+    assert model.enc[1].inner.dtype is dtype
+    with session.autocast():
+        assert model.enc[0](x).dtype is dtype
+    before = model.enc[0].weight.detach().clone()
+    session.backward(model.decode(model.encode(x)).square().mean() / 8)
+    assert not bool(session.step().skipped)
+    assert not torch.equal(before, model.enc[0].weight)
+    assert autocast_bits() == [False] * 6
+    session.close()
+
+
+@mixed_plans
+def test_inside_the_models_forward_nothing_is_entered_twice(name, low):
+    model, session = started(name, low)
+    seen = []
+    model.enc[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    x = torch.randn(4, 8)
+    dtype = halfstep.formats.as_format(low).dtype
+    assert model(x).dtype is torch.float32
+    assert seen == [dtype]  # fp32 would be what a module that is called first returns
+    session.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@mixed_plans
+def test_a_checkpoint_of_a_module_called_first_computes_again_what_it_did(name, low, reentrant):
+    """In session.backward the marker is on while the device's autocast is off: both bits are asked."""
+    model, session = started(name, low)
+    x, seen = torch.randn(4, 8, requires_grad=True), []
+    model.dec[0].a.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    out = checkpoint(model.dec[0], x, use_reentrant=reentrant)
+    session.backward(out.sum() / 64)
+    gradient = model.dec[0].a.weight.grad.clone()
+    session.step()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert out.dtype is torch.float32
+    assert autocast_bits() == [False] * 6
+    session.close()
+    model, session = started(name, low)
+    session.backward(model.dec[0](x).sum() / 64)
+    assert torch.equal(model.dec[0].a.weight.grad, gradient)
+    session.close()
+
+
+@mixed_plans
+def test_a_checkpoint_inside_the_model_returns_what_it_returned_outside_of_session_backward(name, low):
+    """There autocast of the device is on and the marker is off."""
+
+    class Checkpointed(VAE):
+        def forward(self, x):
+            return checkpoint(self.dec[0], self.enc[0](x), use_reentrant=True).float()
+
+    model, seen = Checkpointed(), []
+    session = halfstep.initialize(model, None, name, low=low)
+    model.dec[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model(torch.randn(4, 8)).sum().backward()
+    assert len(seen) == 2
+    assert seen[0] is seen[1]
+    session.close()
+
+
+def test_classes_stay_instances_and_come_back():
+    model, session = started("O2", "bf16")
+    assert all(isinstance(module, (nn.Linear, nn.LayerNorm, nn.Sequential, Block, VAE)) for module in model.modules())
+    assert type(model.enc[0]) is not nn.Linear
+    assert type(model.enc[0]) is type(model.dec[1])  # one subclass a class
+    assert type(model.enc[1].norm) is nn.LayerNorm  # its parameters are full: nothing to enter
+    session.close()
+    assert {type(module) for module in model.modules()} == {VAE, nn.Sequential, nn.Linear, Block, nn.LayerNorm}
+    assert model.enc[0](torch.randn(1, 8)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_copies_are_made_once_whatever_the_depth(name, monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4))
+    for _ in range(6):
+        model = nn.Sequential(model)
+    session = halfstep.initialize(model, None, name, low="bf16")
+    copied = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self, *a, **k: copied.append(1) or clone(self, *a, **k))
+    copy.deepcopy(model)
+    assert len(copied) == 2  # weight and bias
+    session.close()
+
+
+def test_a_copy_or_pickle_of_a_part_is_fp32():
+    model, session = started("O2", "bf16")
+    part = copy.deepcopy(model.enc)
+    assert {p.dtype for p in part.parameters()} == {torch.float32}
+    assert part(torch.randn(1, 8)).dtype is torch.float32
+    again = pickle.loads(pickle.dumps(model.enc[0]))
+    assert type(again) is nn.Linear
+    assert again.weight.dtype is torch.float32
+    session.close()
+
+
+def test_what_copies_itself_its_own_way_still_does():
+    class Own(nn.Linear):
+        def __deepcopy__(self, memo):
+            twin = Own(8, 8)
+            twin.weight, twin.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+            twin.by_hand = True
+            return twin
+
+    model = nn.Sequential(Own(8, 8))
+    session = halfstep.initialize(model, None, "O2", low="bf16")
+    twin = copy.deepcopy(model)
+    assert twin[0].by_hand
+    assert twin[0].weight.dtype is torch.float32
+    session.close()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_scripted_and_wrapped_modules_are_left_out():
+    traced = torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.DataParallel(nn.Linear(8, 8)))
+    model.add_module("traced", traced)
+    session = halfstep.initialize(model, None, "O1", low="bf16")
+    assert type(model[1]) is nn.DataParallel
+    assert type(model[1].module) is not nn.Linear  # entered below
+    assert type(model.traced) is type(traced)
+    assert model[1](torch.randn(2, 8)).dtype is torch.float32
+    session.close()
+
+
+@mixed_plans
+def test_modules_kept_full_are_full_inside_and_outermost(name, low):
+    model, session = started(name, low, rules=[Rule("dec", FULL), *([Rule("dec.0.a", LOW)] if name != "O1" else [])])
+    x = torch.randn(4, 8)
+    full = F.linear(x, *(p.float() for p in model.dec[1].parameters()))
+    assert torch.equal(model.dec[1](x), full)
+    out = model.dec(x)
+    assert out.dtype is torch.float32
+    assert model.dec[0].inner.dtype is torch.float32
+    assert model.dec(x.to(halfstep.formats.as_format(low).dtype)).dtype is torch.float32  # as the model's own outputs
+    session.backward(model(x).sum() / 64)
+    session.close()
+
+
+def test_running_statistics_of_a_module_called_first_come_back_after_a_skip():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))})
+    whole = nn.Sequential(model["a"], nn.Linear(4, 1))
+    session = halfstep.initialize(whole, torch.optim.SGD(whole.parameters(), lr=0.1), "O2", low="bf16")
+    norm = whole[0][1]
+    before = norm.running_mean.clone()
+    session.backward(whole[0](torch.full((4, 4), torch.inf)).sum())
+    assert bool(session.step().skipped)
+    assert torch.equal(norm.running_mean, before)
+    session.close()
+
+
+def test_an_interrupt_in_a_module_called_first_leaves_nothing_on():
+    model, session = started("O2", "bf16")
+    handle = model.enc[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.enc(torch.randn(1, 8))
+    handle.remove()
+    assert autocast_bits() == [False] * 6
+    assert torch.is_autocast_cache_enabled()
+    session.close()
+
+
+def test_a_compiled_module_is_one_graph_inside_and_one_outermost():
+    model, session = started("O2", "bf16", emulate=False)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.enc[0] = torch.compile(model.enc[0], backend=backend, fullgraph=True)
+    x = torch.randn(4, 8)
+    model(x)
+    assert len(graphs) == 1
+    assert model.enc[0](x).dtype is torch.float32
+    assert len(graphs) == 2
+    model(x)
+    model.enc[0](x)
+    assert len(graphs) == 2
+    session.close()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_method_that_uses_a_low_parameter_itself_names_autocast(low):
+    model, session = started("O2", low)
+    z = torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match=r"VAE\.project: .*with session\.autocast\(\):"):
+        model.project(z)
+    with session.autocast():
+        assert model.project(z).dtype is halfstep.formats.as_format(low).dtype
+    assert model(z).dtype is torch.float32
+    with pytest.raises(RuntimeError) as caught:
+        model.decode(torch.randn(2, 3))
+    assert "autocast" not in str(caught.value)  # another fault
+    session.close()
+    assert model.project(z).dtype is torch.float32
+
+
+def test_blame_and_check_see_a_module_called_first():
+    model, session = started("O2", "fp16")
+    x = torch.full((2, 8), 3e4)
+    found = halfstep.check(session, lambda: model.decode(model.encode(torch.randn(2, 8))).square().mean())
+    assert [finding for finding in found if finding.severity == "error"] == []
+    verdict = session.blame(lambda: model.dec[0].a(model.enc[0](x) * 10).square().mean())
+    assert verdict is not None
+    session.close()

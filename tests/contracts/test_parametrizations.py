@@ -1,0 +1,108 @@
+"""Parametrizations compute full at low weights, from stored originals that are low; quantized layers are given fp32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import halfstep
+from halfstep import LOW, Rule
+from halfstep.formats import as_format
+
+LOWS = pytest.mark.parametrize("low", ["bf16", "fp16"])
+LEVELS = pytest.mark.parametrize("name", ["O2", "O3"])
+KINDS = {
+    "matrix_exp": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
+    "cayley": lambda layer: parametrizations.orthogonal(layer, orthogonal_map="cayley"),
+    "householder": lambda layer: parametrizations.orthogonal(
+        layer, orthogonal_map="householder", use_trivialization=False
+    ),
+    "spectral_norm": parametrizations.spectral_norm,
+    "weight_norm": parametrizations.weight_norm,
+}
+
+
+class Symmetric(nn.Module):
+    """A user's own, with a parameter and a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(8, 8) / 8)
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return (x + x.mT) @ self.by
+
+
+def train(net, name, low, steps=20):
+    torch.manual_seed(1)
+    session = halfstep.initialize(net, torch.optim.SGD(net.parameters(), lr=0.05), name, low=low)
+    skipped = 0
+    for _ in range(steps):
+        session.backward(net(torch.randn(8, 8)).square().mean() / 64)
+        skipped += bool(session.step().skipped)
+        for p in net.parameters():
+            p.grad = None
+    return session, skipped
+
+
+@LEVELS
+@LOWS
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_is_fp32s_of_the_stored_original_rounded_once(kind, name, low):
+    torch.manual_seed(0)
+    net = nn.Sequential(KINDS[kind](nn.Linear(8, 8)), nn.Linear(8, 4))
+    names = list(net.state_dict())
+    session, skipped = train(net, name, low)
+    assert skipped == 0
+    dtype = as_format(low).dtype
+    stored = net[0].parametrizations.weight
+    assert {p.dtype for p in stored.parameters(recurse=False)} == {dtype}
+    net.eval()  # spectral_norm moves its vectors in training
+    originals = [p.detach().float() for p in stored.parameters(recurse=False)]
+    with session.autocast():
+        weight = net[0].weight.detach()
+    assert weight.dtype is dtype
+    assert {value.dtype for value in net.state_dict().values()} == {torch.float32}
+    session.close()
+    assert list(net.state_dict()) == names
+    plain = copy.deepcopy(net[0].parametrizations.weight)
+    for own, value in zip(plain.parameters(recurse=False), originals, strict=True):
+        own.data.copy_(value)
+    assert torch.equal(weight, plain().detach().to(dtype))
+
+
+@LEVELS
+@LOWS
+def test_a_users_own_sees_fp32_and_keeps_its_parameters_full(name, low):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    own = Symmetric()
+    parametrize.register_parametrization(net[0], "weight", own)
+    session, skipped = train(net, name, low)
+    assert skipped == 0
+    assert own.seen is torch.float32
+    assert own.by.dtype is torch.float32
+    with parametrize.cached():
+        assert net(torch.randn(2, 8)).dtype is torch.float32
+        net(torch.randn(2, 8)).sum().backward()
+    assert net[0].weight.dtype is torch.float32  # read outside of every forward: as what a model returns
+    session.close()
+    with halfstep.initialize(net, None, name, low=low, rules=[Rule("0.parametrizations.weight.0", LOW)]):
+        net(torch.randn(2, 8))
+        assert own.seen is as_format(low).dtype
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_dynamically_quantized_layer_is_given_fp32(name):
+    if not {"fbgemm", "x86", "qnnpack"} & set(torch.backends.quantized.supported_engines):
+        pytest.skip("this torch has no quantized kernels")
+    last = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), {nn.Linear})
+    net, x = nn.Sequential(nn.Linear(8, 8), last), torch.randn(2, 8)
+    with halfstep.initialize(net, None, name, low="bf16"):
+        assert net(x).dtype is torch.float32
+        assert net[1](x).dtype is torch.float32
