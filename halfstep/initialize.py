@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
 from halfstep.cast.functions import check_functions
-from halfstep.diagnose.guardian import OnFailure
+from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.optim.steppers import is_own, needs_closure
@@ -107,7 +107,14 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         _say_that_it_steps_itself(type(optimizer).__name__)
     if emulate is None:
         emulate = chosen.ops != "none" and default_emulate(chosen.low, device)
-    return Session(models, optimizers, chosen, emulate=emulate, sinks=sinks, on_failure=on_failure)
+    return _guarded(Session(models, optimizers, chosen, emulate=emulate, sinks=sinks), on_failure)
+
+
+def _guarded(session: Session, on_failure: OnFailure) -> Session:
+    """Has the guardian watch the steps of a session that scales or casts."""
+    if session.optimizers and session.plan.ops != "none":
+        session.watchers.append(Guardian(session.stage, session.tell, on_failure=on_failure))
+    return session
 
 
 @functools.cache

@@ -24,6 +24,9 @@ from torch.utils._pytree import tree_leaves
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
 MARK = "_halfstep_session"
+STAND_IN = "_halfstep_stand_in"
+OURS = frozenset({GATE, MARK, STAND_IN})
+"""What halfstep keeps in the `__dict__` of a module; written in this file alone."""
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would go round"
 _LOG = logging.getLogger("halfstep")
 
@@ -81,6 +84,19 @@ class Mark:
 
     def __init__(self, owner: object) -> None:
         self.owner = weakref.ref(owner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+class _StandIn:
+    """What is called in the place of one module's forward; copies of the module have none."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -185,8 +201,8 @@ def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
     computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
     twins = copy.deepcopy(models, {id(t): t.detach().clone() for t in computed})
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
-        module.__dict__.pop(GATE, None)
-        module.__dict__.pop(MARK, None)
+        for own in OURS:
+            module.__dict__.pop(own, None)
         module.__class__ = _plain_class(type(module))
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
@@ -216,11 +232,14 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 
 
 def make_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass of `base` with its name, whose forward goes through the instance's gate."""
+    """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate."""
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
 
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stand_in: Any = self._halfstep_stand_in
+        if stand_in is not None:
+            return stand_in.forward(*args, **kwargs)
         gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         if gate is None or not gate.active:
             return base_forward(self, *args, **kwargs)
@@ -239,6 +258,7 @@ def make_class(base: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce_ex,
         "_halfstep_base": base,
         GATE: None,
+        STAND_IN: None,
         "forward": forward,
         "parameters": _parameters,
     }
@@ -255,6 +275,22 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
     except TypeError:  # a base with slots has another layout
         swapped = metaclass(base.__name__, (base,), namespace)
     return swapped
+
+
+def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Callable[[], None]:
+    """Sends calls of each module to the function beside it and returns the undo; copies of the module are not meant."""
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    with ExitStack() as stack:
+        for module, forward in stand_ins:
+            base = type(module)
+            if not hasattr(base, STAND_IN):
+                if base not in classes:
+                    classes[base] = make_class(base)
+                module.__class__ = classes[base]
+                stack.callback(setattr, module, "__class__", base)
+            module.__dict__[STAND_IN] = _StandIn(forward)
+            stack.callback(module.__dict__.pop, STAND_IN, None)
+        return stack.pop_all().close
 
 
 class Entrances:

@@ -9,6 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from halfstep.diagnose.blame import LEAST, NOT_SEEN, Subject
+from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
@@ -29,19 +30,21 @@ from halfstep.diagnose.origin import find_origin
 from halfstep.diagnose.words import say
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
-from halfstep.modes import as_called
+from halfstep.modes import as_called, run_uncompiled
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.records import StepRecord, Verdict
+from halfstep.session.stage import Stage
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
     "steps go on being skipped, and what makes them so could not be recorded: a step takes too many operations (long "
-    "rollouts before its backward pass); call session.blame(closure) with a closure that computes the loss of a part"
+    "rollouts before its backward pass); call halfstep.blame(session, closure) with a closure that computes the loss "
+    "of a part"
 )
 PASSED = (
     "what a model computed without gradients before, in the same step, was not recorded and may have made it: "
-    "session.blame(closure) with that in the closure tells"
+    "halfstep.blame(session, closure) with that in the closure tells"
 )
 _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
 # What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
@@ -150,7 +153,7 @@ class Armed:
 
 
 class Guardian:
-    """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
+    """Watches the steps of a session; a verdict goes to `tell` and is raised, or logged.
 
     Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
     `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, the next ones are recorded, one
@@ -160,18 +163,16 @@ class Guardian:
 
     def __init__(
         self,
-        subject: Subject,
-        arm: Callable[[], tuple[Armed, Callable[[], None]]],
+        stage: Stage,
         tell: Callable[[Verdict], None],
         *,
-        device: torch.device,
         on_failure: OnFailure,
     ) -> None:
-        self._subject, self._arm, self._tell = subject, arm, tell
+        self._stage, self._tell = stage, tell
         self._on_failure = on_failure
-        scaling = subject.plan.scale
+        scaling = stage.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._counter = Counter(device, self._floor)
+        self._counter = Counter(stage.device, self._floor)
         self._armed: tuple[Armed, Callable[[], None]] | None = None
         self._about: Watched = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
@@ -218,7 +219,7 @@ class Guardian:
     def _arm_next(self) -> None:
         self._left -= 1
         self._others = 0
-        self._armed = self._arm()
+        self._armed = _arm(self._stage)
         self._armed[0].give_up = self._give_up
         self._armed[0].patience = self._patience
 
@@ -278,12 +279,12 @@ class Guardian:
         self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
         """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
-        recorder, subject = armed.recorder, self._subject
+        recorder, stage = armed.recorder, self._stage
         losses = [record.loss] if record.loss is not None else []
         gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
         scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
-        found = None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
+        found = None if origin is None else diagnose(recorder, origin, stage.plan, stage.full, scale)
         if found is None or found.kind == UNSEEN:
             self._say_unseen(recorder)
             self._look_later()
@@ -301,8 +302,8 @@ class Guardian:
         None where a lower one, which will come, is the cure, or may be that of another process: to end training at the
         same step, none of them does before the lowest scale of the step, which they have `shared`, is at its floor.
         """
-        plan = self._subject.plan
-        found = replace(found, untried="session.blame(closure) would")
+        plan = self._stage.plan
+        found = replace(found, untried="halfstep.blame(session, closure) would")
         lower = _Lower.estimate(found, plan.low, scale)
         dynamic = plan.scale.kind == "dynamic"
         comes_down = dynamic and scale > self._floor
@@ -315,7 +316,7 @@ class Guardian:
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, untried_cure(plan, found, self._subject.roots), scale=scale)
+            verdict = say(found, plan, untried_cure(plan, found, self._stage.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind="scale too high", lower_scale=lower.scale)
         limit = f"its floor is {self._floor:g}" if dynamic else f"it stays at {scale:g}"
@@ -333,6 +334,19 @@ class Guardian:
         if self._on_failure == "raise":
             raise NumericsError(text, verdict)
         _LOG.warning(text)
+
+
+def _arm(stage: Stage) -> tuple[Armed, Callable[[], None]]:
+    """Has the next step recorded; returns the recording and what ends it."""
+    armed = Armed(stage.roots)
+    with ExitStack() as stack:
+        release = run_uncompiled()
+        stack.callback(release)
+        weakref.finalize(armed, release).atexit = False  # of a session that is never closed
+        stack.enter_context(stage.under(armed.recorder))
+        stack.enter_context(stage.before_forwards(armed.forward_begins))
+        disarm = stack.pop_all().close
+    return armed, disarm
 
 
 def _take_off(recorder: Watching, thread: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnose.replay import leaves_kept, run_to_the_loss
+from halfstep.diagnose.closure import compute_loss, leaves_kept
 from halfstep.errors import SessionError
 from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
 from halfstep.forecast.rounding import rounded
@@ -97,7 +97,7 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally, number: in
         undo.enter_context(watching(model, tally.see))
         nodes = undo.enter_context(noting_nodes(model, tally.full_modules))
         with ProductsSeen(model, tally.see_product):
-            loss = run_to_the_loss(closure, params)
+            loss = compute_loss(closure, params)
         if not bool(loss.isfinite()):
             raise SessionError(
                 f"the loss of step {number} is {float(loss.detach())} in fp32 already: no format cures that; look at "
@@ -365,5 +365,6 @@ def _check_finite(place: Place, stats: TensorStats) -> None:
     if stats.infinities or stats.nans:
         raise SessionError(
             f"the {place.kind} of module {place.module!r} is not finite in fp32 already ({stats.infinities} inf, "
-            f"{stats.nans} NaN): no format cures that; find the operation with session.blame(closure) at level O0"
+            f"{stats.nans} NaN): no format cures that; find the operation at level O0 with halfstep.blame(session, "
+            "closure)"
         )

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnose.replay import run_to_the_loss
+from halfstep.diagnose.closure import compute_loss
 from halfstep.modes import run_uncompiled
 from halfstep.observe.outputs import dense, tensors_in
 from halfstep.plan.matching import uncompiled
@@ -35,7 +35,7 @@ def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Ca
         SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
     """
     with watching(model, see):
-        loss = run_to_the_loss(closure, list(model.parameters()))
+        loss = compute_loss(closure, list(model.parameters()))
         backward(loss)
     show_weight_grads(model, see)
     return loss.detach()

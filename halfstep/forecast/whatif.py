@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
-from halfstep.diagnose.replay import leaves_kept, untouched
+from halfstep.diagnose.closure import leaves_kept
+from halfstep.diagnose.rewind import untouched
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict

@@ -79,15 +79,15 @@ def check(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
         raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")
-    if any(tensor.is_meta for module, _ in session._modules() for tensor in module.parameters(recurse=False)):
+    if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
         )
     setup = Setup(
         plan=session.plan,
-        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session._modules()),
-        optimizers=tuple(part.optimizer for part in session._parts),
-        device=session._device,
+        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
+        optimizers=session.optimizers,
+        device=session.stage.device,
         traced=closure is not None,
         scaler=scaler,
     )

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfstep.diagnose.replay import leaves_kept, run_to_the_loss, untouched
+from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
-from halfstep.modes import uncompiled
 from halfstep.observe.badness import unwrapped
 from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
@@ -65,39 +64,31 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     Raises:
         SessionError: the closure returns no scalar loss.
     """
-    subject = session._aside.subject()
-    params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
-    places = Places(subject.roots)
-    tracer = StepTracer(places)
-    with session._aside.out_of_the_books(), untouched(subject.roots, params) as rewind, uncompiled():
-        with subject.recording(tracer):
-            failure, loss = _run(session, closure, params, tracer)
-        found = tracer.findings(subject.plan)
+    scale = session.last_step().scale
+    with rehearsing(session, closure) as rehearsal:
+        tracer = StepTracer(Places(rehearsal.roots))
+        with rehearsal.recording(tracer):
+            failure, loss = _run(rehearsal, tracer, scale)
+        found = tracer.findings(rehearsal.plan)
         if failure is not None:
-            found.append(_explained(session, failure, lambda plan: _runs(session, closure, params, plan, rewind)))
+            found.append(_explained(rehearsal, failure))
         elif loss is not None:
-            found += _of_results(session, loss, params)
+            found += _of_results(rehearsal, loss)
     return found
 
 
-def _run(
-    session: Session, closure: Callable[[], Any], params: list[torch.nn.Parameter], tracer: StepTracer
-) -> tuple[Failure | None, Tensor | None]:
+def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failure | None, Tensor | None]:
     try:
-        loss = run_to_the_loss(closure, params)
+        loss = rehearsal.loss()
         if bool(torch.isfinite(loss)):
-            with leaves_kept(loss, params):  # those of other models, too
-                session._aside.backward(loss, _scale(session, loss))
+            lower = min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
+            with rehearsal.gradients(loss, lower):
+                pass
     except SessionError:
         raise
     except Exception as error:  # whatever the model raises is what the check is for
         return tracer.failure(error), None
     return None, loss.detach()
-
-
-def _scale(session: Session, loss: Tensor) -> float:
-    scale = session._scale_to_explain(0)
-    return min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
 
 
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
@@ -234,13 +225,13 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in FLOATS)
 
 
-def _explained(session: Session, failure: Failure, runs: Callable[[Plan], bool]) -> Finding:
-    """Returns the finding of a failure, with edits under which the step `runs`, where it fails a second time."""
+def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
+    """Returns the finding of a failure, with edits under which the step runs, where it fails a second time."""
     try:
-        if runs(session.plan):
+        if _runs(rehearsal, rehearsal.plan):
             return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
-        edits = _tried(session, failure, runs)
-        if edits or runs(level("O0", session.plan.low)):
+        edits = _tried(rehearsal, failure)
+        if edits or _runs(rehearsal, level("O0", rehearsal.plan.low)):
             return _failed(failure, edits, "")
     except StopIteration:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
@@ -311,60 +302,52 @@ def _is_op(name: str) -> bool:
         return False
 
 
-def _tried(session: Session, failure: Failure, runs: Callable[[Plan], bool]) -> tuple[Edit, ...]:
+def _tried(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:
     """Returns the first edits with which the step runs on a copy of the model, () where none is found."""
-    if session.plan.ops == "none":
+    if rehearsal.plan.ops == "none":
         return ()
-    for edits in _candidates(failure, session._roots):
+    for edits in _candidates(failure, rehearsal.roots):
         try:
-            plan = session.plan.edit(*edits)
+            plan = rehearsal.plan.edit(*edits)
         except PlanError:
             continue
-        if runs(plan):
+        if _runs(rehearsal, plan):
             return edits
     return ()
 
 
-def _runs(
-    session: Session,
-    closure: Callable[[], Any],
-    params: list[torch.nn.Parameter],
-    plan: Plan,
-    rewind: Callable[[], None],
-) -> bool:
+def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
     """Tells whether the step runs under a plan, on a copy of the model.
 
     Raises:
         StopIteration: the closure had no batch for it.
         Exception: whatever copying the model raises.
     """
-    rewind()
+    rehearsal.rewind()
     with ExitStack() as undo:
         try:
-            trial = undo.enter_context(session._aside.trial(plan))
+            trial = undo.enter_context(rehearsal.under(plan))
         except HalfstepError:  # the plan does not fit
             return False
         try:
-            loss = run_to_the_loss(closure, params)
-            with leaves_kept(loss, params):
-                trial.backward(loss, 1.0)
+            with trial.gradients(trial.loss(), 1.0):
+                return True
         except StopIteration:
             raise
         except Exception:  # the step fails under it as well
             return False
-    return True
 
 
-def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]) -> Iterator[Finding]:
+def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     """Yields what the loss and the gradients of the step say."""
-    scale = session.plan.scale
+    scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()):
         yield Finding(
             "error",
             "not finite",
             "the loss",
             f"the loss of the traced step is {float(loss)}",
-            "session.blame(closure) finds the operation and a cure",
+            "halfstep.blame(session, closure) finds the operation and a cure",
         )
         return
     if loss.dtype is torch.float16 and scale.kind == "static" and scale.init > FP16_LOSS_CEILING:
@@ -383,6 +366,6 @@ def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]
             "gradients not finite",
             "the backward pass",
             f"{len(bad)} of {len(params)} gradients are not finite at a loss scale of {scale.init:g}, which stays",
-            "session.blame(closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
+            "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
             (Scaling("dynamic"),) if scale.kind == "static" else (),
         )

@@ -13,7 +13,7 @@ from halfstep import FULL, Rule
 def blamed(model, inputs):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
-        return session.blame(lambda: model(inputs).float().mean())
+        return halfstep.blame(session, lambda: model(inputs).float().mean())
 
 
 class EpsBefore(nn.Module):
