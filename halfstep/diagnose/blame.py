@@ -27,7 +27,7 @@ from halfstep.diagnose.origin import absorbed, find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
 from halfstep.errors import HalfstepError, PlanError, SessionError
-from halfstep.observe.badness import badness
+from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, OpRecorder
 from halfstep.plan.fit import named
@@ -149,7 +149,7 @@ def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0) -> _Ru
             raise
         except _OF_NUMBERS as error:
             return _Run(math.nan, recorder, _before(rehearsal, recorder, error, scale), scale)
-        finite = badness(loss) is None
+        finite = nonfinite(loss) is None
         found = _look(rehearsal, recorder, loss, scale) if finite else _of_sinks(rehearsal, recorder, [loss], scale)
     run = _Run(float(loss.detach()), recorder, found, scale)
     if found is None or not found.may_be_scale or not finite:
@@ -200,14 +200,14 @@ def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
                 loss = rehearsal.loss()
             except Exception:  # there are no more batches, or it looks at its numbers itself
                 continue
-            if badness(loss) is None and _is_finite_at(rehearsal, loss, scale):
+            if nonfinite(loss) is None and _is_finite_at(rehearsal, loss, scale):
                 return scale
     return None
 
 
 def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
     with rehearsal.gradients(loss, scale) as gradients:
-        return all(badness(gradient) is None for gradient in gradients)
+        return all(nonfinite(gradient) is None for gradient in gradients)
 
 
 def _nothing_found(run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:

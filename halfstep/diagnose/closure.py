@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.diagnose.rewind import is_readable
 from halfstep.errors import SessionError
-from halfstep.observe.badness import unwrapped
+from halfstep.observe.nonfinite import unwrapped
 from halfstep.stack import begin_pass
 
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low

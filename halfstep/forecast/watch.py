@@ -16,7 +16,7 @@ from halfstep.observe.outputs import dense, tensors_in
 from halfstep.plan.matching import uncompiled
 
 
-class Place(NamedTuple):
+class TensorName(NamedTuple):
     """Where a tensor stands: the module's dotted name, one of `records.TENSOR_KINDS`, and which of a kind it is."""
 
     module: str
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     name: str
 
 
-See = Callable[[Place, Tensor], Tensor | None]
+See = Callable[[TensorName, Tensor], Tensor | None]
 """Gets each tensor; where it returns one for an `activation_grad`, the backward pass goes on with that."""
 
 
@@ -79,23 +79,23 @@ def _hook(
                 continue
             seen[id(leaf), version] = leaf
             if not again:
-                see(Place(module, "activation", name), leaf.detach())
+                see(TensorName(module, "activation", name), leaf.detach())
             if leaf.requires_grad:
-                show = _gradient_hook(Place(module, "activation_grad", name), see)
+                show = _gradient_hook(TensorName(module, "activation_grad", name), see)
                 undo.callback(leaf.register_hook(show).remove)  # type: ignore[no-untyped-call]
 
     return look
 
 
-def _gradient_hook(place: Place, see: See) -> Callable[[Tensor], Tensor | None]:
+def _gradient_hook(place: TensorName, see: See) -> Callable[[Tensor], Tensor | None]:
     return lambda grad: see(place, grad.detach()) if grad.layout is torch.strided else None
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
+def parameters(model: nn.Module) -> Iterator[tuple[TensorName, nn.Parameter]]:
     """Yields each floating parameter once, at the first module that has it."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield Place(uncompiled(name), "weight", own), parameter
+                yield TensorName(uncompiled(name), "weight", own), parameter

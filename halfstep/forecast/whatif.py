@@ -19,7 +19,7 @@ from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.forecast.rounding import rounded
-from halfstep.forecast.watch import Place, parameters, step
+from halfstep.forecast.watch import TensorName, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.initialize import initialize
 from halfstep.observe.alone import wrappers_of
@@ -172,11 +172,11 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 
     The values say more than the dtype: a gradient that is computed low and handed on as fp32 was rounded.
     """
-    places: dict[Place, Tensor] = {}
-    largest: dict[Place, Tensor] = {}
+    places: dict[TensorName, Tensor] = {}
+    largest: dict[TensorName, Tensor] = {}
     inside: list[Tensor] = []
 
-    def see(place: Place, tensor: Tensor) -> None:
+    def see(place: TensorName, tensor: Tensor) -> None:
         values = tensor.detach().float()
         exact = ((rounded(values, plan.low) == values) | ~values.isfinite()).all() & (tensor.dtype is not torch.float64)
         places[place] = places[place] & exact if place in places else exact

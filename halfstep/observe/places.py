@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.observe.badness import elements
+from halfstep.observe.nonfinite import elements
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
 from halfstep.stack import begin_pass, cast_at_boundary

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
 from halfstep.formats import FP32, Format, as_format
-from halfstep.observe.badness import unwrapped
+from halfstep.observe.nonfinite import unwrapped
 from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
