@@ -16,6 +16,7 @@ from torch import Tensor
 from halfstep.diagnose.cures import (
     WHOLE,
     candidates,
+    edited,
     is_whole,
     narrow_candidates,
     scaling_cure,
@@ -26,7 +27,7 @@ from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.diagnose.origin import absorbed, find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
-from halfstep.errors import HalfstepError, PlanError, SessionError
+from halfstep.errors import HalfstepError, SessionError
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, OpRecorder
@@ -332,12 +333,10 @@ class _Search:
         self.left -= 1
         if self.left < 0:
             return None
-        try:
-            plan = self.rehearsal.plan.edit(*edits)
-        except PlanError:
-            return None
-        run = _tried(self.rehearsal, plan, self.scale)
-        return None if isinstance(run, str) else run
+        for _, plan in edited(self.rehearsal.plan, [edits]):
+            run = _tried(self.rehearsal, plan, self.scale)
+            return None if isinstance(run, str) else run
+        return None
 
     def _is_close(self, loss: float) -> bool:
         return abs(loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)

@@ -191,7 +191,7 @@ def _vanished(note: Note, low: Format) -> float | None:
     while waiting:
         source, depth = waiting.pop(0)
         eps = source.vanished if source.dtype is low.dtype else None
-        if eps is not None and abs(eps) <= low.smallest_subnormal / 2:
+        if eps is not None and low.rounds_to_zero(eps):
             return eps
         if depth < _DEPTH:
             waiting += [(each, depth + 1) for each in source.sources if each is not None]

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from halfstep.cast.emulate import PRODUCTS
 from halfstep.forecast.rounding import rounded
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.places import Places
 from halfstep.plan.matching import uncompiled
 
-# What runs low at every level, by the names of aten; with attention, whose names begin alike.
-PRODUCTS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_trilinear", "convolution", "convolution_backward"}
-)
-ATTENTION = "_scaled_dot_product"
+_PRODUCTS = {op._schema.name for op in PRODUCTS}  # on every device; with attention, whose names begin alike
+_ATTENTION = "aten::_scaled_dot_product"
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,8 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _is_product(func: Any) -> bool:
-    name: str = func._schema.name.rpartition("::")[2]
-    return name in PRODUCTS or name.startswith(ATTENTION)
+    name: str = func._schema.name
+    return name in _PRODUCTS or name.startswith(_ATTENTION)
 
 
 class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations

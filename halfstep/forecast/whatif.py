@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
 from halfstep.diagnose.closure import leaves_kept
+from halfstep.diagnose.cures import FULL_OUT
 from halfstep.diagnose.rewind import untouched
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
@@ -39,7 +40,6 @@ from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
-WIDE = Policy("full", "full", "full")  # the output too: values beyond the low format would overflow there again
 
 
 def whatif(
@@ -238,7 +238,7 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
     beyond = {module: most for module, most in prediction.products.items() if most > fmt.max}
     for module in dict.fromkeys([*harmed, *beyond]):
         rows = harmed.get(module, [])
-        policy = WIDE if any(row.kind == "activation" for row in rows) else FULL
+        policy = FULL_OUT if any(row.kind == "activation" for row in rows) else FULL
         cure, why = _cure(module, policy, model, plan)
         evidence = [
             f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in rows

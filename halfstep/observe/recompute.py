@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.observe.nonfinite import nonfinite, unwrapped
 
-_LOW = (torch.float16, torch.bfloat16)
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
     None: (),
-    torch.float32: _LOW,
-    torch.float64: (*_LOW, torch.float32),
+    torch.float32: LOW_DTYPES,
+    torch.float64: (*LOW_DTYPES, torch.float32),
 }
 _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex64}
 _GROWING = (

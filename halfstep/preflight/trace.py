@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,27 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
-from halfstep.formats import FP32, Format, as_format
+from halfstep.errors import HalfstepError, OpError, SessionError
+from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
 from halfstep.observe.nonfinite import unwrapped
 from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
-from halfstep.plan.optable import REFUSED, find
+from halfstep.plan.optable import REFUSED
 from halfstep.plan.plan import Edit, OpChange, OpList, Plan
-from halfstep.plan.policy import FULL, Policy
+from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.plan.tied import together
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
 
-WIDE = Policy("full", "full", "full")
-LOW = (torch.float16, torch.bfloat16)
-FLOATS = (*LOW, torch.float32, torch.float64)
+FLOATS = (*LOW_DTYPES, torch.float32, torch.float64)
 # Where a huge constant becomes a value of the result, and a tiny one keeps it off zero.
 WRITES = (
     *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
@@ -115,7 +112,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         out = result if isinstance(result, Tensor) else None
-        if out is None or out.dtype not in LOW:
+        if out is None or out.dtype not in LOW_DTYPES:
             return
         name, fmt = func._schema.name.rpartition("::")[2], as_format(out.dtype)
         if name in CASTS:
@@ -128,7 +125,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         args = [self._constant(note, tensor) if isinstance(tensor, Tensor) else tensor for tensor in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
         for value in _numbers(guards) if name in GUARDS else ():
-            if 0 < abs(value) <= fmt.smallest_subnormal / 2:
+            if fmt.rounds_to_zero(value):
                 self._constants[name, note.module, note.line, value] = (note, fmt, True)
         for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
@@ -183,13 +180,12 @@ def _constant(
     name_in_model = (note.module or "").rpartition(":")[2]  # of several models, rules match the names in each
     rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
-        enough = 10.0 ** math.ceil(math.log10(8 * fmt.smallest_subnormal))
         return Finding(
             "warning",
             "constant vanishes",
             place,
             f"{tracer.operator(note)} of {fmt} values and {value:g}, which is 0 in {fmt}: it keeps no zero away",
-            f"give {enough:g} or more, or compute there in fp32",
+            f"give {fmt.usable_eps:g} or more, or compute there in fp32",
             rule,
         )
     what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
@@ -205,7 +201,7 @@ def _constant(
 
 def _overflow(source: Tensor | None, out: Tensor) -> float | None:
     """Returns the value of largest magnitude that a cast made infinite, None where none was."""
-    if source is None or source.dtype in LOW or source.is_complex():
+    if source is None or source.dtype in LOW_DTYPES or source.is_complex():
         return None
     source, out = unwrapped(source), unwrapped(out)
     if source.shape != out.shape:
@@ -230,7 +226,7 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
     try:
         if _runs(rehearsal, rehearsal.plan):
             return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
-        edits = _tried(rehearsal, failure)
+        edits = _cure(rehearsal, failure)
         if edits or _runs(rehearsal, level("O0", rehearsal.plan.low)):
             return _failed(failure, edits, "")
     except StopIteration:
@@ -280,37 +276,18 @@ def _words(edit: Edit) -> str:
     return f"keep {edit.pattern} full" if isinstance(edit, Rule) else f"a {edit.kind} loss scale"
 
 
-def _candidates(failure: Failure, roots: Sequence[torch.nn.Module]) -> Iterator[tuple[Edit, ...]]:
-    """Yields the edits that may let a step run, those that change least first; what shares parameters is kept alike."""
-    if isinstance(failure.error, OpError):
-        yield from ((OpChange("deny", op),) for op in REFUSED)
-    lists: tuple[OpList, ...] = ("promote", "deny")
-    for listed in lists:
-        if failure.operator and _is_op(failure.operator):
-            yield (OpChange(listed, failure.operator),)
-    parts = failure.module.rpartition(":")[2].split(".") if failure.module else []
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        names = dict.fromkeys(each for root in roots for each in together(name, root))
-        yield from (tuple(Rule(each, policy) for each in names) for policy in (FULL, WIDE))
+def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns the edits that may let a step run, those that change least first."""
+    if plan.ops == "none":
+        return []
+    ops = REFUSED if isinstance(failure.error, OpError) else ()
+    lists: tuple[OpList, ...] = ("promote", "deny") if is_op(failure.operator) else ()
+    changes = [*(OpChange("deny", op) for op in ops), *(OpChange(listed, failure.operator) for listed in lists)]
+    return [*((change,) for change in changes), *rules_around(failure.module, roots)]
 
 
-def _is_op(name: str) -> bool:
-    try:
-        return bool(find(name))
-    except PlanError:
-        return False
-
-
-def _tried(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:
-    """Returns the first edits with which the step runs on a copy of the model, () where none is found."""
-    if rehearsal.plan.ops == "none":
-        return ()
-    for edits in _candidates(failure, rehearsal.roots):
-        try:
-            plan = rehearsal.plan.edit(*edits)
-        except PlanError:
-            continue
+def _cure(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:
+    for edits, plan in edited(rehearsal.plan, _candidates(rehearsal.plan, failure, rehearsal.roots)):
         if _runs(rehearsal, plan):
             return edits
     return ()
