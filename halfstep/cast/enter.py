@@ -79,30 +79,28 @@ def _nothing(*args: Any) -> None:
     """What is left of a checkpoint hook in a submodule that was pickled by itself."""
 
 
-class Mark:
+class _OfOneModule:
+    """What lies at one module and stays behind when that is copied or pickled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+class Mark(_OfOneModule):
     """What says on each module of a model which session it is in; worth nothing in copies that outlive the session."""
 
     def __init__(self, owner: object) -> None:
         self.owner = weakref.ref(owner)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
-
-
-class _StandIn:
-    """What is called in the place of one module's forward; copies of the module have none."""
+class _StandIn(_OfOneModule):
+    """What is called in the place of one module's forward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
 
 
 def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:

@@ -25,9 +25,9 @@ from halfstep.diagnose.cures import (
 )
 from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
 from halfstep.diagnose.origin import absorbed, find_origin, last_origin
-from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
-from halfstep.errors import HalfstepError, SessionError
+from halfstep.errors import HalfstepError
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OTHERS, OpRecorder
@@ -87,11 +87,7 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
     Raises:
         SessionError: the session is closed, or the closure is no function that computes and returns the loss.
     """
-    if not isinstance(session, Session) or session.closed:
-        what = "a closed session" if isinstance(session, Session) else type(session).__name__
-        raise SessionError(f"blame() takes an open session, not {what}; call it after halfstep.initialize")
-    if not callable(closure):
-        raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
+    check_given("blame", session, closure)
     last = session.last_step(loss_id)
     with rehearsing(session, closure) as rehearsal:
         verdict = _verdict(rehearsal, last, session.tell)

@@ -123,18 +123,22 @@ class Armed:
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
     is `lost` where the caller's own modes, or threads, took it off before. A forward without gradients has `passed`
     where one came first, and was not recorded. Where forwards go on without a backward pass and `patience` ends, or the
-    recording has, `give_up` is called: the step is a long one, or none is coming since the caller was interrupted.
+    recording has, it gives up: the step is a long one, or none is coming since the caller was interrupted.
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self.recorder = Watching(Places(roots), on=False)
+    def __init__(self, stage: Stage, patience: int, give_up: Callable[[], None]) -> None:
+        self.recorder = Watching(Places(stage.roots), on=False)
         self.lost = self.passed = False
-        self.patience = _PATIENCE
-        self.give_up: Callable[[], None] = self.leave
+        self._patience, self._give_up = patience, give_up
         self._thread = threading.get_ident()
-        self.recorder.__enter__()
-        self._finally = weakref.finalize(self, _take_off, self.recorder, self._thread)  # of a session never closed
-        self._finally.atexit = False
+        finally_ = weakref.finalize(self, _take_off, self.recorder, self._thread, run_uncompiled())
+        finally_.atexit = False  # of a session that is never closed
+        with ExitStack() as stack:
+            stack.callback(finally_)
+            self.recorder.__enter__()
+            stack.enter_context(stage.under(self.recorder))
+            stack.enter_context(stage.casting.before_forwards(self.forward_begins))
+            self._undo = stack.pop_all()
 
     def forward_begins(self) -> None:
         """Begins to record where a forward is for training; called before the session casts what is given to it."""
@@ -142,14 +146,13 @@ class Armed:
         recorder.on = not recorder.ended and (recorder.on or training)
         self.passed = self.passed or not recorder.on
         recorder.spent += _TRAINING if training else _EVALUATION if recorder.on else _PASSING
-        if recorder.ended or recorder.spent > self.patience:
-            self.give_up()
+        if recorder.ended or recorder.spent > self._patience:
+            self._give_up()
 
     def leave(self) -> None:
         """Takes the recorder off."""
         self.lost = threading.get_ident() != self._thread or self.recorder not in _get_current_dispatch_mode_stack()
-        if self._finally.detach() is not None:
-            _take_off(self.recorder, self._thread)
+        self._undo.close()
 
 
 class Guardian:
@@ -173,7 +176,7 @@ class Guardian:
         scaling = stage.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
         self._counter = Counter(stage.device, self._floor)
-        self._armed: tuple[Armed, Callable[[], None]] | None = None
+        self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
         self._others = 0  # steps of others while one is waited for
@@ -183,7 +186,7 @@ class Guardian:
     def carry(self, scale: Tensor) -> None:
         """Notes the loss scale of the backward pass that comes next."""
         if self._armed is not None:
-            recorder = self._armed[0].recorder
+            recorder = self._armed.recorder
             recorder.carried.append((len(recorder.notes), scale.detach().clone()))
 
     def after_step(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
@@ -195,7 +198,7 @@ class Guardian:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure.
         """
         if self._armed is not None:
-            self._after_recorded(self._armed[0], record, parts, scales)
+            self._after_recorded(self._armed, record, parts, scales)
             return
         about = self._counter.count(parts, record.skipped, scales or {None: record.scale})
         if about is not None:
@@ -219,13 +222,11 @@ class Guardian:
     def _arm_next(self) -> None:
         self._left -= 1
         self._others = 0
-        self._armed = _arm(self._stage)
-        self._armed[0].give_up = self._give_up
-        self._armed[0].patience = self._patience
+        self._armed = Armed(self._stage, self._patience, self._give_up)
 
     def _give_up(self) -> None:
         assert self._armed is not None
-        recorder = self._armed[0].recorder
+        recorder = self._armed.recorder
         if recorder.ended:
             self._say_unseen(recorder)
         else:
@@ -247,15 +248,13 @@ class Guardian:
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
         if self._armed is not None:
-            armed, disarm = self._armed
-            self._armed = None
+            armed, self._armed = self._armed, None
             armed.leave()
-            disarm()
 
     def _conclude(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
         """Ends the recording, and raises or warns where the recorded step failed for good."""
         assert self._armed is not None
-        armed, _ = self._armed
+        armed = self._armed
         recorder, was_on = armed.recorder, armed.recorder.on
         self.close()
         if bool(record.skipped) and (armed.lost or not was_on):
@@ -336,22 +335,10 @@ class Guardian:
         _LOG.warning(text)
 
 
-def _arm(stage: Stage) -> tuple[Armed, Callable[[], None]]:
-    """Has the next step recorded; returns the recording and what ends it."""
-    armed = Armed(stage.roots)
-    with ExitStack() as stack:
-        release = run_uncompiled()
-        stack.callback(release)
-        weakref.finalize(armed, release).atexit = False  # of a session that is never closed
-        stack.enter_context(stage.under(armed.recorder))
-        stack.enter_context(stage.before_forwards(armed.forward_begins))
-        disarm = stack.pop_all().close
-    return armed, disarm
-
-
-def _take_off(recorder: Watching, thread: int) -> None:
+def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]) -> None:
     """Takes a recorder off the stack of modes, from below those that came later."""
     recorder.on = False
+    compile_again()
     if threading.get_ident() != thread:  # it lies on the stack of another
         return
     stack = _get_current_dispatch_mode_stack()

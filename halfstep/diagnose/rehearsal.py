@@ -14,6 +14,7 @@ from torch.autograd import set_detect_anomaly
 from halfstep.cast.enter import put_in_place
 from halfstep.diagnose.closure import Inputs, compute_loss, leaves_kept, noting_inputs
 from halfstep.diagnose.rewind import CONTAINERS, attributes, give_attributes, untouched
+from halfstep.errors import SessionError
 from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.session.session import Session
@@ -22,14 +23,15 @@ from halfstep.session.session import Session
 class Rehearsal:
     """Runs a closure on a session's models; made by `rehearsing`, which puts everything back at its end.
 
-    `params` are the trainable parameters, `same_inputs` says whether every run so far began with the same tensors.
+    `params` are the trainable parameters. Inside `at_scale(scale)` a closure's `session.grad` uses that loss scale;
+    inside `recording(recorder)` a recorder sees the operations.
     """
 
     def __init__(
         self, session: Session, closure: Callable[[], Any], rewind: Callable[[], None], inputs: Inputs
     ) -> None:
         self.plan, self.roots, self.full = session.plan, session.stage.roots, session.stage.full
-        self.recording, self.at_scale = session.stage.recording, session.stage.at_scale
+        self.recording, self.at_scale = session.stage.recording, session.stage.scales.held_at
         self.params = trainable(self.roots)
         self._session, self._closure = session, closure
         self._rewind, self._inputs = rewind, inputs
@@ -71,6 +73,19 @@ class Rehearsal:
         """
         with self._session.trial(plan) as trial, _standing_in(self.roots, trial.stage.roots):
             yield Rehearsal(trial, self._closure, self._rewind, self._inputs)
+
+
+def check_given(function: str, session: object, closure: object) -> None:
+    """Checks what a function that runs a closure on a session was given.
+
+    Raises:
+        SessionError: it is no open session, or no function.
+    """
+    if not isinstance(session, Session) or session.closed:
+        what = "a closed session" if isinstance(session, Session) else type(session).__name__
+        raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
+    if not callable(closure):
+        raise SessionError(f"{function}() takes a function that returns the loss, not {type(closure).__name__}")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.diagnose.rehearsal import check_given
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, LOW_DTYPES, Format, as_format
 from halfstep.plan.fit import named
@@ -69,11 +70,7 @@ def check(
     Raises:
         SessionError: the session is closed, the model on the meta device, or the closure returns no scalar loss.
     """
-    if not isinstance(session, Session) or session.closed:
-        what = "a closed session" if isinstance(session, Session) else type(session).__name__
-        raise SessionError(f"check() takes an open session, not {what}; call it after halfstep.initialize")
-    if closure is not None and not callable(closure):
-        raise SessionError(f"check() takes a function that returns the loss, not {type(closure).__name__}")
+    check_given("check", session, trace_step if closure is None else closure)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
         raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")

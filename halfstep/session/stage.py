@@ -35,10 +35,6 @@ class Stage:
         with self.casting.backward():
             begin_pass(lambda: (wide(loss) * scale).backward(retain_graph=True))  # type: ignore[no-untyped-call]
 
-    def at_scale(self, scale: float) -> AbstractContextManager[None]:
-        """Returns a context in which `session.grad`, which a closure may call, uses this loss scale."""
-        return self.scales.held_at(scale)
-
     @contextmanager
     def recording(self, recorder: OpRecorder) -> Iterator[None]:
         """Has a recorder see the operations inside, as the models call them."""
@@ -48,7 +44,3 @@ class Stage:
     def under(self, recorder: OpRecorder) -> AbstractContextManager[None]:
         """Puts a recorder over emulation, which changes operations."""
         return self.casting.over_emulation(lambda emulation: Recorded(emulation, recorder))
-
-    def before_forwards(self, begin: Callable[[], None]) -> AbstractContextManager[None]:
-        """Has `begin` called before each eager forward of a model, and before its inputs are cast."""
-        return self.casting.before_forwards(begin)

@@ -161,8 +161,7 @@ def test_what_others_do_is_forgotten_while_a_step_is_waited_for(monkeypatch):
     noted = []
     for _ in range(9):
         train(1, inputs)
-        armed, _ = session.watchers[0]._armed
-        noted.append(len(armed.recorder.notes))
+        noted.append(len(session.watchers[0]._armed.recorder.notes))
     assert 0 < noted[0] < noted[1] < noted[2]
     assert noted[3] == noted[7] == 0
     with pytest.raises(NumericsError):
