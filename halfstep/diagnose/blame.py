@@ -23,19 +23,19 @@ from halfstep.diagnose.cures import (
     untried_cure,
     with_edits,
 )
-from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.origin import absorbed, find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
 from halfstep.errors import HalfstepError
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OTHERS, OpRecorder
+from halfstep.observe.recorder import OpRecorder
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Finding, Verdict
+from halfstep.records import Finding, Kind, Verdict
 from halfstep.session.parts import StepFacts
 from halfstep.session.session import Session
 
@@ -102,18 +102,18 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
     run = _first_run(rehearsal, scale)
     if run.found is None:
         return _nothing_found(run, last, tell)
-    if run.found.kind == UNSEEN:
+    if run.found.kind is None:
         _LOG.warning(NOT_SEEN)
         evidence, _, advice = NOT_SEEN.partition(": ")
         tell(Finding("warning", "not seen", "the closure", evidence, advice))
         return None
-    if run.found.kind == OTHERS:
+    if run.found.kind == Kind.ANOTHER_PROCESS:
         return say(run.found, plan, (), scale=scale)
     found, lower = replace(run.found, first_loss=last.first_loss), run.lower
     if lower is None and found.may_be_scale and not math.isfinite(run.loss):
         lower = _passing_from_the_start(rehearsal, scale)
-    if lower is not None and rehearsal.same_inputs:
-        found = replace(found, kind="scale too high", lower_scale=lower)
+    if lower is not None and rehearsal.inputs.same:
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         return say(found, plan, scaling_cure(plan.scale, lower), scale=scale)
     if _fails_again(rehearsal, run.scale, found):
         verdict = _try_cures(rehearsal, replace(run, found=found), scale)
@@ -130,7 +130,7 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
         again = _first_run(rehearsal, scale, least=scale)
     except Exception:  # of an iterator over batches, or a list that they were taken from
         return False
-    return again.found is not None and again.found.is_at(found) and rehearsal.same_inputs
+    return again.found is not None and again.found.is_at(found) and rehearsal.inputs.same
 
 
 def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0) -> _Run:
@@ -249,13 +249,13 @@ def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
         return None
     found = replace(found, full_loss=full.loss, full=full.found, tried=True)
     found = replace(found, grown=_beyond(rehearsal)) if found.loss_has_grown else found
-    if full.found is not None or found.grown is not None or found.kind in ("input data", "stale gradients"):
+    if full.found is not None or found.grown is not None or found.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS):
         return say(found, rehearsal.plan, (), scale=at)
     search = _Search(rehearsal, scale, full.loss)
     cure = search.narrow(found)
     lower = None if cure is not None else _below_one(rehearsal, found, scale)
     if lower is not None:
-        found = replace(found, kind="scale too high", lower_scale=lower)
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         return say(found, rehearsal.plan, scaling_cure(rehearsal.plan.scale, lower), scale=scale)
     cure = cure or search.whole(found)
     if cure is None:
@@ -295,7 +295,8 @@ class _Search:
 
     def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edit that makes all of the model full, where it cures."""
-        return self._if_cured(WHOLE if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else ())
+        run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
+        return None if run is None or run.found is not None else (self._with_scale(WHOLE, run), run.loss)
 
     def _narrow(self, found: Diagnosis) -> list[tuple[Edit, ...]]:
         return narrow_candidates(self.rehearsal.plan, found, self.rehearsal.roots)
@@ -316,10 +317,6 @@ class _Search:
         if moved is None or faults <= 1:
             return None
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
-
-    def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
-        run = self._run(edits) if edits else None
-        return None if run is None or run.found is not None else (self._with_scale(edits, run), run.loss)
 
     def _with_scale(self, edits: tuple[Edit, ...], run: _Run) -> tuple[Edit, ...]:
         """Adds the loss scale that the edited run would come down to, so that it need not skip steps for it."""

@@ -18,12 +18,13 @@ from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.plan.tied import together
+from halfstep.records import Kind
 
 FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _WAY_DOWN = 2.0**12  # how much less than the estimate for one operation those after it may need
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
-_OF_FORMATS = ("overflow", "invalid", "masked row")  # what a wider format may cure
+_OF_FORMATS = (Kind.OVERFLOW, Kind.INVALID, Kind.MASKED_ROW)  # what a wider format may cure
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
 

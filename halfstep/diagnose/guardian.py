@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
-from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
 from halfstep.diagnose.origin import find_origin
 from halfstep.diagnose.words import say
@@ -32,8 +32,9 @@ from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called, run_uncompiled
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OTHERS, Note, OpRecorder
-from halfstep.records import StepRecord, Verdict
+from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.records import Kind, StepRecord, Verdict
+from halfstep.session.parts import Part
 from halfstep.session.stage import Stage
 
 OnFailure = Literal["raise", "warn"]
@@ -55,13 +56,6 @@ _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
 _OTHERS = 32  # steps of other optimizers that are kept of those before the one that is waited for
 _LOG = logging.getLogger("halfstep")
-
-
-class Stepped(Protocol):
-    """An optimizer of a session."""
-
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Returns what it updates."""
 
 
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
@@ -189,7 +183,7 @@ class Guardian:
             recorder = self._armed.recorder
             recorder.carried.append((len(recorder.notes), scale.detach().clone()))
 
-    def after_step(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
+    def after_step(self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]) -> None:
         """Looks at the counters where it is time, or at what was recorded.
 
         `parts` have stepped, on gradients of the losses of `scales`, which has the loss scale of each by its id.
@@ -206,7 +200,7 @@ class Guardian:
             self._arm_next()
 
     def _after_recorded(
-        self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
+        self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> None:
         """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded a while."""
         waited_for, loss_id = self._about
@@ -251,7 +245,7 @@ class Guardian:
             armed, self._armed = self._armed, None
             armed.leave()
 
-    def _conclude(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
+    def _conclude(self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]) -> None:
         """Ends the recording, and raises or warns where the recorded step failed for good."""
         assert self._armed is not None
         armed = self._armed
@@ -275,7 +269,7 @@ class Guardian:
             self._report(*judged, record.step)
 
     def _explain(
-        self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
+        self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
         """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
         recorder, stage = armed.recorder, self._stage
@@ -284,13 +278,13 @@ class Guardian:
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
         scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
         found = None if origin is None else diagnose(recorder, origin, stage.plan, stage.full, scale)
-        if found is None or found.kind == UNSEEN:
+        if found is None or found.kind is None:
             self._say_unseen(recorder)
             self._look_later()
             return None
         lowest = min(map(float, scales.values()), default=scale)
         judged = self._judge(found, scale, shared=lowest if recorder.communicated else None)
-        if judged is None or not armed.passed or found.kind != "input data":
+        if judged is None or not armed.passed or found.kind != Kind.INPUT_DATA:
             return judged
         verdict, about_scale = judged
         return replace(verdict, advice=f"{verdict.advice}; {PASSED}"), about_scale
@@ -309,7 +303,7 @@ class Guardian:
         if dynamic and shared is not None and shared > self._floor:
             _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", shared)
             return None
-        if found.kind == OTHERS:
+        if found.kind == Kind.ANOTHER_PROCESS:
             return say(found, plan, (), scale=scale), ""
         if comes_down and lower.may_help and (lower.scale is None or lower.is_a_guess or lower.scale >= self._floor):
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
@@ -317,7 +311,7 @@ class Guardian:
         if lower.scale is None:
             verdict = say(found, plan, untried_cure(plan, found, self._stage.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
-        found = replace(found, kind="scale too high", lower_scale=lower.scale)
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)
         limit = f"its floor is {self._floor:g}" if dynamic else f"it stays at {scale:g}"
         verdict = say(found, plan, scaling_cure(plan.scale, lower.scale, estimated=True), scale=scale)
         return verdict, f": the loss scale is too high, and {limit}"
@@ -367,7 +361,7 @@ class _Lower:
     def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
         """Returns what follows from the true result, which goes with a power of the scale."""
         power = degree(found.note) if found.note is not None else 0.0
-        if not found.may_be_scale or found.kind != "overflow" or power <= 0:
+        if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
             return _Lower(False)
         if found.exact is None:
             return _Lower(True, 1.0 if scale > 1 else None, is_a_guess=True)

@@ -23,8 +23,8 @@ from halfstep.session.session import Session
 class Rehearsal:
     """Runs a closure on a session's models; made by `rehearsing`, which puts everything back at its end.
 
-    `params` are the trainable parameters. Inside `at_scale(scale)` a closure's `session.grad` uses that loss scale;
-    inside `recording(recorder)` a recorder sees the operations.
+    `params` are the trainable parameters, `inputs` tells whether all runs got the same. Inside `at_scale(scale)` a
+    closure's `session.grad` uses that loss scale; inside `recording(recorder)` a recorder sees the operations.
     """
 
     def __init__(
@@ -34,17 +34,12 @@ class Rehearsal:
         self.recording, self.at_scale = session.stage.recording, session.stage.scales.held_at
         self.params = trainable(self.roots)
         self._session, self._closure = session, closure
-        self._rewind, self._inputs = rewind, inputs
-
-    @property
-    def same_inputs(self) -> bool:
-        """Whether the first module that each run called got the same tensors: others are another batch."""
-        return self._inputs.same
+        self._rewind, self.inputs = rewind, inputs
 
     def rewind(self) -> None:
         """Brings everything back to the start, for another run."""
         self._rewind()
-        self._inputs.begin_run()
+        self.inputs.begin_run()
 
     def loss(self) -> Tensor:
         """Returns the loss that the closure computes.
@@ -72,7 +67,7 @@ class Rehearsal:
             Exception: whatever copying a model raises.
         """
         with self._session.trial(plan) as trial, _standing_in(self.roots, trial.stage.roots):
-            yield Rehearsal(trial, self._closure, self._rewind, self._inputs)
+            yield Rehearsal(trial, self._closure, self._rewind, self.inputs)
 
 
 def check_given(function: str, session: object, closure: object) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfstep.diagnose.closure import compute_loss
 from halfstep.modes import run_uncompiled
 from halfstep.observe.outputs import dense, tensors_in
+from halfstep.observe.window import owned
 from halfstep.plan.matching import uncompiled
 
 
@@ -93,9 +94,6 @@ def _gradient_hook(place: TensorName, see: See) -> Callable[[Tensor], Tensor | N
 
 def parameters(model: nn.Module) -> Iterator[tuple[TensorName, nn.Parameter]]:
     """Yields each floating parameter once, at the first module that has it."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield TensorName(uncompiled(name), "weight", own), parameter
+    for parameter, module, name in owned(dict(model.named_modules())).values():
+        if parameter.is_floating_point():
+            yield TensorName(uncompiled(module), "weight", name), parameter
