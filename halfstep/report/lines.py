@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from halfstep.errors import LogError
-from halfstep.records import Finding, Machine, Observation, OpCall, StepValues, TensorStats, Verdict
+from halfstep.records import Finding, Kind, Machine, Observation, OpCall, StepValues, TensorStats, Verdict
 
 SCHEMA = 1
 START_BYTES = 4096  # more than the first line of a log has: what is none may be one line of any length
@@ -149,7 +149,7 @@ class VerdictLine(Struct, frozen=True, tag_field="type", tag="verdict"):
     module: str
     operator: str
     phase: str
-    kind: str
+    kind: Kind
     where: str | None
     cure: tuple[str, ...]
     evidence: str
