@@ -46,7 +46,8 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
     """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
-    leaves = {id(leaf): leaf for leaf in [*params, *_leaves(loss)]}
+    found = [node.variable for node in graph_nodes(loss) if hasattr(node, "variable")]
+    leaves = {id(leaf): leaf for leaf in [*params, *found]}
     own = {id(p) for p in params}
     kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
     for leaf, _ in kept:
@@ -58,18 +59,15 @@ def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tenso
             leaf.grad = grad
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
+    """Yields the autograd nodes that the backward pass of a loss goes through."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 class Inputs:

@@ -86,13 +86,10 @@ def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
     ruled = {rule.pattern for rule in plan.rules}
-    low = [name for name, part in parts.items() if name not in ruled and norm_kind(part) is None and _learns(part)]
+    trained = [name for name, part in parts.items() if norm_kind(part) is None and [*part.parameters()]]
+    low = [name for name in trained if name not in ruled]
     policy = Policy(plan.param, "low", "full")
     return [(*WHOLE, *(Rule(name, policy) for name in low))] if low else []
-
-
-def _learns(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:

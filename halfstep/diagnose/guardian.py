@@ -225,7 +225,7 @@ class Guardian:
             self._say_unseen(recorder)
         else:
             self._patience *= _MORE_PATIENCE
-        self._look_later()
+        self._counter.rest(self._about)
         self.close()
 
     def _say_unseen(self, recorder: Watching) -> None:
@@ -235,9 +235,6 @@ class Guardian:
         if notice not in self._said:
             self._said.add(notice)
             _LOG.warning(notice)
-
-    def _look_later(self) -> None:
-        self._counter.rest(self._about)
 
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
@@ -257,13 +254,13 @@ class Guardian:
             if was_on and not armed.lost and self._left > 0:
                 self._arm_next()
                 return
-            self._look_later()
+            self._counter.rest(self._about)
             return
         try:
             judged = self._explain(armed, record, parts, scales)
         except Exception:  # what only explains a failure is never to be one
             _LOG.warning(NOT_SEEN, exc_info=True)
-            self._look_later()
+            self._counter.rest(self._about)
             return
         if judged is not None:
             self._report(*judged, record.step)
@@ -280,7 +277,7 @@ class Guardian:
         found = None if origin is None else diagnose(recorder, origin, stage.plan, stage.full, scale)
         if found is None or found.kind is None:
             self._say_unseen(recorder)
-            self._look_later()
+            self._counter.rest(self._about)
             return None
         lowest = min(map(float, scales.values()), default=scale)
         judged = self._judge(found, scale, shared=lowest if recorder.communicated else None)
@@ -319,7 +316,7 @@ class Guardian:
     def _report(self, verdict: Verdict, about_scale: str, step: int) -> None:
         key = (verdict.kind, verdict.module, verdict.operator)
         if self._on_failure == "warn" and key in self._said:
-            self._look_later()
+            self._counter.rest(self._about)
             return
         self._said.add(key)
         self._tell(verdict)
@@ -340,7 +337,7 @@ def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]
         return
     below = next((index for index, mode in enumerate(stack) if mode is recorder), None)
     later = [] if below is None else [_pop_mode() for _ in stack[below + 1 :]]
-    recorder.__exit__(None, None, None)
+    recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     for mode in reversed(later):
         _push_mode(mode)
 

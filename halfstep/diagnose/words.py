@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
-from halfstep.formats import BF16, FP16, Format
+from halfstep.formats import BF16, FP16
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
@@ -150,7 +150,8 @@ def _seen(found: Diagnosis) -> str:
             return (
                 f"{what} that {leaf.name} brought hold {leaf.bad}, and those that this process gave to it were finite"
             )
-        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {_dtype(leaf.dtype)} and shape {leaf.shape}"
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"
     assert found.note is not None
@@ -159,20 +160,13 @@ def _seen(found: Diagnosis) -> str:
     part = "" if found.note.aten.rstrip("_") == found.operator else f" (its part {found.note.aten})"
     text = f"{found.operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
-        text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {_number(found.low)}"
+        end = f"{found.low.max:,.0f}" if found.low.max < 1e6 else f"{found.low.max:.3g}"
+        text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {end}"
     if found.mask is not None:
         text += f", as the mask's {found.mask:g} became -inf"
     if found.eps is not None:
         text += f", as {found.eps:g} is 0 in {found.low}"
     return text
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _number(low: Format) -> str:
-    return f"{low.max:,.0f}" if low.max < 1e6 else f"{low.max:.3g}"
 
 
 def _inputs(call: OpCall | None) -> str:

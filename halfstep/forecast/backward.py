@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from halfstep.cast.emulate import PRODUCTS
+from halfstep.diagnose.closure import graph_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.formats import Format
 from halfstep.modes import as_called
@@ -92,14 +93,8 @@ def _without_onednn() -> Iterator[None]:
 def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Shows `see` each gradient that reaches an autograd node of a loss in a backward pass inside the `with`."""
     with ExitStack() as undo:
-        waiting, known = [loss.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in known:
-                continue
-            known.add(node)
+        for node in graph_nodes(loss):
             undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
-            waiting += [following for following, _ in node.next_functions]
         yield
 
 

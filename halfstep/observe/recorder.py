@@ -343,9 +343,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.on = False
         self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
     def __enter__(self) -> OpRecorder:
         if not hasattr(self._local, "seen"):
             self._local.seen = torch._C._autograd._get_sequence_nr()
@@ -364,7 +361,7 @@ class Recorded:
         self._recorder.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._recorder.__exit__(*error)
+        self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
         self._mode.__exit__(*error)
 
 
