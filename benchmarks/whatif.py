@@ -38,7 +38,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.errors import HalfstepError
-from halfstep.forecast.watch import Place, step
+from halfstep.forecast.watch import TensorName, step
 from halfstep.formats import as_format
 from halfstep.machine import read_machine
 from halfstep.records import TENSOR_KINDS
@@ -237,7 +237,7 @@ def _low_run(
     session = halfstep.initialize(model, optimizer, plan, low=low, loss_scale=scale)
     counted: dict[Any, list[int]] = {}
 
-    def see(place: Place, tensor: Tensor) -> None:
+    def see(place: TensorName, tensor: Tensor) -> None:
         sums = counted.setdefault(place[:2], [0, 0, 0])
         for index, count in enumerate((tensor.numel(), (tensor == 0).sum(), (~tensor.isfinite()).sum())):
             sums[index] += int(count)

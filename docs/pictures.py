@@ -2,7 +2,7 @@
 
     python docs/pictures.py        # one to two minutes; needs Chromium and the extra [report]
 
-fp16 is emulated where the device has no units for it. The first step that is skipped is explained by `session.blame`.
+fp16 is emulated where the device has no units for it. The first step that is skipped is explained by `halfstep.blame`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(path: Path) -> None:
             record = session.step(max_norm=job.max_norm)
             if not explained and bool(record.skipped):
                 explained = True
-                session.blame(lambda inputs=inputs, targets=targets: job.loss(model(inputs), targets))
+                halfstep.blame(session, lambda inputs=inputs, targets=targets: job.loss(model(inputs), targets))
         session.close()
 
 

@@ -1,5 +1,6 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from halfstep.diagnose.blame import blame
 from halfstep.errors import (
     DataError,
     FormatError,
@@ -70,6 +71,7 @@ __all__ = [
     "Verdict",
     "WhatIf",
     "__version__",
+    "blame",
     "check",
     "initialize",
     "level",

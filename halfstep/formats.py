@@ -34,6 +34,23 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    def rounds_to_zero(self, value: float) -> bool:
+        """Returns whether a nonzero value is 0 in the format, rounded to nearest.
+
+        >>> FP16.rounds_to_zero(2.0**-25), FP16.rounds_to_zero(-3e-8)
+        (True, False)
+        """
+        return 0 < abs(value) <= self.smallest_subnormal / 2
+
+    @property
+    def usable_eps(self) -> float:
+        """The smallest power of ten that the format holds with a digit to spare: what to add to keep a zero away.
+
+        >>> FP16.usable_eps
+        1e-06
+        """
+        return 10.0 ** math.ceil(math.log10(8 * self.smallest_subnormal))
+
 
 FP32 = Format("fp32", 32, 8, 23, (2 - 2**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23, True, torch.float32)
 TF32 = Format("tf32", 19, 8, 10, (2 - 2**-10) * 2.0**127, 2.0**-126, 2.0**-136, 2.0**-10, True, torch.float32)
@@ -43,6 +60,7 @@ E4M3 = Format("e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, False, torch.fl
 E5M2 = Format("e5m2", 8, 5, 2, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, True, torch.float8_e5m2)
 
 FORMATS = {fmt.name: fmt for fmt in (FP32, TF32, BF16, FP16, E4M3, E5M2)}
+LOW_DTYPES = (torch.float16, torch.bfloat16)  # of the formats that levels train in
 _BY_DTYPE = {fmt.dtype: fmt for fmt in (FP32, BF16, FP16, E4M3, E5M2)}
 
 _MAGNITUDE = 0x7FFFFFFF

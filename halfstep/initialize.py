@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
 from halfstep.cast.functions import check_functions
-from halfstep.diagnose.guardian import OnFailure
+from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
@@ -111,9 +111,15 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         _say_that_it_steps_itself(type(optimizer).__name__)
     if emulate is None:
         emulate = chosen.ops != "none" and needs_emulation(chosen.low, facts)
-    return Session(
-        models, optimizers, chosen, emulate=emulate, processor=facts.processor, sinks=sinks, on_failure=on_failure
-    )
+    session = Session(models, optimizers, chosen, emulate=emulate, processor=facts.processor, sinks=sinks)
+    return _guarded(session, on_failure)
+
+
+def _guarded(session: Session, on_failure: OnFailure) -> Session:
+    """Has the guardian watch the steps of a session that scales or casts."""
+    if session.optimizers and session.plan.ops != "none":
+        session.watchers.append(Guardian(session.stage, session.tell, on_failure=on_failure))
+    return session
 
 
 @functools.cache

@@ -9,8 +9,8 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from halfstep.errors import SessionError, SetupError
 
@@ -305,19 +304,6 @@ class _Joined(JoinHook):
         self._replicas.end_join(self._wrapper, is_last_joiner)
 
 
-@contextmanager
-def alone(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Takes DistributedDataParallel out of the way of models, whenever they were wrapped in it.
-
-    Calls of a wrapper go to its module, so that no buffer is sent, and its hooks on gradients wait for none. A replay
-    that took part in a reduction would be paired with the next step of the other processes.
-    """
-    with ExitStack() as stack:
-        for wrapper in wrappers_of(roots):
-            stack.callback(_pass_through(wrapper))
-        yield
-
-
 def group_is_open() -> bool:
     """Tells whether this process is one of a group that trains together."""
     return dist.is_available() and dist.is_initialized()
@@ -348,18 +334,3 @@ def _differing(rank: int, theirs: str, first: str) -> SessionError:
         f"what is trained differs between processes: process {rank} has {theirs}, process 0 has {first}; make model, "
         "optimizer and plan alike in all of them"
     )
-
-
-def _pass_through(wrapper: DistributedDataParallel) -> Callable[[], None]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if wrapper.device_ids:
-            given, named = scatter_kwargs(args, kwargs, wrapper.device_ids)
-            args, kwargs = given[0], named[0]
-        return wrapper.module(*args, **kwargs)
-
-    wrapper.__dict__["forward"] = forward
-
-    def undo() -> None:
-        wrapper.__dict__.pop("forward", None)
-
-    return undo

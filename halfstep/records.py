@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -101,16 +102,21 @@ class Status:
 TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
 UPDATE = "update"  # a further kind: what a step added to a weight, in units of the weight's last place
 SEVERITIES = ("note", "warning", "error")
-VERDICT_KINDS = (
-    "scale too high",  # overflow in backward that vanishes at a lower scale
-    "overflow",  # finite inputs, a result beyond the format
-    "invalid",  # 0/0, inf-inf, the log of zero, an eps that rounded to zero
-    "masked row",  # a softmax over a row that a mask has left without a finite entry
-    "input data",
-    "weights",
-    "stale gradients",
-    "another process",  # what other processes sent is not finite, what this one computed is
-)
+
+
+class Kind(str, Enum):
+    """What kind of failure a verdict is about; each is the text that it prints, and equal to it."""
+
+    SCALE_TOO_HIGH = "scale too high"  # overflow in backward that vanishes at a lower scale
+    OVERFLOW = "overflow"  # finite inputs, a result beyond the format
+    INVALID = "invalid"  # 0/0, inf-inf, the log of zero, an eps that rounded to zero
+    MASKED_ROW = "masked row"  # a softmax over a row that a mask has left without a finite entry
+    INPUT_DATA = "input data"
+    WEIGHTS = "weights"
+    STALE_GRADIENTS = "stale gradients"  # left from an earlier step
+    ANOTHER_PROCESS = "another process"  # what other processes sent is not finite, what this one computed is
+
+    __str__ = str.__str__
 
 
 BINS = 256  # entries of a histogram of exponents
@@ -318,7 +324,7 @@ class Verdict:
     """Which operation made the first non-finite value that mattered, and what cures it.
 
     `module` is the dotted name of the module ("" is the model itself), `operator` the public torch name of the op,
-    `phase` "forward" or "backward", `kind` one of `VERDICT_KINDS`, `where` the line of the user's code. `cure` holds
+    `phase` "forward" or "backward", `kind` says of what kind it is, `where` the line of the user's code. `cure` holds
     the edits for `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence`
     with which values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
     """
@@ -326,7 +332,7 @@ class Verdict:
     module: str
     operator: str
     phase: str
-    kind: str
+    kind: Kind
     where: str | None
     cure: tuple[object, ...]
     evidence: str

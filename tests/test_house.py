@@ -91,6 +91,21 @@ def test_only_what_a_person_calls_prints():
     assert places_where(modules_except(TALKERS), loud) == []
 
 
+def test_no_module_is_named_by_a_string():
+    files, folders = {path.name for path in MODULES}, {path.parent.name for path in PACKAGES} - {"halfstep"}
+
+    def named(node):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "os.path.join":
+            return False
+        return any(isinstance(each, ast.Constant) and each.value in folders for each in node.args)
+
+    def file_name(node):
+        return isinstance(node, ast.Constant) and node.value in files - {"__init__.py"}
+
+    assert places_where(MODULES, named) == []
+    assert places_where(MODULES, file_name) == []
+
+
 def test_no_module_reads_the_environment_but_for_the_cache_folder_and_the_compiler():
     def read(node):
         return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")

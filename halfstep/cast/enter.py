@@ -29,6 +29,9 @@ Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict
 GATE = "_halfstep_gate"
 MARK = "_halfstep_session"
 _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a module until the pickler looks at its class
+STAND_IN = "_halfstep_stand_in"
+OURS = frozenset({GATE, MARK, STAND_IN})
+"""What halfstep keeps in the `__dict__` of a module; written in this file alone."""
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would go round"
 OUTSIDE = (
     "a parameter that the session stores low met another format outside of the model's forward, where no plan acts: "
@@ -100,17 +103,28 @@ def _nothing(*args: Any) -> None:
     """What is left of a checkpoint hook in a submodule that was pickled by itself."""
 
 
-class Mark:
-    """What says on each module of a model which session it is in; worth nothing in copies that outlive the session."""
-
-    def __init__(self, owner: object) -> None:
-        self.owner = weakref.ref(owner)
+class _OfOneModule:
+    """What lies at one module and stays behind when that is copied or pickled."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, ())  # nothing, in a form that `torch.load(weights_only=True)` takes
+
+
+class Mark(_OfOneModule):
+    """What says on each module of a model which session it is in; worth nothing in copies that outlive the session."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = weakref.ref(owner)
+
+
+class _StandIn(_OfOneModule):
+    """What is called in the place of one module's forward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
 
 
 def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
@@ -217,8 +231,8 @@ def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
     computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
     twins = copy.deepcopy(models, {id(t): t.detach().clone() for t in computed})
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
-        module.__dict__.pop(GATE, None)
-        module.__dict__.pop(MARK, None)
+        for own in OURS:
+            module.__dict__.pop(own, None)
         module.__class__ = _plain_class(type(module))
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
@@ -298,7 +312,7 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None) -> type[nn.Module]:
-    """Returns a subclass of `base` with its name, whose forward goes through the instance's gate.
+    """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate.
 
     That of a `door` does so only where the plan is not entered yet; inside it costs two looks at bits of the thread.
     With `explain` an error of mixed formats in another method of a user's says what to do.
@@ -308,6 +322,9 @@ def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: In
 
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stand_in: Any = self._halfstep_stand_in
+        if stand_in is not None:
+            return stand_in.forward(*args, **kwargs)
         gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         if gate is None or not gate.active:
             return base_forward(self, *args, **kwargs)
@@ -324,7 +341,7 @@ def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: In
 
         @functools.wraps(base_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_on(device_type) and is_on(marker):
+            if is_on(device_type) and is_on(marker) and self._halfstep_stand_in is None:
                 return base_forward(self, *args, **kwargs)
             return through(self, *args, **kwargs)
 
@@ -338,6 +355,7 @@ def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: In
         "__class__": property(_class_of, _set_class),
         "_halfstep_base": base,
         GATE: None,
+        STAND_IN: None,
         "forward": forward,
         "parameters": _parameters,
         **(_explaining(_methods(base), explain) if explain is not None else {}),
@@ -355,6 +373,22 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
     except TypeError:  # a base with slots has another layout
         swapped = metaclass(base.__name__, (base,), namespace)
     return swapped
+
+
+def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Callable[[], None]:
+    """Sends calls of each module to the function beside it and returns the undo; copies of the module are not meant."""
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    with ExitStack() as stack:
+        for module, forward in stand_ins:
+            base = type(module)
+            if not hasattr(base, STAND_IN):
+                if base not in classes:
+                    classes[base] = make_class(base)
+                module.__class__ = classes[base]
+                stack.callback(setattr, module, "__class__", base)
+            module.__dict__[STAND_IN] = _StandIn(forward)
+            stack.callback(module.__dict__.pop, STAND_IN, None)
+        return stack.pop_all().close
 
 
 class Entrances:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.stack import cast_at_boundary
+
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, nn.Module)
 
@@ -44,14 +46,14 @@ def cast_floats(obj: Any, dtype: torch.dtype, *, only: Collection[torch.dtype] |
     """
     cast_from = [d for d in (CASTABLE if only is None else only) if d != dtype]  # `t.to(t.dtype)` costs 0.7 us
     if isinstance(obj, Tensor):
-        return obj.to(dtype) if obj.dtype in cast_from else obj
+        return cast_at_boundary(obj, dtype) if obj.dtype in cast_from else obj
 
     def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.dtype in cast_from else t
+        return cast_at_boundary(t, dtype) if t.dtype in cast_from else t
 
     def convert(batch: Any) -> Any:
         try:
-            return batch.to(dtype)
+            return cast_at_boundary(batch, dtype)
         except TypeError:  # a `to` for devices only
             return batch
 

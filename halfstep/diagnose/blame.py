@@ -9,81 +9,46 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import Tensor, nn
-from torch.autograd import set_detect_anomaly
+from torch import Tensor
 
 from halfstep.diagnose.cures import (
     WHOLE,
     candidates,
+    edited,
     is_whole,
     narrow_candidates,
     scaling_cure,
     untried_cure,
     with_edits,
 )
-from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.origin import absorbed, find_origin, last_origin
-from halfstep.diagnose.replay import Inputs, leaves_kept, noting_inputs, run_to_the_loss, untouched
+from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
-from halfstep.errors import HalfstepError, PlanError
-from halfstep.modes import uncompiled
-from halfstep.observe.badness import badness
+from halfstep.errors import HalfstepError
+from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OTHERS, OpRecorder
+from halfstep.observe.recorder import OpRecorder
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Edit, Plan
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Finding, Verdict
+from halfstep.records import Finding, Kind, Verdict
+from halfstep.session.parts import StepFacts
+from halfstep.session.session import Session
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (
     "the loss or its gradients are not finite, but what made them so ran where it could not be recorded (in another "
-    "thread, or in compiled code): run the model in one thread, uncompiled, and call session.blame(closure)"
+    "thread, or in compiled code): run the model in one thread, uncompiled, and call halfstep.blame(session, closure)"
 )
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises that looks at its numbers
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
 _CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What blame needs from a session, or from one over copies of the models, on which an edit is tried.
-
-    `recording` is a context in which a recorder sees what the models do; `backward(loss, scale)` runs the backward pass
-    and keeps the graph; within `at_scale(scale)` `session.grad`, which a closure may call, uses that scale;
-    `trial(plan)` gives the subject of a session with another plan over copies of the models, which stand in for them;
-    `full` is the fp32 value of a stored parameter.
-    """
-
-    plan: Plan
-    roots: Sequence[nn.Module]
-    recording: Callable[[OpRecorder], AbstractContextManager[Any]]
-    backward: Callable[[Tensor, float], None]
-    at_scale: Callable[[float], AbstractContextManager[None]]
-    trial: Callable[[Plan], AbstractContextManager[Subject]]
-    full: Callable[[nn.Parameter], Tensor]
-
-
-@dataclass(frozen=True)
-class Held:
-    """What is known of the last step.
-
-    `bad` names the gradients in `p.grad` that are not finite, `left_over` says that nobody had zeroed those of the step
-    before, `skipped` that the step was skipped. `first_loss` is that of the session's first step, None where there was
-    none, or it was not finite.
-    """
-
-    bad: tuple[str, ...]
-    left_over: bool
-    skipped: bool
-    first_loss: float | None = None
 
 
 @dataclass
@@ -107,182 +72,158 @@ class _Run:
         return any(leaf.kind in ("data", "unseen") for leaf in met)
 
 
-def blame(
-    subject: Subject, closure: Callable[[], Any], *, scale: float, held: Held, tell: Callable[[Finding], None]
-) -> Verdict | None:
-    """Returns what made the closure's loss or gradients non-finite at a loss scale; None, with a notice, where all are.
+def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) -> Verdict | None:
+    """Returns which operation made the first value that is not finite and that mattered; None where all are finite.
 
-    `tell` gets what stands in the way of a verdict: a failure that the closure does not reproduce, or that is not seen.
+    The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the same
+    random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was tried on a
+    copy of the model. Weights, buffers, attributes of modules, gradients, optimizer, scale and random state are
+    afterwards as before. What the closure raises is explained where its numbers do.
+
+    Under DistributedDataParallel a process may call it alone, between steps: nothing is sent. A model whose forward
+    itself sends (sharded, or with SyncBatchNorm) is to be blamed on all processes at once, with batches that all fail,
+    or in one process.
 
     Raises:
-        SessionError: what the closure returned is no loss. After any error all is as it was.
+        SessionError: the session is closed, or the closure is no function that computes and returns the loss.
     """
-    params = _parameters(subject.roots)
-    with (
-        untouched(subject.roots, params) as restart,
-        noting_inputs(subject.roots) as inputs,
-        uncompiled(),
-        set_detect_anomaly(False),  # it raises where something is to be found
-    ):
-
-        def rewind() -> None:
-            restart()
-            inputs.begin_run()
-
-        run = _first_run(subject, closure, scale, params)
-        if run.found is None:
-            return _nothing_found(run, scale, held, tell)
-        if run.found.kind == UNSEEN:
-            _LOG.warning(NOT_SEEN)
-            evidence, _, advice = NOT_SEEN.partition(": ")
-            tell(Finding("warning", "not seen", "the closure", evidence, advice))
-            return None
-        if run.found.kind == OTHERS:
-            return say(run.found, subject.plan, (), scale=scale)
-        found, lower = replace(run.found, first_loss=held.first_loss), run.lower
-        if lower is None and found.may_be_scale and not math.isfinite(run.loss):
-            lower = _passing_from_the_start(subject, closure, rewind, scale, params)
-        if lower is not None and inputs.same:
-            found = replace(found, kind="scale too high", lower_scale=lower)
-            return say(found, subject.plan, scaling_cure(subject.plan.scale, lower), scale=scale)
-
-        def fails_again() -> bool:
-            rewind()
-            return _is_repeated(subject, closure, run.scale, params, found, inputs)
-
-        if fails_again():
-            verdict = _try_cures(subject, closure, rewind, replace(run, found=found), scale)
-            if verdict is not None and fails_again():  # else what was tried may have run on another batch
-                return verdict
-        found = replace(found, repeats=False, untried="the closure does not repeat")
-        return say(found, subject.plan, untried_cure(subject.plan, found, subject.roots), scale=run.scale)
+    check_given("blame", session, closure)
+    last = session.last_step(loss_id)
+    with rehearsing(session, closure) as rehearsal:
+        verdict = _verdict(rehearsal, last, session.tell)
+    if verdict is not None:
+        session.tell(verdict)
+    return verdict
 
 
-def _is_repeated(
-    subject: Subject,
-    closure: Callable[[], Any],
-    scale: float,
-    params: list[nn.Parameter],
-    found: Diagnosis,
-    inputs: Inputs,
-) -> bool:
+def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
+    """Returns what a closure fails of at the loss scale of the last step; what is no verdict is told to `tell`."""
+    plan, scale = rehearsal.plan, last.scale
+    run = _first_run(rehearsal, scale)
+    if run.found is None:
+        return _nothing_found(run, last, tell)
+    if run.found.kind is None:
+        _LOG.warning(NOT_SEEN)
+        evidence, _, advice = NOT_SEEN.partition(": ")
+        tell(Finding("warning", "not seen", "the closure", evidence, advice))
+        return None
+    if run.found.kind == Kind.ANOTHER_PROCESS:
+        return say(run.found, plan, (), scale=scale)
+    found, lower = replace(run.found, first_loss=last.first_loss), run.lower
+    if lower is None and found.may_be_scale and not math.isfinite(run.loss):
+        lower = _passing_from_the_start(rehearsal, scale)
+    if lower is not None and rehearsal.inputs.same:
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
+        return say(found, plan, scaling_cure(plan.scale, lower), scale=scale)
+    if _fails_again(rehearsal, run.scale, found):
+        verdict = _try_cures(rehearsal, replace(run, found=found), scale)
+        if verdict is not None and _fails_again(rehearsal, run.scale, found):  # else it may have run on another batch
+            return verdict
+    found = replace(found, repeats=False, untried="the closure does not repeat")
+    return say(found, plan, untried_cure(plan, found, rehearsal.roots), scale=run.scale)
+
+
+def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
     """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
+    rehearsal.rewind()
     try:
-        again = _first_run(subject, closure, scale, params, least=scale)
+        again = _first_run(rehearsal, scale, least=scale)
     except Exception:  # of an iterator over batches, or a list that they were taken from
         return False
-    return again.found is not None and again.found.is_at(found) and inputs.same
+    return again.found is not None and again.found.is_at(found) and rehearsal.inputs.same
 
 
-def _parameters(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return list({id(p): p for root in roots for p in root.parameters() if p.requires_grad}.values())
-
-
-def _first_run(
-    subject: Subject, closure: Callable[[], Any], scale: float, params: list[nn.Parameter], *, least: float = 1.0
-) -> _Run:
+def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0) -> _Run:
     """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed.
 
     Where none passes, what fails at the least one is the fault: what a lower scale cures would be gone by then.
     """
-    recorder = OpRecorder(Places(subject.roots))
-    with subject.recording(recorder):
+    recorder = OpRecorder(Places(rehearsal.roots))
+    with rehearsal.recording(recorder):
         try:
-            loss = run_to_the_loss(closure, params)
+            loss = rehearsal.loss()
         except HalfstepError:
             raise
         except _OF_NUMBERS as error:
-            return _Run(math.nan, recorder, _before(subject, recorder, error, scale), scale)
-        finite = badness(loss) is None
-        found = _look(subject, recorder, loss, params, scale) if finite else _of_sinks(subject, recorder, [loss], scale)
+            return _Run(math.nan, recorder, _before(rehearsal, recorder, error, scale), scale)
+        finite = nonfinite(loss) is None
+        found = _look(rehearsal, recorder, loss, scale) if finite else _of_sinks(rehearsal, recorder, [loss], scale)
     run = _Run(float(loss.detach()), recorder, found, scale)
     if found is None or not found.may_be_scale or not finite:
         return run
-    lower = _passing_scale(subject, loss, params, scale, least)
+    lower = _passing_scale(rehearsal, loss, scale, least)
     if lower is not None or scale <= least:
         return replace(run, lower=lower)
-    with subject.recording(recorder):
-        below = _look(subject, recorder, loss, params, least)
+    with rehearsal.recording(recorder):
+        below = _look(rehearsal, recorder, loss, least)
     return run if below is None else replace(run, found=below, scale=least)
 
 
-def _before(subject: Subject, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
+def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
     """Returns the origin of what was not finite last before the closure raised an error, or raises that."""
     origin = last_origin(recorder)
     if origin is None:
         raise error
-    return replace(diagnose(recorder, origin, subject.plan, subject.full, scale), raised=error)
+    return replace(diagnose(recorder, origin, rehearsal.plan, rehearsal.full, scale), raised=error)
 
 
-def _look(
-    subject: Subject, recorder: OpRecorder, loss: Tensor, params: list[nn.Parameter], scale: float
-) -> Diagnosis | None:
+def _look(rehearsal: Rehearsal, recorder: OpRecorder, loss: Tensor, scale: float) -> Diagnosis | None:
     """Runs the backward pass and tells what is not finite in its gradients."""
-    with leaves_kept(loss, params) as leaves:
-        for leaf in leaves:
-            leaf.grad = None
-        subject.backward(loss, scale)
-        return _of_sinks(subject, recorder, [leaf.grad for leaf in leaves if leaf.grad is not None], scale)
+    with rehearsal.gradients(loss, scale) as gradients:
+        return _of_sinks(rehearsal, recorder, gradients, scale)
 
 
-def _of_sinks(subject: Subject, recorder: OpRecorder, sinks: Sequence[Tensor], scale: float) -> Diagnosis | None:
+def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor], scale: float) -> Diagnosis | None:
     origin = find_origin(recorder, sinks)
-    return None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
+    return None if origin is None else diagnose(recorder, origin, rehearsal.plan, rehearsal.full, scale)
 
 
-def _passing_scale(
-    subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float, least: float
-) -> float | None:
+def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
     """Returns the largest halved scale from `least` up at which the gradients are finite, on the graph as it is."""
     while scale > least:
         scale = max(scale / 2, least)
-        if _is_finite_at(subject, loss, params, scale):
+        if _is_finite_at(rehearsal, loss, scale):
             return scale
     return None
 
 
-def _passing_from_the_start(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], scale: float, params: list[nn.Parameter]
-) -> float | None:
+def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
     """Returns the largest halved scale at which loss and gradients are finite, for a closure that calls `grad`."""
     while scale > 1:
         scale = max(scale / 2, 1.0)
-        rewind()
-        with subject.at_scale(scale):
+        rehearsal.rewind()
+        with rehearsal.at_scale(scale):
             try:
-                loss = run_to_the_loss(closure, params)
+                loss = rehearsal.loss()
             except Exception:  # there are no more batches, or it looks at its numbers itself
                 continue
-            if badness(loss) is None and _is_finite_at(subject, loss, params, scale):
+            if nonfinite(loss) is None and _is_finite_at(rehearsal, loss, scale):
                 return scale
     return None
 
 
-def _is_finite_at(subject: Subject, loss: Tensor, params: list[nn.Parameter], scale: float) -> bool:
-    with leaves_kept(loss, params) as leaves:
-        for leaf in leaves:
-            leaf.grad = None
-        subject.backward(loss, scale)
-        return all(leaf.grad is None or badness(leaf.grad) is None for leaf in leaves)
+def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
+    with rehearsal.gradients(loss, scale) as gradients:
+        return all(nonfinite(gradient) is None for gradient in gradients)
 
 
-def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding], None]) -> Verdict | None:
+def _nothing_found(run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
     """Says what was looked at where the closure's numbers are all finite."""
-    if held.bad and held.left_over:
-        return say(Diagnosis.stale(held.bad), None, (), scale=scale)
+    if last.bad and last.left_over:
+        return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
     _LOG.info(
         "blame: nothing that mattered was not finite when the closure ran (loss %g, %d operations, loss scale %g)",
         run.loss,
         len(run.recorder.notes),
-        scale,
+        last.scale,
     )
     lost = absorbed(run.recorder)
     if lost is not None:
         note = say_absorbed(run.recorder, lost)
         _LOG.info("blame: %s", note)
         tell(note)
-    if held.bad or held.skipped:
-        what = f"the gradients of {named(held.bad)} are not finite" if held.bad else "the last step was skipped"
+    if last.bad or last.skipped:
+        what = f"the gradients of {named(last.bad)} are not finite" if last.bad else "the last step was skipped"
         evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"
         advice = "give the batch that failed (an iterator has moved on), and the model as it was then"
         _LOG.warning("blame: %s; %s", evidence, advice)
@@ -290,9 +231,7 @@ def _nothing_found(run: _Run, scale: float, held: Held, tell: Callable[[Finding]
     return None
 
 
-def _try_cures(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], run: _Run, scale: float
-) -> Verdict | None:
+def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
     """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did.
 
     `run` is the run that failed, `scale` the loss scale of the session. None where the closure has a state of its own
@@ -300,56 +239,52 @@ def _try_cures(
     """
     found, at = run.found, run.scale
     assert found is not None
-    full = _tried(subject, closure, rewind, level("O0", subject.plan.low), scale)
+    full = _tried(rehearsal, level("O0", rehearsal.plan.low), scale)
     if isinstance(full, str):
         if found.raised is not None:  # also where all is finite, for all that is known
             raise found.raised
-        likely = untried_cure(subject.plan, found, subject.roots)
-        return say(replace(found, untried=full), subject.plan, likely, scale=at)
+        likely = untried_cure(rehearsal.plan, found, rehearsal.roots)
+        return say(replace(found, untried=full), rehearsal.plan, likely, scale=at)
     if full.met_data and not run.met_data:
         return None
     found = replace(found, full_loss=full.loss, full=full.found, tried=True)
-    found = replace(found, grown=_beyond(subject)) if found.loss_has_grown else found
-    if full.found is not None or found.grown is not None or found.kind in ("input data", "stale gradients"):
-        return say(found, subject.plan, (), scale=at)
-    search = _Search(subject, closure, rewind, scale, full.loss)
+    found = replace(found, grown=_beyond(rehearsal)) if found.loss_has_grown else found
+    if full.found is not None or found.grown is not None or found.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS):
+        return say(found, rehearsal.plan, (), scale=at)
+    search = _Search(rehearsal, scale, full.loss)
     cure = search.narrow(found)
-    lower = None if cure is not None else _below_one(subject, closure, rewind, found, scale)
+    lower = None if cure is not None else _below_one(rehearsal, found, scale)
     if lower is not None:
-        found = replace(found, kind="scale too high", lower_scale=lower)
-        return say(found, subject.plan, scaling_cure(subject.plan.scale, lower), scale=scale)
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
+        return say(found, rehearsal.plan, scaling_cure(rehearsal.plan.scale, lower), scale=scale)
     cure = cure or search.whole(found)
     if cure is None:
-        return say(found, subject.plan, (), scale=at)
+        return say(found, rehearsal.plan, (), scale=at)
     edits, loss = cure
-    return say(replace(found, cured_loss=loss), subject.plan, edits, scale=at)
+    return say(replace(found, cured_loss=loss), rehearsal.plan, edits, scale=at)
 
 
-def _beyond(subject: Subject) -> tuple[str, float] | None:
+def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
     """Returns the largest weight that lies beyond the low format, by its name; None where all fit."""
-    named = [(name, subject.full(p).detach()) for root in subject.roots for name, p in root.named_parameters()]
+    named = [(name, rehearsal.full(p).detach()) for root in rehearsal.roots for name, p in root.named_parameters()]
     sizes = [(name, float(p.abs().max())) for name, p in named if p.is_floating_point() and p.numel()]
     largest = max(sizes, key=lambda each: each[1], default=("", 0.0))
-    return largest if largest[1] > subject.plan.low.max else None
+    return largest if largest[1] > rehearsal.plan.low.max else None
 
 
-def _below_one(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], found: Diagnosis, scale: float
-) -> float | None:
+def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
     """Returns the largest halved loss scale below 1 that passes: it costs small gradients, so that edits come first."""
-    if not found.may_be_scale or subject.plan.ops == "none":
+    if not found.may_be_scale or rehearsal.plan.ops == "none":
         return None
-    rewind()
-    return _first_run(subject, closure, min(scale, 1.0), _parameters(subject.roots), least=LEAST).lower
+    rehearsal.rewind()
+    return _first_run(rehearsal, min(scale, 1.0), least=LEAST).lower
 
 
 @dataclass
 class _Search:
     """Looks for the edits under which the closure's numbers are finite, from those that change least."""
 
-    subject: Subject
-    closure: Callable[[], Any]
-    rewind: Callable[[], None]
+    rehearsal: Rehearsal
     scale: float
     full_loss: float
     left: int = _TRIES
@@ -360,10 +295,11 @@ class _Search:
 
     def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
         """Returns the edit that makes all of the model full, where it cures."""
-        return self._if_cured(WHOLE if WHOLE in candidates(self.subject.plan, found, self.subject.roots) else ())
+        run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
+        return None if run is None or run.found is not None else (self._with_scale(WHOLE, run), run.loss)
 
     def _narrow(self, found: Diagnosis) -> list[tuple[Edit, ...]]:
-        return narrow_candidates(self.subject.plan, found, self.subject.roots)
+        return narrow_candidates(self.rehearsal.plan, found, self.rehearsal.roots)
 
     def _within(
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
@@ -382,46 +318,37 @@ class _Search:
             return None
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
-    def _if_cured(self, edits: tuple[Edit, ...]) -> tuple[tuple[Edit, ...], float] | None:
-        run = self._run(edits) if edits else None
-        return None if run is None or run.found is not None else (self._with_scale(edits, run), run.loss)
-
     def _with_scale(self, edits: tuple[Edit, ...], run: _Run) -> tuple[Edit, ...]:
         """Adds the loss scale that the edited run would come down to, so that it need not skip steps for it."""
-        return edits if run.lower is None else (*edits, replace(self.subject.plan.scale, init=run.lower))
+        return edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
 
     def _run(self, edits: tuple[Edit, ...]) -> _Run | None:
         self.left -= 1
         if self.left < 0:
             return None
-        try:
-            plan = self.subject.plan.edit(*edits)
-        except PlanError:
-            return None
-        run = _tried(self.subject, self.closure, self.rewind, plan, self.scale)
-        return None if isinstance(run, str) else run
+        for _, plan in edited(self.rehearsal.plan, [edits]):
+            run = _tried(self.rehearsal, plan, self.scale)
+            return None if isinstance(run, str) else run
+        return None
 
     def _is_close(self, loss: float) -> bool:
         return abs(loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)
 
 
-def _tried(
-    subject: Subject, closure: Callable[[], Any], rewind: Callable[[], None], plan: Plan, scale: float
-) -> _Run | str:
+def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
     """Runs the closure on copies of the models under a plan, at the loss scale that it is at or will come down to.
 
     Returns why where it cannot be tried: the models cannot be copied, the closure calls others, the plan does not fit.
     """
-    rewind()
+    rehearsal.rewind()
     try:
-        with subject.trial(plan) as trial:
-            params = _parameters(trial.roots)
+        with rehearsal.under(plan) as trial:
             at = _scale_under(plan.scale, scale)
             least = plan.scale.min if plan.scale.kind == "dynamic" else at
-            run = _first_run(trial, closure, at, params, least=least)
+            run = _first_run(trial, at, least=least)
             if run.lower is not None:  # a scale that will come down cures it by itself
                 run = replace(run, found=None)
-            reached = any(p.grad is not None for p in params)
+            reached = any(p.grad is not None for p in trial.params)
             return run if reached or run.found is not None else "the closure does not call the session's models"
     except Exception as error:  # whatever the code raises under another plan
         return f"the model cannot be copied and run ({str(error).partition('. ')[0] or type(error).__name__})"

@@ -19,7 +19,7 @@ _Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it 
 
 
 @dataclass
-class _Run:
+class _Streak:
     """How many of the last steps were skipped in a row; how many to come are left out, and how many the next time."""
 
     length: int = 0
@@ -38,7 +38,7 @@ class Counter:
         self._floor = floor
         self._steps: list[_Step] = []
         self._coming: tuple[list[_Step], torch.cuda.Event | None] | None = None
-        self._runs: dict[Watched, _Run] = {}  # empty until a step is skipped
+        self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
         """Takes a step of `parts`, and returns whose steps need a look, of those that have come.
@@ -75,7 +75,7 @@ class Counter:
         for (parts, _, scales), skipped in zip(steps, skips, strict=True):
             who = tuple(map(id, parts))
             for loss_id, scale in scales.items():
-                run = self._runs.setdefault((who, loss_id), _Run())
+                run = self._runs.setdefault((who, loss_id), _Streak())
                 run.length = run.length + 1 if skipped else 0
                 run.left_out -= 1
                 alarming = run.length >= WINDOW or (skipped and _number(scale) <= self._floor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -18,29 +18,46 @@ from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
 from halfstep.plan.tied import together
+from halfstep.records import Kind
 
 FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _WAY_DOWN = 2.0**12  # how much less than the estimate for one operation those after it may need
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
-_OF_FORMATS = ("overflow", "invalid", "masked row")  # what a wider format may cure
+_OF_FORMATS = (Kind.OVERFLOW, Kind.INVALID, Kind.MASKED_ROW)  # what a wider format may cure
 _BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
 
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can.
-
-    Modules of the models `roots` that share a parameter get the same rule.
-    """
+    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can."""
     if plan.ops == "none" or found.kind not in _OF_FORMATS:
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
         edits.append((OpChange("deny", found.operator),))
-    for name in _upwards(found.module):
-        names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
-        edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)] if name else []
+    edits += rules_around(found.module, roots)
     return [*edits, WHOLE] if found.module is not None else edits
+
+
+def rules_around(module: str | None, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns the rules that keep a module full, with its output and without, then those around it, but not the model.
+
+    Modules of the models `roots` that share a parameter get the same rule.
+    """
+    edits: list[tuple[Edit, ...]] = []
+    for name in filter(None, _upwards(module)):
+        names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
+        edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)]
+    return edits
+
+
+def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple[tuple[Edit, ...], Plan]]:
+    """Yields edits with the plan that they make; those that contradict it are passed over."""
+    for edits in candidates:
+        try:
+            yield edits, plan.edit(*edits)
+        except PlanError:
+            continue
 
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
@@ -69,13 +86,10 @@ def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
     ruled = {rule.pattern for rule in plan.rules}
-    low = [name for name, part in parts.items() if name not in ruled and norm_kind(part) is None and _learns(part)]
+    trained = [name for name, part in parts.items() if norm_kind(part) is None and [*part.parameters()]]
+    low = [name for name in trained if name not in ruled]
     policy = Policy(plan.param, "low", "full")
     return [(*WHOLE, *(Rule(name, policy) for name in low))] if low else []
-
-
-def _learns(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
@@ -89,20 +103,16 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
     too_large = found.stored_overflow or (found.exact is not None and found.exact > plan.low.max)
     beyond = found.phase == "forward" and too_large
     edits = [each for each in candidates(plan, found, roots) if not (rounded and isinstance(each[0], OpChange))]
-    fitting = [each for each in edits if not (beyond and _gives_back_low(each)) and _changes(plan, each)]
-    return next(iter(fitting), ())
+    fitting = [each for each in edits if not (beyond and _gives_back_low(each))]
+    return next((each for each, new in edited(plan, fitting) if _differs(plan, new)), ())
 
 
 def _gives_back_low(edits: tuple[Edit, ...]) -> bool:
     return edits != WHOLE and isinstance(edits[0], Rule) and edits[0].policy == FULL
 
 
-def _changes(plan: Plan, edits: tuple[Edit, ...]) -> bool:
-    try:
-        edited = plan.edit(*edits)
-    except PlanError:
-        return False
-    return set(edited.rules) != set(plan.rules) or replace(edited, rules=()) != replace(plan, rules=())
+def _differs(plan: Plan, other: Plan) -> bool:
+    return set(other.rules) != set(plan.rules) or replace(other, rules=()) != replace(plan, rules=())
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
@@ -117,12 +127,21 @@ def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> 
     return (replace(own, init=lower, min=floor, max=max(own.max, lower)),)
 
 
+def is_op(operator: str) -> bool:
+    """Tells whether an edit of the op table can name an operation."""
+    return bool(_overloads(operator))
+
+
 def _is_cheap(operator: str) -> bool:
-    try:
-        overloads = set(find(operator))
-    except PlanError:
-        return False
+    overloads = _overloads(operator)
     return any(row.category in _BY_OP and overloads & set(row.overloads) for row in ROWS)
+
+
+def _overloads(operator: str) -> set[object]:
+    try:
+        return set(find(operator))
+    except PlanError:
+        return set()
 
 
 def _upwards(module: str | None) -> list[str]:

@@ -13,28 +13,18 @@ from halfstep.diagnose.origin import Origin, reached_from
 from halfstep.formats import BF16, FP16, FP32, Format
 from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
-from halfstep.records import OpCall
+from halfstep.records import Kind, OpCall
 
-UNSEEN = "unseen"  # no verdict: what failed ran where the recorder could not see it
 _GROWN = 1e3  # times the first loss: more is not learned
 _DEPTH = 6  # how far back the addition of an eps is looked for
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What is known of a failure; `module` is "" for the model itself and None where no module called the operation.
+    """What is known of a failure."""
 
-    `exact` is the largest true result in fp32 (None: not known), `eps` a constant that rounded to zero, `mask` the
-    constant of a mask that became infinite, `infinity` says where the infinity of a mask came from that was computed
-    with ("": none was). `repeats` says that a second run failed in the same place, `tried` that the closure could be
-    run on a copy; then `full_loss` is what fp32 gave, `full` how it failed there (None: it did not), and `cured_loss`
-    the loss under the cure (None: no edit that was tried cures it). `untried` says why nothing could be tried, `raised`
-    what the closure raised in the place of returning a loss. `first_loss` is that of the session's first step, `grown`
-    names a weight, and its size, that has grown beyond the low format since.
-    """
-
-    kind: str
-    module: str | None
+    kind: Kind | None  # None: what failed ran where the recorder could not see it
+    module: str | None  # "" is the model itself; None: no module called the operation
     operator: str
     phase: str
     line: str | None = None
@@ -42,22 +32,22 @@ class Diagnosis:
     note: Note | None = None
     leaf: Leaf | None = None
     low: Format | None = None
-    exact: float | None = None
-    eps: float | None = None
-    mask: float | None = None
-    infinity: str = ""
-    stored_overflow: bool = False
-    names: tuple[str, ...] = ()
+    exact: float | None = None  # the largest true result in fp32, where it is known
+    eps: float | None = None  # a constant that rounded to zero
+    mask: float | None = None  # the constant of a mask that became infinite
+    infinity: str = ""  # where an infinity that was computed with came from: a mask's
+    stored_overflow: bool = False  # a stored parameter is infinite, its fp32 value is not
+    names: tuple[str, ...] = ()  # of gradients that were left from an earlier step
     lower_scale: float | None = None
-    repeats: bool = True
-    tried: bool = False
+    repeats: bool = True  # a second run failed in the same place
+    tried: bool = False  # the closure could be run on a copy; if not, `untried` says why
     untried: str = ""
-    raised: Exception | None = None
-    full: Diagnosis | None = None
-    full_loss: float | None = None
-    cured_loss: float | None = None
-    first_loss: float | None = None
-    grown: tuple[str, float] | None = None
+    raised: Exception | None = None  # by the closure, which returned no loss
+    full: Diagnosis | None = None  # how the closure failed in fp32, if it did
+    full_loss: float | None = None  # what it gave there
+    cured_loss: float | None = None  # the loss under the cure; None: no edit that was tried cures it
+    first_loss: float | None = None  # of the session's first step
+    grown: tuple[str, float] | None = None  # a weight that has grown beyond the low format, and its size
 
     @property
     def loss_has_grown(self) -> bool:
@@ -71,12 +61,12 @@ class Diagnosis:
     @property
     def is_forward_overflow(self) -> bool:
         """Whether the forward pass made something too large."""
-        return self.phase == "forward" and self.kind == "overflow"
+        return self.phase == "forward" and self.kind == Kind.OVERFLOW
 
     @property
     def may_be_scale(self) -> bool:
         """Whether a lower loss scale may be all that it takes: the backward pass made something too large."""
-        return self.phase == "backward" and self.kind in ("overflow", "invalid")
+        return self.phase == "backward" and self.kind in (Kind.OVERFLOW, Kind.INVALID)
 
     def is_at(self, other: Diagnosis) -> bool:
         """Tells whether another run failed in the same place and way."""
@@ -90,7 +80,7 @@ class Diagnosis:
     @property
     def in_full(self) -> Diagnosis | None:
         """How the closure failed in fp32 where that was in another place, which is then another fault."""
-        if self.full is None or self.kind in ("input data", "stale gradients", "weights"):
+        if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
             return None
         own = (self.module or "", self.operator, self.line)
         return None if own == (self.full.module or "", self.full.operator, self.full.line) else self.full
@@ -99,7 +89,7 @@ class Diagnosis:
     def stale(names: Sequence[str]) -> Diagnosis:
         """Returns the diagnosis of gradients that were left from an earlier step."""
         module = names[0].rpartition(".")[0]
-        return Diagnosis("stale gradients", module, "zero_grad", "backward", names=tuple(names))
+        return Diagnosis(Kind.STALE_GRADIENTS, module, "zero_grad", "backward", names=tuple(names))
 
 
 def diagnose(
@@ -121,7 +111,7 @@ def diagnose(
         note,
         low=_format(note),
         exact=None if note.exact is None or not note.exact.finite else note.exact.largest,
-        eps=_vanished(note, plan.low) if kind == "invalid" else None,
+        eps=_vanished(note, plan.low) if kind == Kind.INVALID else None,
         mask=mask,
         infinity=_infinity(recorder, note),
     )
@@ -135,29 +125,38 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
     if leaf.kind == "gradient":
         return Diagnosis.stale([leaf.name])
     if leaf.kind == OTHERS:
-        return Diagnosis(OTHERS, "", leaf.name, "backward" if note is None else phase, note=note, leaf=leaf)
+        return Diagnosis(
+            Kind.ANOTHER_PROCESS, "", leaf.name, "backward" if note is None else phase, note=note, leaf=leaf
+        )
     if leaf.kind in ("data", "unseen"):
-        kind = "input data" if leaf.kind == "data" else UNSEEN
+        kind = Kind.INPUT_DATA if leaf.kind == "data" else None
         return Diagnosis(kind, module, operator, phase, line, note=note, leaf=leaf)
     owner = leaf.name.rpartition(".")[0]
     known = recorder.places.named_tensor(leaf.name)
     stored = isinstance(known, nn.Parameter) and bool(torch.isfinite(full(known)).all())
     return Diagnosis(
-        "overflow" if stored else "weights", owner, operator, phase, line, note=note, leaf=leaf, stored_overflow=stored
+        Kind.OVERFLOW if stored else Kind.WEIGHTS,
+        owner,
+        operator,
+        phase,
+        line,
+        note=note,
+        leaf=leaf,
+        stored_overflow=stored,
     )
 
 
-def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[str, float | None]:
+def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[Kind, float | None]:
     """Returns the kind of failure, and the constant of the mask that it came from."""
     if origin.masked:
-        return "masked row", next((m.exact.value for m in _masks(note) if m.exact is not None), None)
+        return Kind.MASKED_ROW, next((m.exact.value for m in _masks(note) if m.exact is not None), None)
     if note.exact is not None and note.exact.constant:
-        return "overflow", note.exact.value
+        return Kind.OVERFLOW, note.exact.value
     assert note.bad is not None
     if note.exact is not None and (note.exact.defined or note.exact.pole):
-        return ("invalid" if note.exact.pole else "overflow"), None
+        return (Kind.INVALID if note.exact.pole else Kind.OVERFLOW), None
     met_mask = note.exact is None and bool(note.parents or note.leaves)
-    return ("invalid" if note.bad.nan or met_mask else "overflow"), None
+    return (Kind.INVALID if note.bad.nan or met_mask else Kind.OVERFLOW), None
 
 
 def _masks(note: Note) -> list[Note]:
@@ -191,7 +190,7 @@ def _vanished(note: Note, low: Format) -> float | None:
     while waiting:
         source, depth = waiting.pop(0)
         eps = source.vanished if source.dtype is low.dtype else None
-        if eps is not None and abs(eps) <= low.smallest_subnormal / 2:
+        if eps is not None and low.rounds_to_zero(eps):
             return eps
         if depth < _DEPTH:
             waiting += [(each, depth + 1) for each in source.sources if each is not None]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from halfstep.observe.recorder import Note
 
-_PRODUCTS = (
+_BILINEAR = (
     "mul", "mm", "bmm", "mv", "dot", "vdot", "outer", "ger",
     "addmm", "baddbmm", "addbmm", "addmv", "addr",  # to whose first argument a product is added
 )  # fmt: skip
@@ -18,7 +18,7 @@ _CONSTANT = (
 
 
 def degree(note: Note) -> float:
-    """Returns the power of the loss scale that a result goes with: 1 for a gradient, 0 for what no scale changes.
+    """Returns k such that a result is proportional to scale**k: 1 for a gradient, 0 for what no scale changes.
 
     Sums of parts that grow unlike go with what grows most. What is not known to do otherwise grows with its arguments.
     """
@@ -51,7 +51,7 @@ def _degree(note: Note, of: Sequence[float]) -> float:
         return 0.0
     if name == "square":
         return 2 * first
-    if name in _PRODUCTS:
+    if name in _BILINEAR:
         return max(first, sum(of[1:])) if name.startswith(("add", "badd")) else sum(of)
     if name in ("div", "true_divide"):
         return first - sum(of[1:])

@@ -9,39 +9,43 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
-from halfstep.diagnose.blame import LEAST, NOT_SEEN, Subject
+from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
-from halfstep.diagnose.diagnosis import UNSEEN, Diagnosis, diagnose
+from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
 from halfstep.diagnose.origin import find_origin
 from halfstep.diagnose.words import of_another, say
 from halfstep.errors import NumericsError
 from halfstep.formats import Format
-from halfstep.modes import as_called
+from halfstep.modes import as_called, run_uncompiled
 from halfstep.observe.places import Places
-from halfstep.observe.recorder import OTHERS, Note, OpRecorder
-from halfstep.records import StepRecord, Verdict
+from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.records import Kind, StepRecord, Verdict
+from halfstep.session.parts import Part
+from halfstep.session.stage import Stage
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
     "steps go on being skipped, and what makes them so could not be recorded: a step takes too many operations (long "
-    "rollouts before its backward pass); call session.blame(closure) with a closure that computes the loss of a part"
+    "rollouts before its backward pass); call halfstep.blame(session, closure) with a closure that computes the loss "
+    "of a part"
 )
 PASSED = (
     "what a model computed without gradients before, in the same step, was not recorded and may have made it: "
-    "session.blame(closure) with that in the closure tells"
+    "halfstep.blame(session, closure) with that in the closure tells"
 )
 _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
 # What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
@@ -52,13 +56,6 @@ _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
 _OTHERS = 32  # steps of other optimizers that are kept of those before the one that is waited for
 _LOG = logging.getLogger("halfstep")
-
-
-class Stepped(Protocol):
-    """An optimizer of a session."""
-
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Returns what it updates."""
 
 
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
@@ -120,18 +117,22 @@ class Armed:
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
     is `lost` where the caller's own modes, or threads, took it off before. A forward without gradients has `passed`
     where one came first, and was not recorded. Where forwards go on without a backward pass and `patience` ends, or the
-    recording has, `give_up` is called: the step is a long one, or none is coming since the caller was interrupted.
+    recording has, it gives up: the step is a long one, or none is coming since the caller was interrupted.
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self.recorder = Watching(Places(roots), on=False)
+    def __init__(self, stage: Stage, patience: int, give_up: Callable[[], None]) -> None:
+        self.recorder = Watching(Places(stage.roots), on=False)
         self.lost = self.passed = False
-        self.patience = _PATIENCE
-        self.give_up: Callable[[], None] = self.leave
+        self._patience, self._give_up = patience, give_up
         self._thread = threading.get_ident()
-        self.recorder.__enter__()
-        self._finally = weakref.finalize(self, _take_off, self.recorder, self._thread)  # of a session never closed
-        self._finally.atexit = False
+        finally_ = weakref.finalize(self, _take_off, self.recorder, self._thread, run_uncompiled())
+        finally_.atexit = False  # of a session that is never closed
+        with ExitStack() as stack:
+            stack.callback(finally_)
+            self.recorder.__enter__()
+            stack.enter_context(stage.under(self.recorder))
+            stack.enter_context(stage.casting.before_forwards(self.forward_begins))
+            self._undo = stack.pop_all()
 
     def forward_begins(self) -> None:
         """Begins to record where a forward is for training; called before the session casts what is given to it."""
@@ -139,18 +140,17 @@ class Armed:
         recorder.on = not recorder.ended and (recorder.on or training)
         self.passed = self.passed or not recorder.on
         recorder.spent += _TRAINING if training else _EVALUATION if recorder.on else _PASSING
-        if recorder.ended or recorder.spent > self.patience:
-            self.give_up()
+        if recorder.ended or recorder.spent > self._patience:
+            self._give_up()
 
     def leave(self) -> None:
         """Takes the recorder off."""
         self.lost = threading.get_ident() != self._thread or self.recorder not in _get_current_dispatch_mode_stack()
-        if self._finally.detach() is not None:
-            _take_off(self.recorder, self._thread)
+        self._undo.close()
 
 
 class Guardian:
-    """Watches a session's steps; `arm` has its next step recorded and returns the Armed and what ends that.
+    """Watches the steps of a session; a verdict goes to `tell` and is raised, or logged.
 
     Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
     `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, the next ones are recorded, one
@@ -163,22 +163,18 @@ class Guardian:
 
     def __init__(
         self,
-        subject: Subject,
-        arm: Callable[[], tuple[Armed, Callable[[], None]]],
+        stage: Stage,
         tell: Callable[[Verdict], None],
         *,
-        device: torch.device,
         on_failure: OnFailure,
-        together: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._subject, self._arm, self._tell = subject, arm, tell
+        self._stage, self._tell = stage, tell
         self._on_failure = on_failure
-        self._together = together
-        self.pending: NumericsError | None = None
-        scaling = subject.plan.scale
+        self.pending: BaseException | None = None
+        scaling = stage.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._counter = Counter(device, self._floor)
-        self._armed: tuple[Armed, Callable[[], None]] | None = None
+        self._counter = Counter(stage.device, self._floor)
+        self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
         self._others = 0  # steps of others while one is waited for
@@ -188,13 +184,13 @@ class Guardian:
     def carry(self, scale: Tensor) -> None:
         """Notes the loss scale of the backward pass that comes next."""
         if self._armed is not None:
-            recorder = self._armed[0].recorder
+            recorder = self._armed.recorder
             recorder.carried.append((len(recorder.notes), scale.detach().clone()))
 
     def after_step(
         self,
         record: StepRecord,
-        parts: Sequence[Stepped],
+        parts: Sequence[Part],
         scales: Mapping[int, Tensor],
         stopping: Sequence[int] = (),
     ) -> None:
@@ -207,10 +203,10 @@ class Guardian:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
                 another process.
         """
-        if stopping or (self.pending is not None and not self._together()):
+        if stopping or (self.pending is not None and not self._stage.summing()):
             self._stop(stopping, record.step)
         if self._armed is not None:
-            self._after_recorded(self._armed[0], record, parts, scales)
+            self._after_recorded(self._armed, record, parts, scales)
             return
         about = self._counter.count(parts, record.skipped, scales or {None: record.scale})
         if about is not None:
@@ -218,7 +214,7 @@ class Guardian:
             self._arm_next()
 
     def _after_recorded(
-        self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
+        self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> None:
         """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded a while."""
         waited_for, loss_id = self._about
@@ -234,18 +230,16 @@ class Guardian:
     def _arm_next(self) -> None:
         self._left -= 1
         self._others = 0
-        self._armed = self._arm()
-        self._armed[0].give_up = self._give_up
-        self._armed[0].patience = self._patience
+        self._armed = Armed(self._stage, self._patience, self._give_up)
 
     def _give_up(self) -> None:
         assert self._armed is not None
-        recorder = self._armed[0].recorder
+        recorder = self._armed.recorder
         if recorder.ended:
             self._say_unseen(recorder)
         else:
             self._patience *= _MORE_PATIENCE
-        self._look_later()
+        self._counter.rest(self._about)
         self.close()
 
     def _say_unseen(self, recorder: Watching) -> None:
@@ -256,21 +250,16 @@ class Guardian:
             self._said.add(notice)
             _LOG.warning(notice)
 
-    def _look_later(self) -> None:
-        self._counter.rest(self._about)
-
     def close(self) -> None:
         """Ends what a failed or an unfinished step has left on."""
         if self._armed is not None:
-            armed, disarm = self._armed
-            self._armed = None
+            armed, self._armed = self._armed, None
             armed.leave()
-            disarm()
 
-    def _conclude(self, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]) -> None:
+    def _conclude(self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]) -> None:
         """Ends the recording, and raises or warns where the recorded step failed for good."""
         assert self._armed is not None
-        armed, _ = self._armed
+        armed = self._armed
         recorder, was_on = armed.recorder, armed.recorder.on
         self.close()
         if bool(record.skipped) and (armed.lost or not was_on):
@@ -279,34 +268,34 @@ class Guardian:
             if was_on and not armed.lost and self._left > 0:
                 self._arm_next()
                 return
-            self._look_later()
+            self._counter.rest(self._about)
             return
         try:
             judged = self._explain(armed, record, parts, scales)
         except Exception:  # what only explains a failure is never to be one
             _LOG.warning(NOT_SEEN, exc_info=True)
-            self._look_later()
+            self._counter.rest(self._about)
             return
         if judged is not None:
             self._report(*judged, record.step)
 
     def _explain(
-        self, armed: Armed, record: StepRecord, parts: Sequence[Stepped], scales: Mapping[int, Tensor]
+        self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
         """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
-        recorder, subject = armed.recorder, self._subject
+        recorder, stage = armed.recorder, self._stage
         losses = [record.loss] if record.loss is not None else []
         gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
         scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
-        found = None if origin is None else diagnose(recorder, origin, subject.plan, subject.full, scale)
-        if found is None or found.kind == UNSEEN:
+        found = None if origin is None else diagnose(recorder, origin, stage.plan, stage.full, scale)
+        if found is None or found.kind is None:
             self._say_unseen(recorder)
-            self._look_later()
+            self._counter.rest(self._about)
             return None
         lowest = min(map(float, scales.values()), default=scale)
         judged = self._judge(found, scale, shared=lowest if recorder.communicated else None)
-        if judged is None or not armed.passed or found.kind != "input data":
+        if judged is None or not armed.passed or found.kind != Kind.INPUT_DATA:
             return judged
         verdict, about_scale = judged
         return replace(verdict, advice=f"{verdict.advice}; {PASSED}"), about_scale
@@ -317,23 +306,23 @@ class Guardian:
         None where a lower one, which will come, is the cure, or may be that of another process: to end training at the
         same step, none of them does before the lowest scale of the step, which they have `shared`, is at its floor.
         """
-        plan = self._subject.plan
-        found = replace(found, untried="session.blame(closure) would")
+        plan = self._stage.plan
+        found = replace(found, untried="halfstep.blame(session, closure) would")
         lower = _Lower.estimate(found, plan.low, scale)
         dynamic = plan.scale.kind == "dynamic"
         comes_down = dynamic and scale > self._floor
         if dynamic and shared is not None and shared > self._floor:
             _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", shared)
             return None
-        if found.kind == OTHERS:
+        if found.kind == Kind.ANOTHER_PROCESS:
             return say(found, plan, (), scale=scale), ""
         if comes_down and lower.may_help and (lower.scale is None or lower.is_a_guess or lower.scale >= self._floor):
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, untried_cure(plan, found, self._subject.roots), scale=scale)
+            verdict = say(found, plan, untried_cure(plan, found, self._stage.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
-        found = replace(found, kind="scale too high", lower_scale=lower.scale)
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)
         limit = f"its floor is {self._floor:g}" if dynamic else f"it stays at {scale:g}"
         verdict = say(found, plan, scaling_cure(plan.scale, lower.scale, estimated=True), scale=scale)
         return verdict, f": the loss scale is too high, and {limit}"
@@ -341,12 +330,12 @@ class Guardian:
     def _report(self, verdict: Verdict, about_scale: str, step: int) -> None:
         key = (verdict.kind, verdict.module, verdict.operator)
         if self._on_failure == "warn" and key in self._said:
-            self._look_later()
+            self._counter.rest(self._about)
             return
         self._said.add(key)
         self._tell(verdict)
         text = f"step {step} was skipped like those before it{about_scale}\n{verdict}"
-        if self._on_failure == "raise" and not self._together():
+        if self._on_failure == "raise" and not self._stage.summing():
             raise NumericsError(text, verdict)
         if self._on_failure == "raise":
             self.pending = NumericsError(text, verdict)
@@ -363,9 +352,10 @@ class Guardian:
         raise error
 
 
-def _take_off(recorder: Watching, thread: int) -> None:
+def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]) -> None:
     """Takes a recorder off the stack of modes, from below those that came later."""
     recorder.on = False
+    compile_again()
     if threading.get_ident() != thread:  # it lies on the stack of another
         return
     stack = _get_current_dispatch_mode_stack()
@@ -373,7 +363,7 @@ def _take_off(recorder: Watching, thread: int) -> None:
         return
     below = next((index for index, mode in enumerate(stack) if mode is recorder), None)
     later = [] if below is None else [_pop_mode() for _ in stack[below + 1 :]]
-    recorder.__exit__(None, None, None)
+    recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     for mode in reversed(later):
         _push_mode(mode)
 
@@ -394,7 +384,7 @@ class _Lower:
     def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
         """Returns what follows from the true result, which goes with a power of the scale."""
         power = degree(found.note) if found.note is not None else 0.0
-        if not found.may_be_scale or found.kind != "overflow" or power <= 0:
+        if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
             return _Lower(False)
         if found.exact is None:
             return _Lower(True, 1.0 if scale > 1 else None, is_a_guess=True)

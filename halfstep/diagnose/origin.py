@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from halfstep.observe.badness import badness
+from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 
 NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy")
@@ -31,7 +31,7 @@ def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
 
     An operation counts only where its result reached a sink: what a mask excludes on purpose does not.
     """
-    bad = [sink for sink in sinks if badness(sink) is not None]
+    bad = [sink for sink in sinks if nonfinite(sink) is not None]
     if not bad:
         return None
     writers = [note for sink in bad for note in recorder.writers(sink)]

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
-from halfstep.formats import BF16, FP16, Format
+from halfstep.formats import BF16, FP16
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Finding, OpCall, Verdict
+from halfstep.records import Finding, Kind, OpCall, Verdict
 
-_OF_TENSORS = {
-    "stale gradients": (
+_OF_TENSORS: Mapping[Kind | None, str] = {
+    Kind.STALE_GRADIENTS: (
         "call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"
     ),
-    "input data": (
+    Kind.INPUT_DATA: (
         "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
         "out)"
     ),
-    "weights": (
+    Kind.WEIGHTS: (
         "load the last checkpoint whose weights are finite, and find the step that spoiled them (a learning rate "
         "that is too high does)"
     ),
-    OTHERS: "see the verdict of the other processes: one of them has the fault, or its batch has",
+    Kind.ANOTHER_PROCESS: "see the verdict of the other processes: one of them has the fault, or its batch has",
 }
 _SLOWER = "load a checkpoint from before, and take a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
@@ -48,11 +48,14 @@ def of_another(processes: Sequence[int]) -> Verdict:
     """Returns the verdict of a process that has found nothing itself on what these others have."""
     who = ", ".join(map(str, processes))
     evidence = f"process {who} found in its own step what makes all of them skip"
-    return Verdict("", "all_reduce", "backward", OTHERS, None, (), evidence, _OF_TENSORS[OTHERS])
+    return Verdict(
+        "", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, _OF_TENSORS[Kind.ANOTHER_PROCESS]
+    )
 
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
     """Returns the verdict on a failure under a plan, with the edits that cure it."""
+    assert found.kind is not None  # nothing is said of what was not seen
     return Verdict(
         module=found.module or "",
         operator=found.operator,
@@ -105,7 +108,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append(f"the closure then raised {type(found.raised).__name__}")
     if found.module is None:
         parts.append("called outside of the model's forward")
-    if found.phase == "backward" and scale != 1 and found.kind != "stale gradients":
+    if found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
         parts.append(f"at loss scale {scale:g}")
     if found.lower_scale is not None:
         parts.append(_at_lower(found, found.lower_scale))
@@ -156,7 +159,8 @@ def _seen(found: Diagnosis) -> str:
             return (
                 f"{what} that {leaf.name} brought hold {leaf.bad}, and those that this process gave to it were finite"
             )
-        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {_dtype(leaf.dtype)} and shape {leaf.shape}"
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"
     assert found.note is not None
@@ -165,20 +169,13 @@ def _seen(found: Diagnosis) -> str:
     part = "" if found.note.aten.rstrip("_") == found.operator else f" (its part {found.note.aten})"
     text = f"{found.operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
-        text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {_number(found.low)}"
+        end = f"{found.low.max:,.0f}" if found.low.max < 1e6 else f"{found.low.max:.3g}"
+        text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {end}"
     if found.mask is not None:
         text += f", as the mask's {found.mask:g} became -inf"
     if found.eps is not None:
         text += f", as {found.eps:g} is 0 in {found.low}"
     return text
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _number(low: Format) -> str:
-    return f"{low.max:,.0f}" if low.max < 1e6 else f"{low.max:.3g}"
 
 
 def _inputs(call: OpCall | None) -> str:
@@ -211,12 +208,12 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
 
 
 def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
-    if found.kind == "scale too high":
-        return _about_scale(found, plan)
     if found.kind in _OF_TENSORS:
         return [_OF_TENSORS[found.kind]]
-    if found.kind == "masked row":
-        return _about_masks(found)
+    return _OF_KINDS.get(found.kind, _about_operation)(found, plan)
+
+
+def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
@@ -226,7 +223,7 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.full is not None:
         return [_in_every_format(found, found.full)]
     words = []
-    if found.kind == "invalid" and found.tried:
+    if found.kind == Kind.INVALID and found.tried:
         words.append(f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not")
     if found.mask is not None:
         words.append(f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}")
@@ -252,7 +249,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
             f"no edit reaches it: the code itself casts what {name} gets to {found.low}, or takes weights as they are "
             "stored; leave that cast out, or give it .float()"
         )
-    if found.kind == "overflow":
+    if found.kind == Kind.OVERFLOW:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
     if found.phase == "backward":
         return (
@@ -299,7 +296,7 @@ def _about_both(other: Diagnosis) -> str:
     )
 
 
-def _about_masks(found: Diagnosis) -> list[str]:
+def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.mask is not None:
         return [
             f"the mask's {found.mask:g} is -inf in the low format, and some row has nothing else: compute the scores "
@@ -309,3 +306,9 @@ def _about_masks(found: Diagnosis) -> list[str]:
         "leave each row that is masked at least one entry, or give it scores of zero by torch.where before the softmax "
         "and drop what comes of it"
     ]
+
+
+_OF_KINDS: Mapping[Kind | None, Callable[[Diagnosis, Plan | None], list[str]]] = {
+    Kind.SCALE_TOO_HIGH: _about_scale,
+    Kind.MASKED_ROW: _about_masks,
+}

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from halfstep.cast.emulate import PRODUCTS
+from halfstep.diagnose.closure import graph_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.places import Places
 from halfstep.plan.matching import uncompiled
 
-# What runs low at every level, by the names of aten; with attention, whose names begin alike.
-PRODUCTS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_trilinear", "convolution", "convolution_backward"}
-)
-ATTENTION = "_scaled_dot_product"
+_PRODUCTS = {op._schema.name for op in PRODUCTS}  # on every device; with attention, whose names begin alike
+_ATTENTION = "aten::_scaled_dot_product"
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,8 @@ def _without_onednn() -> Iterator[None]:
 def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Shows `see` each gradient that reaches an autograd node of a loss in a backward pass inside the `with`."""
     with ExitStack() as undo:
-        waiting, known = [loss.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in known:
-                continue
-            known.add(node)
+        for node in graph_nodes(loss):
             undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
-            waiting += [following for following, _ in node.next_functions]
         yield
 
 
@@ -132,8 +125,8 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _is_product(func: Any) -> bool:
-    name: str = func._schema.name.rpartition("::")[2]
-    return name in PRODUCTS or name.startswith(ATTENTION)
+    name: str = func._schema.name
+    return name in _PRODUCTS or name.startswith(_ATTENTION)
 
 
 class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnose.replay import leaves_kept, run_to_the_loss
+from halfstep.diagnose.closure import compute_loss, leaves_kept
 from halfstep.errors import SessionError
 from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
 from halfstep.forecast.rounding import rounded
-from halfstep.forecast.watch import Place, show_weight_grads, watching
+from halfstep.forecast.watch import TensorName, show_weight_grads, watching
 from halfstep.formats import FP32, Format, count_rounding, saturate
 from halfstep.observe.stats import measure
 from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
@@ -36,13 +36,13 @@ class Scouted:
     `full_modules` names the modules that compute full; `ceiling` is the largest scale that the loss's format takes.
     """
 
-    low: Mapping[Place, bool] = field(default_factory=dict)
+    low: Mapping[TensorName, bool] = field(default_factory=dict)
     full_modules: frozenset[str] = frozenset()
     largest_gradient: float = 0.0
     inside: float = 1.0
     ceiling: float = LARGEST_SCALE
 
-    def is_low(self, place: Place) -> bool:
+    def is_low(self, place: TensorName) -> bool:
         """Returns whether a tensor is stored low; one that the scout has not seen counts as low."""
         return self.low.get(place, True)
 
@@ -76,7 +76,7 @@ def predict(
             backward pass cannot run twice.
     """
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
-    tally = Tally(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
+    tally = RoundingTotals(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
     for number in range(1, steps + 1):
         for parameter in model.parameters():
             parameter.grad = None
@@ -86,7 +86,7 @@ def predict(
     return tally.prediction()
 
 
-def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally, number: int) -> None:
+def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int) -> None:
     """Runs a step in fp32, and its backward pass again in each format; leaves the fp32 gradients.
 
     The further passes start with the format's scale, go on from each module's output with the rounded gradient, and
@@ -97,7 +97,7 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: Tally, number: in
         undo.enter_context(watching(model, tally.see))
         nodes = undo.enter_context(noting_nodes(model, tally.full_modules))
         with ProductsSeen(model, tally.see_product):
-            loss = run_to_the_loss(closure, params)
+            loss = compute_loss(closure, params)
         if not bool(loss.isfinite()):
             raise SessionError(
                 f"the loss of step {number} is {float(loss.detach())} in fp32 already: no format cures that; look at "
@@ -129,7 +129,7 @@ def _backward_again(loss: Tensor, scale: float) -> None:
         ) from error
 
 
-class Tally:
+class RoundingTotals:
     """Adds up what rounding would do, tensor by tensor, on the device; `scales` are those that gradients carry."""
 
     def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
@@ -156,7 +156,7 @@ class Tally:
         finally:
             self._backward_in = None
 
-    def see(self, place: Place, tensor: Tensor) -> Tensor | None:
+    def see(self, place: TensorName, tensor: Tensor) -> Tensor | None:
         """Counts one tensor, and returns a gradient as rounded, in a backward pass in a format.
 
         Of a group with low and full tensors only the low ones count.
@@ -361,9 +361,10 @@ def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
     return max(min(_power_below(limit / HEADROOM), ceiling), SMALLEST_SCALE)
 
 
-def _check_finite(place: Place, stats: TensorStats) -> None:
+def _check_finite(place: TensorName, stats: TensorStats) -> None:
     if stats.infinities or stats.nans:
         raise SessionError(
             f"the {place.kind} of module {place.module!r} is not finite in fp32 already ({stats.infinities} inf, "
-            f"{stats.nans} NaN): no format cures that; find the operation with session.blame(closure) at level O0"
+            f"{stats.nans} NaN): no format cures that; find the operation at level O0 with halfstep.blame(session, "
+            "closure)"
         )

@@ -10,13 +10,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnose.replay import run_to_the_loss
+from halfstep.diagnose.closure import compute_loss
 from halfstep.modes import run_uncompiled
 from halfstep.observe.outputs import dense, tensors_in
+from halfstep.observe.window import owned
 from halfstep.plan.matching import uncompiled
 
 
-class Place(NamedTuple):
+class TensorName(NamedTuple):
     """Where a tensor stands: the module's dotted name, one of `records.TENSOR_KINDS`, and which of a kind it is."""
 
     module: str
@@ -24,7 +25,7 @@ class Place(NamedTuple):
     name: str
 
 
-See = Callable[[Place, Tensor], Tensor | None]
+See = Callable[[TensorName, Tensor], Tensor | None]
 """Gets each tensor; where it returns one for an `activation_grad`, the backward pass goes on with that."""
 
 
@@ -35,7 +36,7 @@ def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Ca
         SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
     """
     with watching(model, see):
-        loss = run_to_the_loss(closure, list(model.parameters()))
+        loss = compute_loss(closure, list(model.parameters()))
         backward(loss)
     show_weight_grads(model, see)
     return loss.detach()
@@ -79,23 +80,20 @@ def _hook(
                 continue
             seen[id(leaf), version] = leaf
             if not again:
-                see(Place(module, "activation", name), leaf.detach())
+                see(TensorName(module, "activation", name), leaf.detach())
             if leaf.requires_grad:
-                show = _gradient_hook(Place(module, "activation_grad", name), see)
+                show = _gradient_hook(TensorName(module, "activation_grad", name), see)
                 undo.callback(leaf.register_hook(show).remove)  # type: ignore[no-untyped-call]
 
     return look
 
 
-def _gradient_hook(place: Place, see: See) -> Callable[[Tensor], Tensor | None]:
+def _gradient_hook(place: TensorName, see: See) -> Callable[[Tensor], Tensor | None]:
     return lambda grad: see(place, grad.detach()) if grad.layout is torch.strided else None
 
 
-def parameters(model: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
+def parameters(model: nn.Module) -> Iterator[tuple[TensorName, nn.Parameter]]:
     """Yields each floating parameter once, at the first module that has it."""
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point() and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield Place(uncompiled(name), "weight", own), parameter
+    for parameter, module, name in owned(dict(model.named_modules())).values():
+        if parameter.is_floating_point():
+            yield TensorName(uncompiled(module), "weight", name), parameter

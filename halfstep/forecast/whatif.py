@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
-from halfstep.diagnose.replay import leaves_kept, untouched
+from halfstep.diagnose.closure import leaves_kept
+from halfstep.diagnose.cures import FULL_OUT
+from halfstep.diagnose.rewind import untouched
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.forecast.rounding import rounded
-from halfstep.forecast.watch import Place, parameters, step
+from halfstep.forecast.watch import TensorName, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
@@ -42,7 +44,6 @@ FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 # What the scouting backward pass starts with in place of 1: every low format rounds it, so that a gradient which holds
 # it, or a fraction such as 1/8 of it, was not computed low.
 START = 1 + 2.0**-12
-WIDE = Policy("full", "full", "full")  # the output too: values beyond the low format would overflow there again
 
 
 def whatif(
@@ -176,12 +177,12 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     The values say more than the dtype: a gradient that is computed low and handed on as fp32 was rounded. So is the
     gradient of a loss that a module computes low and returns as fp32.
     """
-    places: dict[Place, Tensor] = {}
-    losses: set[Place] = set()
-    largest: dict[Place, Tensor] = {}
+    places: dict[TensorName, Tensor] = {}
+    losses: set[TensorName] = set()
+    largest: dict[TensorName, Tensor] = {}
     inside: list[Tensor] = []
 
-    def see(place: Place, tensor: Tensor) -> None:
+    def see(place: TensorName, tensor: Tensor) -> None:
         values = tensor.detach().float()
         exact = ((rounded(values, plan.low) == values) | ~values.isfinite()).all() & (tensor.dtype is not torch.float64)
         places[place] = places[place] & exact if place in places else exact
@@ -227,7 +228,9 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     )
 
 
-def _follow(low: dict[Place, bool], low_losses: Sequence[Place], stored_low: Collection[Place] | None) -> None:
+def _follow(
+    low: dict[TensorName, bool], low_losses: Sequence[TensorName], stored_low: Collection[TensorName] | None
+) -> None:
     """Completes what is low by what follows from it: the gradients of low losses, and weights with their gradients.
 
     `stored_low` are the weights that the plan stores low; None where it stores none so.
@@ -255,7 +258,7 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
     beyond = {module: most for module, most in prediction.products.items() if most > fmt.max}
     for module in dict.fromkeys([*harmed, *beyond]):
         rows = harmed.get(module, [])
-        policy = WIDE if any(row.kind == "activation" for row in rows) else FULL
+        policy = FULL_OUT if any(row.kind == "activation" for row in rows) else FULL
         cure, why = _cure(module, policy, model, plan)
         evidence = [
             f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in rows

@@ -43,7 +43,7 @@ PUBLIC: Mapping[str, str] = {
     "_fft_c2r": "fft",
 }
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm", "cudnn_batch_norm", "_batch_norm", "miopen_batch_norm")
-_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "add", "_to_copy", "_addmm_activation", "mul", "sum")
+_PARTS_OF_LINEAR = ("addmm", "mm", "bmm", "baddbmm", "add", "_to_copy", "_addmm_activation", "mul", "sum")
 _RECURRENT: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.LSTM, "lstm"),
     (nn.GRU, "gru"),
@@ -72,7 +72,7 @@ def public_name(aten: str, *, call: Collection[str] = (), function: str = "", mo
         return "cross_entropy"
     if function and _is_torch_op(function):
         return function
-    if "t" in call and not {"addmm", "mm", "bmm"}.isdisjoint(call) and aten in _PRODUCTS:
+    if "t" in call and not {"addmm", "mm", "bmm"}.isdisjoint(call) and aten in _PARTS_OF_LINEAR:
         return "linear"
     if aten == "_to_copy":
         aten = next((name for name in call if name not in _MOVES), aten)

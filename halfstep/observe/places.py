@@ -6,26 +6,24 @@ neither sees a part of a forward that a checkpoint runs again in the backward pa
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.observe.badness import elements
+from halfstep.observe.nonfinite import elements
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
+from halfstep.stack import begin_pass, cast_at_boundary
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_USERS = os.path.join(_OURS, "workloads") + os.sep  # models like any user's
 _BELOW = tuple(
     os.path.join(_TORCH, *path.split("/"))
     for path in (
@@ -38,12 +36,9 @@ _BELOW = tuple(
     )
 )
 _FUNCTIONAL = tuple(os.path.join(_TORCH, *path.split("/")) for path in ("nn/functional.py", "functional.py"))
-_CASTS = tuple(os.path.join(_OURS, "cast", name) for name in ("tree.py", "modules.py"))  # at a module's boundary
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 _ENGINE = "_engine_run_backward"
-END = ("run_to_the_loss", "backward")
-"""The functions of halfstep under which a closure, and a backward pass, run: who called them is none of the model."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,10 @@ class Places:
         self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # a session is not kept alive by these
         self._tensors: dict[int, list[_Known]] = {}  # by the memory that they lie in: several may share a flat piece
         self._identities: list[StorageWeakRef] = []  # memory that is freed meanwhile gives its identity to no other
+        self._kinds: dict[str, str] = {}  # by file
+        classes = {type(module).__module__ for root in roots for module in root.modules()}
+        files = {getattr(sys.modules.get(name), "__file__", None) or "" for name in classes}
+        self._files = {path for path in files if path.startswith(_OURS)}  # of a workload, whose code is like any user's
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
             for name, module in root.named_modules():
@@ -132,7 +131,7 @@ class Places:
         function, again = "", False
         while frame is not None:
             code = frame.f_code
-            kind = _kind(code)
+            kind = self._kind(code)
             if kind == "end":
                 break
             again = again or kind == "checkpoint"
@@ -148,11 +147,32 @@ class Places:
                 module = self._of(frame, code.co_varnames[:1]) if module is None else module
                 enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
             if module is not None and line is not None:
-                again = again or _is_run_again(frame)
+                again = again or self._is_run_again(frame)
                 break
             frame = frame.f_back
         module = enclosing if module is None and again else module
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
+
+    def _is_run_again(self, frame: FrameType | None) -> bool:
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        while frame is not None:
+            kind = self._kind(frame.f_code)
+            if kind in ("end", "checkpoint"):
+                return kind == "checkpoint"
+            frame = frame.f_back
+        return False
+
+    def _kind(self, code: CodeType) -> str:
+        """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" of the search."""
+        path = code.co_filename
+        if code is begin_pass.__code__ or (code.co_name == _ENGINE and path.startswith(_TORCH)):
+            return "end"
+        if code is cast_at_boundary.__code__:
+            return "cast"
+        if path not in self._kinds:
+            self._kinds[path] = "user" if path in self._files else _kind(path)
+        return self._kinds[path]
 
     def _of(self, frame: FrameType, names: Sequence[str]) -> tuple[str, weakref.ref[nn.Module]] | None:
         return self._modules.get(id(frame.f_locals.get("self"))) if "self" in names else None
@@ -163,7 +183,7 @@ class Places:
         while trace is not None:
             frame = trace.tb_frame
             code = frame.f_code
-            if _kind(code) == "user":
+            if self._kind(code) == "user":
                 line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
             known = self._of(frame, code.co_varnames[:1])
             module = module if known is None else known[0]
@@ -212,30 +232,12 @@ def _span(held: Tensor) -> tuple[int, int]:
     return start * held.itemsize, (start + reach) * held.itemsize
 
 
-def _is_run_again(frame: FrameType | None) -> bool:
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    while frame is not None:
-        kind = _kind(frame.f_code)
-        if kind in ("end", "checkpoint"):
-            return kind == "checkpoint"
-        frame = frame.f_back
-    return False
-
-
-@functools.cache
-def _kind(code: CodeType) -> str:
-    """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" where the search ends."""
-    path = code.co_filename
-    name: Any = code.co_name
-    if (name == _ENGINE and path.startswith(_TORCH)) or (name in END and path.startswith(_OURS)):
-        return "end"
+def _kind(path: str) -> str:
+    """Returns whose code a file has that defines no module of the models."""
     if path == _CHECKPOINT:
         return "checkpoint"
     if path in _FUNCTIONAL:
         return "functional"
-    if path in _CASTS:
-        return "cast"
-    if path in _BELOW or (path.startswith(_OURS) and not path.startswith(_USERS)):
+    if path in _BELOW or path.startswith(_OURS):
         return "below"
     return "torch" if path.startswith(_TORCH) else "user"

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import as_called
-from halfstep.observe.badness import Badness, badness, measure, unwrapped
+from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
-from halfstep.observe.rerun import Exact, recompute, recompute_unmasked
+from halfstep.observe.recompute import Exact, recompute, recompute_unmasked
 from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars
 from halfstep.records import OpCall
 
@@ -60,7 +60,7 @@ class Note:
     dtype: torch.dtype | None = None
     scalars: tuple[float, ...] = ()
     sources: tuple[Note | None, ...] = ()
-    bad: Badness | None = None
+    bad: NonFinite | None = None
     parents: tuple[Note, ...] = ()
     leaves: tuple[Leaf, ...] = ()
     masked: bool = False
@@ -79,7 +79,7 @@ class Leaf:
 
     kind: str
     name: str
-    bad: Badness
+    bad: NonFinite
     shape: tuple[int, ...]
     dtype: torch.dtype
     masked: bool
@@ -157,7 +157,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def leaf(self, tensor: Tensor) -> Leaf | None:
         """Returns what is known of a tensor from outside that is not finite; None for a finite one."""
-        bad = badness(tensor)
+        bad = nonfinite(tensor)
         if bad is None:
             return None
         computed = "unseen" if tensor.grad_fn is not None else "data"
@@ -195,9 +195,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         """Notes what the operation wrote, and where it is not finite, why."""
-        found = [(out, badness(out)) for out in outputs]
+        found = [(out, nonfinite(out)) for out in outputs]
         if note.received:  # what is given, it brings, if not at once
-            given_bad = next((bad for bad in (badness(each.values) for each in read) if bad is not None), None)
+            given_bad = next((bad for bad in (nonfinite(each.values) for each in read) if bad is not None), None)
             found = [(out, bad or given_bad) for out, bad in found]
         bad = [each for _, each in found if each is not None]
         if bad and not is_uninitialised(func):
@@ -218,14 +218,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             entry.last = note
             if bad and blamed is not None:
                 entry.bad.append(blamed)
-            elif not bad and not fresh and entry.bad and badness(_whole(out)) is None:
+            elif not bad and not fresh and entry.bad and nonfinite(_whole(out)) is None:
                 entry.bad.clear()
 
     def _trace(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         parents: list[Note] = []
         leaves: list[Leaf] = []
         for each in read:
-            bad = None if is_unread(func, given, each.tensor) else badness(each.values)
+            bad = None if is_unread(func, given, each.tensor) else nonfinite(each.values)
             if bad is None:
                 continue
             writers = [w for w in self.writers(each.memory) if w is not note]
@@ -256,8 +256,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             phase=note.phase,
             input_formats=tuple(str(t.dtype).removeprefix("torch.") for t in values),
             output_formats=tuple(str(t.dtype).removeprefix("torch.") for t in outputs),
-            input_ranges=tuple(measure(t) for t in values),
-            output_ranges=tuple(measure(t) for t in outputs),
+            input_ranges=tuple(finite_range(t) for t in values),
+            output_ranges=tuple(finite_range(t) for t in outputs),
             line=note.line,
         )
         if note.received:
@@ -268,7 +268,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             note.exact = recompute(func, given, tensors, values, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
-    def _never_written(self, tensor: Tensor, bad: Badness) -> list[Note]:
+    def _never_written(self, tensor: Tensor, bad: NonFinite) -> list[Note]:
         """Returns who allocated the memory of a tensor that was read before anybody wrote to it."""
         last = self.last_writer(tensor)
         if last is None or not last.aten.removeprefix("new_").startswith("empty"):
@@ -343,9 +343,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.on = False
         self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
     def __enter__(self) -> OpRecorder:
         if not hasattr(self._local, "seen"):
             self._local.seen = torch._C._autograd._get_sequence_nr()
@@ -364,7 +361,7 @@ class Recorded:
         self._recorder.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._recorder.__exit__(*error)
+        self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
         self._mode.__exit__(*error)
 
 
@@ -399,7 +396,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _is_mask(tensor: Tensor, bad: Badness) -> bool:
+def _is_mask(tensor: Tensor, bad: NonFinite) -> bool:
     """Tells whether a tensor is a mask to be added: minus infinity in places, and zero everywhere else."""
     if bad.nan or bad.above:
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.diagnose.rehearsal import check_given
 from halfstep.errors import SessionError
-from halfstep.formats import FP16, FP32, Format, as_format
+from halfstep.formats import FP16, FP32, LOW_DTYPES, Format, as_format
 from halfstep.machine import read_facts, units
 from halfstep.plan.fit import named
 from halfstep.plan.matching import Site, uncompiled
@@ -27,7 +27,6 @@ from halfstep.records import SEVERITIES, Finding
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session.session import Session
 
-LOW = (torch.float16, torch.bfloat16)
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 
@@ -71,23 +70,19 @@ def check(
     Raises:
         SessionError: the session is closed, the model on the meta device, or the closure returns no scalar loss.
     """
-    if not isinstance(session, Session) or session.closed:
-        what = "a closed session" if isinstance(session, Session) else type(session).__name__
-        raise SessionError(f"check() takes an open session, not {what}; call it after halfstep.initialize")
-    if closure is not None and not callable(closure):
-        raise SessionError(f"check() takes a function that returns the loss, not {type(closure).__name__}")
+    check_given("check", session, trace_step if closure is None else closure)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
         raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")
-    if any(tensor.is_meta for module, _ in session._modules() for tensor in module.parameters(recurse=False)):
+    if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
         )
     setup = Setup(
         plan=session.plan,
-        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session._modules()),
-        optimizers=tuple(part.optimizer for part in session._parts),
-        device=session._device,
+        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
+        optimizers=session.optimizers,
+        device=session.stage.device,
         traced=closure is not None,
         scaler=scaler,
     )
@@ -113,7 +108,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                 yield Finding(
                     "note", "float64 parameter", place, f"{place} is float64", "it stays so, and its ops run in it"
                 )
-            elif parameter.requires_grad and parameter.dtype in LOW and setup.plan.ops == "none":
+            elif parameter.requires_grad and parameter.dtype in LOW_DTYPES and setup.plan.ops == "none":
                 yield Finding(
                     "error" if parameter.dtype is torch.float16 else "warning",
                     "low parameter at O0",
@@ -122,7 +117,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     "call model.float() before initialize, and take level O2 for low weights with fp32 masters",
                 )
             elif (
-                parameter.dtype in (torch.float32, *LOW)
+                parameter.dtype in (torch.float32, *LOW_DTYPES)
                 and parameter.dtype is not expected.dtype
                 and (part.formats.param is not None)
             ):
@@ -190,7 +185,7 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
             if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
                 continue
             place = f"{part.name}.{name}".removeprefix(".")
-            if buffer.dtype in LOW:
+            if buffer.dtype in LOW_DTYPES:
                 yield _low_buffer(setup.plan, part, place, name, buffer)
             elif setup.plan.ops != "none" and _is_beyond(buffer, setup.plan.low):
                 yield Finding(
@@ -242,13 +237,13 @@ def _constants(setup: Setup) -> Iterator[Finding]:
     for optimizer in setup.optimizers:
         group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
         if group is not None:
-            dtype = next(as_format(p.dtype) for p in group["params"] if p.dtype in LOW)
+            dtype = next(as_format(p.dtype) for p in group["params"] if p.dtype in LOW_DTYPES)
             yield Finding(
                 "warning",
                 "eps vanishes",
                 type(optimizer).__name__,
                 f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 where a gradient is zero",
-                f"give eps={_usable(dtype):g} or more, or call model.float() and take level O2, whose state is fp32",
+                f"give eps={dtype.usable_eps:g} or more, or call model.float() and take level O2, whose state is fp32",
             )
     if setup.traced or setup.plan.ops == "none":
         return
@@ -259,14 +254,14 @@ def _constants(setup: Setup) -> Iterator[Finding]:
             if (
                 name.lower().strip("_").endswith(("eps", "epsilon"))
                 and isinstance(value, float)
-                and _vanishes(value, low)
+                and low.rounds_to_zero(value)
             ):
                 yield Finding(
                     "note",
                     "eps vanishes",
                     f"{part.place}.{name}",
                     f"{value:g} is 0 in {low}",
-                    f"give {_usable(low):g} or more where it is added to {low} values; check with a closure shows that",
+                    f"give {low.usable_eps:g} or more where {low} values are added; check with a closure shows that",
                     () if not part.name else (Rule(part.name, FULL),),
                 )
 
@@ -277,21 +272,8 @@ def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
         return False
     eps = group.get("eps")
     return isinstance(eps, float) and any(
-        p.requires_grad and p.dtype in LOW and _vanishes(eps, as_format(p.dtype)) for p in group["params"]
+        p.requires_grad and p.dtype in LOW_DTYPES and as_format(p.dtype).rounds_to_zero(eps) for p in group["params"]
     )
-
-
-def _vanishes(value: float, fmt: Format) -> bool:
-    return 0 < value <= fmt.smallest_subnormal / 2
-
-
-def _usable(fmt: Format) -> float:
-    """Returns an eps that a format has, with digits to spare.
-
-    >>> _usable(FP16)
-    1e-06
-    """
-    return 10.0 ** math.ceil(math.log10(8 * fmt.smallest_subnormal))
 
 
 def _losses(setup: Setup) -> Iterator[Finding]:

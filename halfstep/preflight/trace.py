@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,29 +11,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from halfstep.diagnose.replay import leaves_kept, run_to_the_loss, untouched
-from halfstep.errors import HalfstepError, OpError, PlanError, SessionError
-from halfstep.formats import FP32, Format, as_format
-from halfstep.modes import uncompiled
-from halfstep.observe.badness import unwrapped
+from halfstep.diagnose.cures import edited, is_op, rules_around
+from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.diagnose.words import spell
+from halfstep.errors import HalfstepError, OpError, SessionError
+from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
+from halfstep.observe.nonfinite import unwrapped
 from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
-from halfstep.plan.optable import REFUSED, find
+from halfstep.plan.optable import REFUSED
 from halfstep.plan.plan import Edit, OpChange, OpList, Plan
-from halfstep.plan.policy import FULL, Policy
+from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.plan.tied import together
 from halfstep.preflight.streams import Streams
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
 
-WIDE = Policy("full", "full", "full")
-LOW = (torch.float16, torch.bfloat16)
-FLOATS = (*LOW, torch.float32, torch.float64)
+FLOATS = (*LOW_DTYPES, torch.float32, torch.float64)
 # Where a huge constant becomes a value of the result, and a tiny one keeps it off zero.
 WRITES = (
     *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
@@ -66,39 +63,31 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     Raises:
         SessionError: the closure returns no scalar loss.
     """
-    subject = session._aside.subject()
-    params = list({id(p): p for root in subject.roots for p in root.parameters() if p.requires_grad}.values())
-    places = Places(subject.roots)
-    tracer = StepTracer(places)
-    with session._aside.out_of_the_books(), untouched(subject.roots, params) as rewind, uncompiled():
-        with subject.recording(tracer):
-            failure, loss = _run(session, closure, params, tracer)
-        found = tracer.findings(subject.plan)
+    scale = session.last_step().scale
+    with rehearsing(session, closure) as rehearsal:
+        tracer = StepTracer(Places(rehearsal.roots))
+        with rehearsal.recording(tracer):
+            failure, loss = _run(rehearsal, tracer, scale)
+        found = tracer.findings(rehearsal.plan)
         if failure is not None:
-            found.append(_explained(session, failure, lambda plan: _runs(session, closure, params, plan, rewind)))
+            found.append(_explained(rehearsal, failure))
         elif loss is not None:
-            found += _of_results(session, loss, params)
+            found += _of_results(rehearsal, loss)
     return found
 
 
-def _run(
-    session: Session, closure: Callable[[], Any], params: list[torch.nn.Parameter], tracer: StepTracer
-) -> tuple[Failure | None, Tensor | None]:
+def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failure | None, Tensor | None]:
     try:
-        loss = run_to_the_loss(closure, params)
+        loss = rehearsal.loss()
         if bool(torch.isfinite(loss)):
-            with leaves_kept(loss, params):  # those of other models, too
-                session._aside.backward(loss, _scale(session, loss))
+            lower = min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
+            with rehearsal.gradients(loss, lower):
+                pass
     except SessionError:
         raise
     except Exception as error:  # whatever the model raises is what the check is for
         return tracer.failure(error), None
     return None, loss.detach()
-
-
-def _scale(session: Session, loss: Tensor) -> float:
-    scale = session._scale_to_explain(0)
-    return min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
 
 
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
@@ -127,7 +116,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         out = result if isinstance(result, Tensor) else None
-        if out is None or out.dtype not in LOW:
+        if out is None or out.dtype not in LOW_DTYPES:
             return
         name, fmt = func._schema.name.rpartition("::")[2], as_format(out.dtype)
         if name in CASTS:
@@ -140,7 +129,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         args = [self._constant(note, tensor) if isinstance(tensor, Tensor) else tensor for tensor in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
         for value in _numbers(guards) if name in GUARDS else ():
-            if 0 < abs(value) <= fmt.smallest_subnormal / 2:
+            if fmt.rounds_to_zero(value):
                 self._constants[name, note.module, note.line, value] = (note, fmt, True)
         for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
@@ -196,13 +185,12 @@ def _constant(
     name_in_model = (note.module or "").rpartition(":")[2]  # of several models, rules match the names in each
     rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
-        enough = 10.0 ** math.ceil(math.log10(8 * fmt.smallest_subnormal))
         return Finding(
             "warning",
             "constant vanishes",
             place,
             f"{tracer.operator(note)} of {fmt} values and {value:g}, which is 0 in {fmt}: it keeps no zero away",
-            f"give {enough:g} or more, or compute there in fp32",
+            f"give {fmt.usable_eps:g} or more, or compute there in fp32",
             rule,
         )
     what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
@@ -218,7 +206,7 @@ def _constant(
 
 def _overflow(source: Tensor | None, out: Tensor) -> float | None:
     """Returns the value of largest magnitude that a cast made infinite, None where none was."""
-    if source is None or source.dtype in LOW or source.is_complex():
+    if source is None or source.dtype in LOW_DTYPES or source.is_complex():
         return None
     source, out = unwrapped(source), unwrapped(out)
     if source.shape != out.shape:
@@ -238,13 +226,13 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in FLOATS)
 
 
-def _explained(session: Session, failure: Failure, runs: Callable[[Plan], bool]) -> Finding:
-    """Returns the finding of a failure, with edits under which the step `runs`, where it fails a second time."""
+def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
+    """Returns the finding of a failure, with edits under which the step runs, where it fails a second time."""
     try:
-        if runs(session.plan):
+        if _runs(rehearsal, rehearsal.plan):
             return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
-        edits = _tried(session, failure, runs)
-        if edits or runs(level("O0", session.plan.low)):
+        edits = _cure(rehearsal, failure)
+        if edits or _runs(rehearsal, level("O0", rehearsal.plan.low)):
             return _failed(failure, edits, "")
     except StopIteration:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
@@ -281,94 +269,61 @@ def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
     if BEYOND in str(failure.error):
         return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
     if edits:
-        return f"make the edit, with which the step runs: {', '.join(map(_words, edits))}"
+        return f"plan.edit({', '.join(map(spell, edits))}), with which the step runs"
     return reason or (
         "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
     )
 
 
-def _words(edit: Edit) -> str:
-    if isinstance(edit, OpChange):
-        return f"{edit.list} {edit.op}"
-    return f"keep {edit.pattern} full" if isinstance(edit, Rule) else f"a {edit.kind} loss scale"
+def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns the edits that may let a step run, those that change least first."""
+    if plan.ops == "none":
+        return []
+    ops = REFUSED if isinstance(failure.error, OpError) else ()
+    lists: tuple[OpList, ...] = ("promote", "deny") if is_op(failure.operator) else ()
+    changes = [*(OpChange("deny", op) for op in ops), *(OpChange(listed, failure.operator) for listed in lists)]
+    return [*((change,) for change in changes), *rules_around(failure.module, roots)]
 
 
-def _candidates(failure: Failure, roots: Sequence[torch.nn.Module]) -> Iterator[tuple[Edit, ...]]:
-    """Yields the edits that may let a step run, those that change least first; what shares parameters is kept alike."""
-    if isinstance(failure.error, OpError):
-        yield from ((OpChange("deny", op),) for op in REFUSED)
-    lists: tuple[OpList, ...] = ("promote", "deny")
-    for listed in lists:
-        if failure.operator and _is_op(failure.operator):
-            yield (OpChange(listed, failure.operator),)
-    parts = failure.module.rpartition(":")[2].split(".") if failure.module else []
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        names = dict.fromkeys(each for root in roots for each in together(name, root))
-        yield from (tuple(Rule(each, policy) for each in names) for policy in (FULL, WIDE))
-
-
-def _is_op(name: str) -> bool:
-    try:
-        return bool(find(name))
-    except PlanError:
-        return False
-
-
-def _tried(session: Session, failure: Failure, runs: Callable[[Plan], bool]) -> tuple[Edit, ...]:
-    """Returns the first edits with which the step runs on a copy of the model, () where none is found."""
-    if session.plan.ops == "none":
-        return ()
-    for edits in _candidates(failure, session._roots):
-        try:
-            plan = session.plan.edit(*edits)
-        except PlanError:
-            continue
-        if runs(plan):
+def _cure(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:
+    for edits, plan in edited(rehearsal.plan, _candidates(rehearsal.plan, failure, rehearsal.roots)):
+        if _runs(rehearsal, plan):
             return edits
     return ()
 
 
-def _runs(
-    session: Session,
-    closure: Callable[[], Any],
-    params: list[torch.nn.Parameter],
-    plan: Plan,
-    rewind: Callable[[], None],
-) -> bool:
+def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
     """Tells whether the step runs under a plan, on a copy of the model.
 
     Raises:
         StopIteration: the closure had no batch for it.
         Exception: whatever copying the model raises.
     """
-    rewind()
+    rehearsal.rewind()
     with ExitStack() as undo:
         try:
-            trial = undo.enter_context(session._aside.trial(plan))
+            trial = undo.enter_context(rehearsal.under(plan))
         except HalfstepError:  # the plan does not fit
             return False
         try:
-            loss = run_to_the_loss(closure, params)
-            with leaves_kept(loss, params):
-                trial.backward(loss, 1.0)
+            with trial.gradients(trial.loss(), 1.0):
+                return True
         except StopIteration:
             raise
         except Exception:  # the step fails under it as well
             return False
-    return True
 
 
-def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]) -> Iterator[Finding]:
+def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     """Yields what the loss and the gradients of the step say."""
-    scale = session.plan.scale
+    scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()):
         yield Finding(
             "error",
             "not finite",
             "the loss",
             f"the loss of the traced step is {float(loss)}",
-            "session.blame(closure) finds the operation and a cure",
+            "halfstep.blame(session, closure) finds the operation and a cure",
         )
         return
     if loss.dtype is torch.float16 and scale.kind == "static" and scale.init > FP16_LOSS_CEILING:
@@ -387,6 +342,6 @@ def _of_results(session: Session, loss: Tensor, params: list[torch.nn.Parameter]
             "gradients not finite",
             "the backward pass",
             f"{len(bad)} of {len(params)} gradients are not finite at a loss scale of {scale.init:g}, which stays",
-            "session.blame(closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
+            "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
             (Scaling("dynamic"),) if scale.kind == "static" else (),
         )

@@ -16,7 +16,16 @@ from msgspec import Struct
 
 from halfstep.errors import LogError
 from halfstep.machine import Machine
-from halfstep.records import BINS, COUNTS, DOUBLES, Finding, Observation, StepValues, TensorStats, Verdict
+from halfstep.records import (
+    BINS,
+    COUNTS,
+    DOUBLES,
+    Finding,
+    Observation,
+    StepValues,
+    TensorStats,
+    Verdict,
+)
 
 SCHEMA = 1
 START_BYTES = 4096  # more than the first line of a log has: a file that is not a log may be one line of any length

@@ -37,6 +37,22 @@ class LastStep:
     parts: tuple[Part, ...]
 
 
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of the last step on a loss.
+
+    `scale` is the loss scale that it had where it was `skipped`, else the present one. `bad` names the gradients in
+    `p.grad` that are not finite, `left_over` is True where those of the step before were never zeroed. `first_loss` is
+    that of the session's first step (None: there was none, or it was not finite).
+    """
+
+    scale: float
+    skipped: bool
+    bad: tuple[str, ...]
+    left_over: bool
+    first_loss: float | None
+
+
 def make_part(
     optimizer: Optimizer,
     store: MasterStore,

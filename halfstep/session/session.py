@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from numbers import Real
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.casting import Casting
-from halfstep.cast.enter import CheckpointHook, mark
+from halfstep.cast.enter import CheckpointHook, mark, plain_copies
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full, keep_parameters
-from halfstep.diagnose.blame import Held, blame
-from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.kernels.batch import Scratch
@@ -65,9 +63,10 @@ from halfstep.scale.loss import (
 )
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
-from halfstep.session.aside import Aside
-from halfstep.session.parts import LastStep, Part, last_steps, make_part, memory_of, parts_to_step, step_each
+from halfstep.session.parts import LastStep, Part, StepFacts, last_steps, make_part, memory_of, parts_to_step, step_each
+from halfstep.session.stage import Stage
 from halfstep.session.together import SharedState, agree
+from halfstep.stack import begin_pass
 
 Sink = Callable[[StepRecord], None]
 Stepped = tuple[StepRecord, list[Part], BaseException | None]  # which parts, and what a hook raised afterwards
@@ -75,7 +74,33 @@ STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
     "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
 )
+IN_A_CLOSURE = (
+    "a closure for blame or check is to compute the loss and return it: they run the backward pass, and no step"
+)
 _LOG = logging.getLogger("halfstep")
+
+
+class Watcher(Protocol):
+    """What looks at each step of a session, as the guardian does.
+
+    `pending` is what it has to raise, once all processes that step together know that they stop; else None.
+    """
+
+    pending: BaseException | None
+
+    def carry(self, scale: Tensor) -> None:
+        """Notes the loss scale of the backward pass that comes next."""
+
+    def after_step(
+        self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
+    ) -> None:
+        """Looks at a step of `parts` on gradients of the losses of `scales`, which has the loss scale of each by id.
+
+        `stopping` are the processes that have something `pending`, which all processes raise at this step.
+        """
+
+    def close(self) -> None:
+        """Ends what it has left on for the next step."""
 
 
 class Session:
@@ -93,12 +118,12 @@ class Session:
         emulate: bool,
         processor: Processor,
         sinks: Sequence[Sink] = (),
-        on_failure: OnFailure = "raise",
     ) -> None:
         roots = [unwrap(model) for model in models]
         self.plan = plan
         self.assignment: Assignment = resolve(plan, roots)
         self.closed = False
+        self.watchers: list[Watcher] = []
         self._roots = roots
         self._sinks = tuple(sinks)
         self._recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
@@ -118,7 +143,8 @@ class Session:
         self._loss: Tensor | None = None  # of the backward calls since the last step
         self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._guardian: Guardian | None = None
+        self._rehearsing = False
+        self._trial: Session | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
         shared = SharedState(plan, self._store, self._scales, self._name_of, self._replaced)
@@ -126,21 +152,11 @@ class Session:
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
         self._late = LateNumbers()
         self._stopping: list[int] = []  # processes whose verdict ends the step
-        self._aside = Aside(
-            self, plan, roots, self._casting, self._scales, self._probes, self._store.full, self._open_trial
+        self.stage = Stage(
+            plan, roots, self._device, self._casting, self._scales, self._store.full, self._replicas.summing
         )
         try:
             self._open(optimizers)
-            if self._parts and not self._plain:
-                self._guardian = Guardian(
-                    self._aside.subject(),
-                    self._aside.arm,
-                    self.tell,
-                    device=self._device,
-                    on_failure=on_failure,
-                    together=self._replicas.summing,
-                )
-                self._undo.callback(self._guardian.close)
             self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
         except BaseException:
             self.close()
@@ -150,7 +166,7 @@ class Session:
         self._undo.callback(self._casting.open())
         self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
-        pairs = list(self._modules())
+        pairs = list(self.modules())
         for module, formats in pairs:
             self._cast_module(module, formats)
         self._parts = [self._make_part(optimizer) for optimizer in optimizers]
@@ -171,8 +187,9 @@ class Session:
         if not self._plain:
             self._undo.callback(self._replicas.close)
             self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
+        self._undo.callback(self._close_watchers)
 
-    def _modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
+    def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module once with what the assignment gives it; models may share modules."""
         seen: set[int] = set()
         modules = [module for root in self._roots for module in root.modules()]
@@ -226,13 +243,11 @@ class Session:
             self._scales.limit(FP16_LOSS_CEILING)
         return value
 
-    def _open_trial(self, models: Sequence[nn.Module], plan: Plan) -> Session:
-        emulate = self._casting.emulates and plan.ops != "none"
-        return Session(models, [], plan, emulate=emulate, processor=self._processor)
-
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns a context that extends the plan to code outside the model's forward (a loss with weights, say)."""
         self._check_open()
+        if self._trial is not None:
+            return self._trial.autocast()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._buffers.refresh()
         return self._casting.region()
@@ -246,7 +261,7 @@ class Session:
         Raises:
             SessionError: the session is closed or for inference, or `loss` is no scalar tensor that needs a gradient.
         """
-        self._check_open()
+        self._check_training()
         if not self._parts:
             raise SessionError(
                 "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
@@ -257,7 +272,7 @@ class Session:
             scale.limit(FP16_LOSS_CEILING)
         self._carry(scale.value)
         if self._plain:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            begin_pass(lambda: loss.backward(**kwargs))  # type: ignore[no-untyped-call]
             self._add_loss(loss, loss_id)
             self._awaiting = list(self._parts)
             return
@@ -265,7 +280,8 @@ class Session:
             part.ledger.before_backward(loss_id, scale.value)
         try:
             with self._casting.backward():
-                scaled(poisoned(loss) if self._replicas.joining else loss, scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+                sent = poisoned(loss) if self._replicas.joining else loss
+                begin_pass(lambda: scaled(sent, scale).backward(**kwargs))  # type: ignore[no-untyped-call]
         except BaseException:
             for part in self._parts:
                 part.ledger.undo_backward()
@@ -280,8 +296,8 @@ class Session:
     def _carry(self, scale: Tensor) -> None:
         """Says which loss scale the gradients of the next backward pass carry to those who look at the step."""
         self._probes.carry(scale)
-        if self._guardian is not None:
-            self._guardian.carry(scale)
+        for watcher in self.watchers:
+            watcher.carry(scale)
 
     def _add_loss(self, loss: Tensor, loss_id: int) -> None:
         if loss.numel() != 1:  # its backward had a gradient of its own
@@ -321,7 +337,7 @@ class Session:
 
     def unscale_(self) -> None:
         """Makes the gradients in `p.grad` true fp32 ones, for callers who read or change them before `step`."""
-        self._check_open()
+        self._check_training()
         for part in () if self._plain else self._parts:
             part.ledger.unscale_()
 
@@ -339,7 +355,7 @@ class Session:
             SessionError: closed, for inference, no `backward` came before, or not one of the session's optimizers.
             NumericsError: steps go on being skipped for what no lower loss scale cures (`on_failure="raise"`).
         """
-        self._check_open()
+        self._check_training()
         number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
         if max_norm is not None and not (number and max_norm > 0):
             raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
@@ -355,9 +371,9 @@ class Session:
         if not self._awaiting:
             self._buffers.after_step()
         with ExitStack() as told:  # all of them, the last first, also where one raises
-            if self._guardian is not None:
+            for watcher in self.watchers:
                 scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
-                told.callback(self._guardian.after_step, record, parts, scales, self._stopping)
+                told.callback(watcher.after_step, record, parts, scales, self._stopping)
             told.callback(self._probes.stepped, self._steps, parts, self._stepping)
             for sink in reversed(self._sinks):
                 told.callback(sink, record)
@@ -402,7 +418,7 @@ class Session:
             for reading, factor in zip(readings, factors, strict=True)
         ]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        stop = self._guardian is not None and self._guardian.pending is not None
+        stop = any(watcher.pending is not None for watcher in self.watchers)
         agreed = agree(self._replicas, parts, collected, readings, norm, stop=stop)
         collected, readings, norm = agreed.collected, agreed.readings, agreed.norm
         found = readings[0].found
@@ -449,42 +465,46 @@ class Session:
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, p in self._named_parameters() if p is parameter), "(in no model of the session)")
 
-    def blame(self, closure: Callable[[], Tensor], *, loss_id: int = 0) -> Verdict | None:
-        """Returns which operation made the first value that is not finite and that mattered; None where all are finite.
-
-        The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the
-        same random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was
-        tried on a copy of the model. Weights, buffers, attributes of modules, gradients, optimizer, scale and random
-        state are afterwards as before. What the closure raises is explained where its numbers do.
-
-        Under DistributedDataParallel a process may call it alone, between steps: nothing is sent. A model whose forward
-        itself sends (sharded, or with SyncBatchNorm) is to be blamed on all processes at once, with batches that all
-        fail, or in one process.
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Keeps what a closure does inside out of the books: nobody looks, and it cannot take a step.
 
         Raises:
-            SessionError: the session is closed, or the closure is no function that computes and returns the loss.
+            SessionError: the session is closed, or the closure itself calls this.
         """
         self._check_open()
-        if not callable(closure):
-            raise SessionError(f"blame() takes a function that returns the loss, not {type(closure).__name__}")
-        scale, held = self._scale_to_explain(loss_id), self._held(loss_id)
-        with self._aside.out_of_the_books():
-            verdict = blame(self._aside.subject(), closure, scale=scale, held=held, tell=self.tell)
-        if verdict is not None:
-            self.tell(verdict)
-        return verdict
+        if self._rehearsing:
+            raise SessionError(
+                f"this was called inside a closure that blame or check runs; {IN_A_CLOSURE}; call it outside"
+            )
+        self._close_watchers()
+        self._rehearsing = True
+        try:
+            with self._probes.paused():
+                yield
+        finally:
+            self._rehearsing = False
 
-    def _end_recording(self) -> None:
-        if self._guardian is not None:
-            self._guardian.close()
+    @contextmanager
+    def trial(self, plan: Plan) -> Iterator[Session]:
+        """Opens a session with another plan over copies of the models; `autocast` is that of the trial meanwhile."""
+        emulate = self._casting.emulates and plan.ops != "none"
+        with Session(plain_copies(self._roots), [], plan, emulate=emulate, processor=self._processor) as trial:
+            self._trial = trial
+            try:
+                yield trial
+            finally:
+                self._trial = None
 
-    def _scale_to_explain(self, loss_id: int) -> float:
-        """Returns the scale of a loss in its last step where that was skipped, else the one that it has now."""
-        now, last = self._scales.read(loss_id), self._last.get(loss_id)
-        return max(now, float(last.scale)) if last is not None and bool(last.skipped) else now
+    def _close_watchers(self) -> None:
+        for watcher in self.watchers:
+            watcher.close()
 
-    def _held(self, loss_id: int) -> Held:
+    def last_step(self, loss_id: int = 0) -> StepFacts:
+        """Returns what is known of the last step on a loss, read on the host (this waits for the device)."""
         last = self._last.get(loss_id)
+        skipped = last is not None and bool(last.skipped)
+        now = self._scales.read(loss_id)
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         bad = [
             names.get(id(p), "a parameter")
@@ -492,10 +512,19 @@ class Session:
             for p in part.parameters()
             if p.grad is not None and bool(read([p.grad]).found)
         ]
-        skipped = last is not None and bool(last.skipped)
         first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
-        left_over = any(part.ledger.left_over for part in self._parts)
-        return Held(tuple(bad), left_over, skipped, first if math.isfinite(first) else None)
+        return StepFacts(
+            scale=max(now, float(last.scale)) if last is not None and skipped else now,
+            skipped=skipped,
+            bad=tuple(bad),
+            left_over=any(part.ledger.left_over for part in self._parts),
+            first_loss=first if math.isfinite(first) else None,
+        )
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that the session was given."""
+        return tuple(part.optimizer for part in self._parts)
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""
@@ -613,6 +642,11 @@ class Session:
     def _check_open(self) -> None:
         if self.closed:
             raise SessionError("this session is closed; call halfstep.initialize again")
+
+    def _check_training(self) -> None:
+        self._check_open()
+        if self._rehearsing:
+            raise SessionError(IN_A_CLOSURE)
 
     def __enter__(self) -> Session:
         self._check_open()

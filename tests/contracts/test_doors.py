@@ -275,6 +275,6 @@ def test_blame_and_check_see_a_module_called_first():
     x = torch.full((2, 8), 3e4)
     found = halfstep.check(session, lambda: model.decode(model.encode(torch.randn(2, 8))).square().mean())
     assert [finding for finding in found if finding.severity == "error"] == []
-    verdict = session.blame(lambda: model.dec[0].a(model.enc[0](x) * 10).square().mean())
+    verdict = halfstep.blame(session, lambda: model.dec[0].a(model.enc[0](x) * 10).square().mean())
     assert verdict is not None
     session.close()

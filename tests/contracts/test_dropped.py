@@ -61,7 +61,7 @@ def a_recorded_step(session, model, optimizer):
 
 
 def blame_and_check(session, model, optimizer):
-    session.blame(lambda: model(torch.randn(16, 8)).sum())
+    halfstep.blame(session, lambda: model(torch.randn(16, 8)).sum())
     halfstep.check(session, lambda: model(torch.randn(16, 8)).sum())
 
 

@@ -58,7 +58,7 @@ def tower(plan="O1", low="fp16", **options):
 def test_a_forward_overflow_is_found_at_its_operation_and_line(plan):
     model, _, session, closure = tower(plan)
     model.blocks[1].gain = 1e6
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("overflow", "blocks.1", "mul", "forward")
     assert verdict.where.startswith("test_blame.py:")
     assert verdict.where.endswith(" in forward")
@@ -70,7 +70,7 @@ def test_a_forward_overflow_is_found_at_its_operation_and_line(plan):
 
 def test_a_scale_that_is_too_high_gets_a_lower_one():
     _, _, session, closure = tower(loss_scale=2.0**24)
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.phase) == ("scale too high", "backward")
     (edit,) = verdict.cure
     assert isinstance(edit, Scaling)
@@ -81,7 +81,7 @@ def test_a_scale_that_is_too_high_gets_a_lower_one():
 @mixed_plans
 def test_a_healthy_step_gets_no_verdict(name, low):
     _, _, session, closure = tower(name, low)
-    assert session.blame(closure) is None
+    assert halfstep.blame(session, closure) is None
     session.close()
 
 
@@ -103,7 +103,7 @@ def test_blame_leaves_everything_as_it_was(name, low):
         torch.rand(1)
         return nn.functional.mse_loss(model(inputs), targets)
 
-    assert session.blame(closure).kind == "input data"
+    assert halfstep.blame(session, closure).kind == "input data"
     assert differing(before, snapshot(model, optimizer, session)) == []
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(g is None or torch.equal(g, v) for g, v in zip(grads, values, strict=True))
@@ -125,21 +125,21 @@ def test_blame_leaves_everything_as_it_was(name, low):
 def test_a_closure_that_computes_no_loss_is_refused(closure, words):
     model, _, session, _ = tower()
     with pytest.raises(SessionError, match=words):
-        session.blame(lambda: closure(model, torch.randn(4, 8)))
+        halfstep.blame(session, lambda: closure(model, torch.randn(4, 8)))
     session.close()
 
 
 def test_what_is_no_function_is_refused():
     _, _, session, closure = tower()
     with pytest.raises(SessionError, match="takes a function"):
-        session.blame(closure())
+        halfstep.blame(session, closure())
     session.close()
 
 
 def test_a_closure_that_does_not_repeat_says_so_and_tries_nothing():
     model, _, session, _ = tower()
     batches = iter([torch.full((4, 8), torch.nan), *[torch.randn(4, 8)] * 9])
-    verdict = session.blame(lambda: model(next(batches)).square().mean())
+    verdict = halfstep.blame(session, lambda: model(next(batches)).square().mean())
     assert verdict.kind == "input data"
     assert "does not repeat" in verdict.evidence
     session.close()
@@ -150,19 +150,19 @@ def test_a_failure_that_the_closure_does_not_reproduce_gets_no_verdict_but_a_not
     session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
     session.step()
     with caplog.at_level(logging.WARNING, "halfstep"):
-        assert session.blame(closure) is None
+        assert halfstep.blame(session, closure) is None
     assert "the gradients of blocks.0.fc.weight, " in caplog.text
     assert "does not reproduce" in caplog.text
     optimizer.zero_grad()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "halfstep"):
-        assert session.blame(closure) is None
+        assert halfstep.blame(session, closure) is None
     assert "the last step was skipped, but the closure does not reproduce it" in caplog.text
     session.backward(closure())
     session.step()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "halfstep"):
-        assert session.blame(closure) is None
+        assert halfstep.blame(session, closure) is None
     assert caplog.text == ""
     session.close()
 
@@ -174,7 +174,7 @@ def test_gradients_that_nobody_zeroed_are_told_from_a_failure_that_did_not_repea
     session.step()
     session.backward(closure())
     session.step()
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.operator, verdict.cure) == ("stale gradients", "zero_grad", ())
     assert "optimizer.zero_grad()" in verdict.advice
     optimizer.zero_grad()
@@ -194,7 +194,7 @@ def test_a_mask_that_leaves_each_row_an_entry_is_harmless(plan, low, mask, style
     model = Transformer(nn.Identity(), Attention(mask=mask, style=style))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low=low)
     inputs, labels = words(), targets()
-    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
+    assert halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
     session.close()
 
 
@@ -202,7 +202,7 @@ def test_a_harmless_mask_does_not_hide_a_fault():
     model = Transformer(Gain(), Attention())
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = words(), targets()
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.module, verdict.operator) == ("blocks.1.plant", "mul")
     session.close()
 
@@ -218,7 +218,7 @@ def test_what_overflows_without_reaching_the_loss_is_no_fault():
         assert not torch.isfinite(unused).all()
         return nn.functional.cross_entropy(model(inputs), labels)
 
-    assert session.blame(closure) is None
+    assert halfstep.blame(session, closure) is None
     session.close()
 
 
@@ -226,7 +226,7 @@ def test_a_target_that_is_not_finite_is_input_data():
     model = Stacked(nn.Identity(), nn.Identity())
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
     inputs, wrong = rows(), torch.full((8, 4), torch.nan)
-    verdict = session.blame(lambda: nn.functional.mse_loss(model(inputs), wrong))
+    verdict = halfstep.blame(session, lambda: nn.functional.mse_loss(model(inputs), wrong))
     assert (verdict.kind, verdict.operator, verdict.cure) == ("input data", "mse_loss", ())
     assert "outside of the model's forward" in verdict.evidence
     session.close()
@@ -237,7 +237,9 @@ def test_one_of_two_models_is_named_by_its_number():
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     session = halfstep.initialize(models, optimizers, "O2", low="fp16")
     pictures, inputs, labels = images(), rows(), targets()
-    verdict = session.blame(lambda: nn.functional.cross_entropy(models[0](pictures) + models[1](inputs), labels))
+    verdict = halfstep.blame(
+        session, lambda: nn.functional.cross_entropy(models[0](pictures) + models[1](inputs), labels)
+    )
     assert verdict.module == "1:blocks.0"
     assert verdict.cure == (Rule("blocks.0", FULL),)
     session.close()
@@ -248,10 +250,10 @@ def test_sparse_gradients_are_looked_at():
     model = nn.Sequential(table, head)
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
     indices = torch.tensor([1, 2, 3])
-    assert session.blame(lambda: model(indices).square().mean()) is None
+    assert halfstep.blame(session, lambda: model(indices).square().mean()) is None
     with torch.no_grad():
         table.weight[2, 0] = torch.nan
-    verdict = session.blame(lambda: model(indices).square().mean())
+    verdict = halfstep.blame(session, lambda: model(indices).square().mean())
     assert (verdict.kind, verdict.module, verdict.operator) == ("weights", "0", "embedding")
     session.close()
 
@@ -267,10 +269,10 @@ def test_a_gradient_penalty_at_too_high_a_scale_is_told_by_running_it_lower():
 
     model.stem(inputs).sum().backward()
     held = inputs.grad.clone()
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert verdict.kind == "scale too high"
     assert torch.equal(inputs.grad, held)
-    assert session.blame(lambda: nn.functional.mse_loss(model(inputs), torch.zeros(8, 4)) * 1e-6) is None
+    assert halfstep.blame(session, lambda: nn.functional.mse_loss(model(inputs), torch.zeros(8, 4)) * 1e-6) is None
     session.close()
 
 
@@ -281,7 +283,7 @@ def test_a_normal_skip_is_called_normal():
     inputs, labels = images(), targets()
     session.backward(nn.functional.cross_entropy(model(inputs), labels))
     assert bool(session.step().skipped)
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert verdict.kind == "scale too high"
     assert "normal while a dynamic scale comes down" in verdict.advice
     session.close()
@@ -291,11 +293,11 @@ def test_a_closure_may_not_run_the_backward_pass_or_a_step():
     model, optimizer, session, closure = tower()
     before = snapshot(model, optimizer, session)
     with pytest.raises(SessionError, match="compute the loss"):
-        session.blame(lambda: (session.backward(closure()), closure())[1])
+        halfstep.blame(session, lambda: (session.backward(closure()), closure())[1])
     with pytest.raises(SessionError, match="compute the loss"):
-        session.blame(lambda: (session.step(), closure())[1])
+        halfstep.blame(session, lambda: (session.step(), closure())[1])
     with pytest.raises(SessionError, match="ran the backward pass"):
-        session.blame(lambda: (closure().backward(), closure())[1])
+        halfstep.blame(session, lambda: (closure().backward(), closure())[1])
     assert differing(before, snapshot(model, optimizer, session)) == []
     session.backward(closure())
     session.step()
@@ -311,7 +313,7 @@ def test_an_error_of_the_closure_leaves_everything_as_it_was():
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        session.blame(closure)
+        halfstep.blame(session, closure)
     assert differing(before, snapshot(model, optimizer, session)) == []
     session.close()
 
@@ -321,7 +323,7 @@ def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried()
     model.extra = threading.Lock()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = images(), targets()
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert verdict.cure == (Rule("plant", FULL_OUT),)
     assert "not tried: the model cannot be copied" in verdict.advice
     session.close()
@@ -331,7 +333,7 @@ def test_without_low_numbers_nothing_is_to_be_edited():
     model = Cnn(nn.Identity())
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O0")
     inputs, labels = images(), targets()
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs) / 0.0, labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs) / 0.0, labels))
     assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
     session.close()
 
@@ -340,7 +342,7 @@ def test_what_is_computed_in_low_by_the_code_itself_is_out_of_reach():
     model = Cnn(nn.Identity())
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="fp16")
     inputs, labels = images(), targets()
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs).half() * 1e7, labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs).half() * 1e7, labels))
     assert (verdict.kind, verdict.cure) == ("overflow", ())
     assert "the code itself casts" in verdict.advice
     session.close()
@@ -352,7 +354,7 @@ def test_hooks_of_an_optimizer_in_the_backward_pass_do_not_run():
     calls = []
     model.head.weight.register_post_accumulate_grad_hook(calls.append)
     inputs, labels = images(), targets()
-    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
+    assert halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
     assert calls == []
     nn.functional.cross_entropy(model(inputs), labels).backward()
     assert len(calls) == 1
@@ -364,8 +366,8 @@ def test_a_target_that_a_mask_excludes_is_no_empty_row():
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
     inputs, labels = rows(), torch.zeros(8, dtype=torch.int64)
     excluded = torch.tensor([True, False, False, False])
-    verdict = session.blame(
-        lambda: nn.functional.cross_entropy(model(inputs).masked_fill(excluded, -torch.inf), labels)
+    verdict = halfstep.blame(
+        session, lambda: nn.functional.cross_entropy(model(inputs).masked_fill(excluded, -torch.inf), labels)
     )
     assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "cross_entropy", ())
     assert "a target that is masked has an infinite loss" in verdict.advice
@@ -381,7 +383,7 @@ def test_an_infinity_that_is_written_and_left_out_again_is_harmless():
         out = model(inputs)
         return torch.minimum(torch.full_like(out, torch.inf), out).square().mean()
 
-    assert session.blame(closure) is None
+    assert halfstep.blame(session, closure) is None
     session.close()
 
 
@@ -402,7 +404,7 @@ def test_a_cure_that_ran_on_other_batches_is_not_claimed(bad, after):
     failing[0] = 0
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     batches = iter([failing] * bad + [good] * after)
-    verdict = session.blame(lambda: nn.functional.mse_loss(model(next(batches)), target))
+    verdict = halfstep.blame(session, lambda: nn.functional.mse_loss(model(next(batches)), target))
     assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
     assert "does not repeat" in verdict.evidence
     assert "tried:" not in verdict.advice
@@ -415,7 +417,7 @@ def test_a_closure_whose_batches_come_in_turn_does_not_repeat():
     failing[0] = 0
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
     batches = itertools.cycle([failing, failing, good, good])  # the run after the trials meets a failing one again
-    verdict = session.blame(lambda: nn.functional.mse_loss(model(next(batches)), target))
+    verdict = halfstep.blame(session, lambda: nn.functional.mse_loss(model(next(batches)), target))
     assert verdict.cure == ()
     assert "does not repeat" in verdict.evidence
     session.close()
@@ -429,7 +431,7 @@ def test_a_model_that_fails_a_few_times_only_gets_no_tried_cure():
         calls.append(1)
         return model(inputs).square().mean() / (0.0 if len(calls) <= 2 else 1.0)
 
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert verdict.cure == ()
     assert "does not repeat" in verdict.evidence
     session.close()
@@ -443,7 +445,7 @@ def test_a_hook_on_the_gradient_of_a_parameter_acts_in_trials_too(plan, low):
     model[0].weight.register_hook(lambda grad: grad / grad.norm())
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low=low)
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
     assert "in fp32 the same closure fails too" in verdict.evidence
     assert len(model[0].weight._backward_hooks) == 1
@@ -453,8 +455,8 @@ def test_a_hook_on_the_gradient_of_a_parameter_acts_in_trials_too(plan, low):
 def test_blame_inside_its_own_closure_is_refused():
     _, _, session, closure = tower()
     with pytest.raises(SessionError, match="inside a closure that blame or check runs"):
-        session.blame(lambda: session.blame(closure))
-    assert session.blame(closure) is None
+        halfstep.blame(session, lambda: halfstep.blame(session, closure))
+    assert halfstep.blame(session, closure) is None
     session.close()
 
 
@@ -486,7 +488,7 @@ def test_a_mask_is_written_not_computed_from_what_is_learned(shift, kind, operat
     model = Shifted(shift)
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O3", low="fp16")
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.operator) == (kind, operator)
     assert ("mask" in verdict.evidence + verdict.advice) == has_mask
     session.close()
@@ -497,7 +499,7 @@ def test_uniform_gradients_below_zero_are_no_mask():
     plan = halfstep.level("O2", "fp16").edit(Scaling("static", init=2.0**30))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan)
     inputs = torch.randn(8, 8)
-    verdict = session.blame(lambda: -model(inputs).mean())
+    verdict = halfstep.blame(session, lambda: -model(inputs).mean())
     assert (verdict.kind, verdict.phase) == ("scale too high", "backward")
     assert "mask" not in verdict.evidence
     session.close()
@@ -526,7 +528,7 @@ def test_of_two_faults_the_one_that_is_in_fp32_too_is_named():
     model = nn.Sequential(nn.Linear(8, 8), Loud(), Emptied(), nn.Linear(8, 4))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.module, verdict.operator, verdict.cure) == ("overflow", "1", "mul", ())
     assert "cast" not in verdict.advice
     assert "two faults" in verdict.advice
@@ -553,7 +555,7 @@ def test_a_division_by_a_zero_of_any_kind_is_invalid(zero, step, phase):
     model = nn.Linear(8, 4)
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(step(model(inputs), zero), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(step(model(inputs), zero), labels))
     assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "div", phase)
     assert "scale its inputs down" not in verdict.advice
     session.close()
@@ -573,7 +575,8 @@ def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
     plan = halfstep.level("O2", "fp16").edit(scaling)
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan)
     inputs = torch.full((1, 8), 1e-3)
-    verdict = session.blame(lambda: model(inputs).float().sum() * 3e5)  # its gradient: 65504 / 3e5 is above 1 / 8 only
+    # the gradient of the loss: 65504 / 3e5 is above 1 / 8 only
+    verdict = halfstep.blame(session, lambda: model(inputs).float().sum() * 3e5)
     assert (verdict.kind, verdict.cure) == ("scale too high", (cure,))
     assert "at 0.125 all gradients are finite" in verdict.evidence
     session.close()
@@ -591,7 +594,7 @@ def test_what_the_closure_does_not_reproduce_is_told_to_the_sinks(tmp_path):
         session = halfstep.initialize(model, optimizer, "O2", low="bf16", sinks=[log])
         session.backward(model(torch.full((4, 8), torch.inf)).square().mean())
         session.step()
-        assert session.blame(lambda: model(torch.ones(4, 8)).square().mean()) is None
+        assert halfstep.blame(session, lambda: model(torch.ones(4, 8)).square().mean()) is None
         session.close()
     (event,) = halfstep.read_log(tmp_path / "run.jsonl").events
     assert event.record.code == "not reproduced"
@@ -618,7 +621,7 @@ def test_modules_that_share_a_parameter_are_cured_together():
     model, tokens = Tied(), torch.arange(16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
-        verdict = session.blame(lambda: nn.functional.cross_entropy(model(tokens), tokens))
+        verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(tokens), tokens))
         plan = session.plan
     assert (verdict.module, verdict.kind) == ("head", "overflow")
     assert {rule.pattern for rule in verdict.cure} == {"head", "emb"}
@@ -635,7 +638,7 @@ def test_an_operation_of_the_loss_is_cured_by_an_edit_that_autocast_takes_up():
         with session.autocast():
             return (model(inputs) @ torch.eye(4) * 300).pow(2).mean()
 
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "", "pow")
     assert verdict.cure[0] == halfstep.OpChange("deny", "pow")
     session.close()
@@ -648,12 +651,12 @@ def test_an_operation_of_the_loss_is_cured_by_an_edit_that_autocast_takes_up():
 def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
     model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
-    verdict = session.blame(lambda: (model.weight * 1e6).square().mean() + model(inputs).mean())
+    verdict = halfstep.blame(session, lambda: (model.weight * 1e6).square().mean() + model(inputs).mean())
     assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", ())
     assert "or takes weights as they are stored" in verdict.advice
     session.close()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
-    assert session.blame(lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
+    assert halfstep.blame(session, lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
     session.close()
 
 
@@ -682,7 +685,7 @@ def test_an_overflow_that_ends_in_zeros_is_noted(gain, codes, caplog):
 
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O3", low="fp16", sinks=[Sink()])
     with caplog.at_level(logging.WARNING, "halfstep"):
-        assert session.blame(lambda: model(inputs).square().mean()) is None
+        assert halfstep.blame(session, lambda: model(inputs).square().mean()) is None
     session.close()
     found = [finding for finding in findings if isinstance(finding, halfstep.records.Finding)]
     assert [finding.code for finding in found] == codes
@@ -703,7 +706,7 @@ def test_an_overflow_that_ends_in_zeros_is_noted(gain, codes, caplog):
 def test_a_model_under_transforms_of_torch_func_gets_its_verdict(run):
     model, inputs, labels = Stacked(Gain(), nn.Identity()), rows(), targets()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
-    verdict = session.blame(lambda: run(model, inputs, lambda out: nn.functional.cross_entropy(out, labels)))
+    verdict = halfstep.blame(session, lambda: run(model, inputs, lambda out: nn.functional.cross_entropy(out, labels)))
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "blocks.0", "mul")
     assert verdict.cure == (Rule("blocks.0", FULL),)
     session.close()
@@ -728,7 +731,7 @@ def test_an_overflow_behind_a_mask_is_told_from_what_the_mask_does(mask, add):
     model = nn.Sequential(nn.Linear(8, 8), OwnSoftmax(30.0, mask, add), nn.Linear(8, 4))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "1", "exp")
     assert verdict.cure == (halfstep.OpChange("deny", "exp"),)
     assert "fp16 ends at 65,504" in verdict.evidence
@@ -740,7 +743,7 @@ def test_an_overflow_behind_a_mask_that_no_format_holds_is_no_invalid_operation(
     model = nn.Sequential(nn.Linear(8, 8), OwnSoftmax(1e3), nn.Linear(8, 4))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "exp", ())
     assert "too large for fp32 too" in verdict.advice
     session.close()
@@ -761,7 +764,7 @@ def test_an_eps_that_cures_no_more_in_fp32_is_not_what_is_advised():
     model = nn.Sequential(Composited(), nn.Linear(8, 4))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "log", ())
     assert "as 1e-10 is 0 in fp16" in verdict.evidence
     assert "give 1e-6 or more" not in verdict.advice
@@ -787,7 +790,7 @@ def test_a_function_that_a_checkpoint_runs_again_is_its_modules(reentrant):
     model = nn.Sequential(nn.Linear(8, 8), Inner(reentrant), nn.Linear(8, 4))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=4096.0)
     inputs, labels = torch.randn(8, 8), torch.randint(4, (8,))
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.module, verdict.operator, verdict.kind) == ("1", "mul", "scale too high")
     assert verdict.where.endswith(" in inner")
     session.close()
@@ -801,10 +804,10 @@ def test_an_fp16_loss_is_scaled_as_in_training():
         out = model(inputs)
         return out.square().mean().half()
 
-    assert session.blame(closure) is None  # at 32768, where session.backward begins with such a loss
+    assert halfstep.blame(session, closure) is None  # at 32768, where session.backward begins with such a loss
     session.close()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=2.0**17)
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.operator) == ("scale too high", "to")
     assert verdict.where.endswith(" in closure")
     session.close()
@@ -814,7 +817,7 @@ def test_a_closure_whose_batches_are_taken_from_a_list_does_not_repeat():
     model, batches = Cnn(Gain()), [images()]
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     labels = targets()
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(batches.pop()), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(batches.pop()), labels))
     assert (verdict.module, verdict.operator) == ("plant", "mul")
     assert "does not repeat" in verdict.evidence
     session.close()
@@ -829,7 +832,7 @@ def test_a_gradient_penalty_on_a_batch_that_is_gone_gets_a_verdict_all_the_same(
         (gradient,) = session.grad(model(inputs).sum(), inputs, create_graph=True)
         return gradient.square().mean()
 
-    assert "does not repeat" in session.blame(closure).evidence
+    assert "does not repeat" in halfstep.blame(session, closure).evidence
     session.close()
 
 
@@ -841,7 +844,7 @@ def test_code_that_asks_for_low_numbers_leaves_the_cure_untried():
 
     model, inputs, labels = Cnn(Picky()), images(), targets()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.module, verdict.operator) == ("plant", "mul")
     assert "not tried" in verdict.advice
     session.close()
@@ -851,7 +854,7 @@ def test_anomaly_mode_does_not_hide_what_is_looked_for():
     model, inputs, labels = Stacked(SqrtOfZero(), nn.Identity()), rows(), targets()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16")
     with torch.autograd.set_detect_anomaly(True):
-        verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+        verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
         assert torch.is_anomaly_enabled()
     assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "sqrt", "backward")
     session.close()
@@ -861,8 +864,9 @@ def test_a_closure_that_raises_for_its_numbers_gets_a_verdict():
     model, inputs, labels = Cnn(Gain()), images(), targets()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     categorical = torch.distributions.Categorical
-    verdict = session.blame(
-        lambda: -categorical(logits=model(inputs), validate_args=True).log_prob(labels).mean()  # dynamo turns it off
+    verdict = halfstep.blame(
+        session,
+        lambda: -categorical(logits=model(inputs), validate_args=True).log_prob(labels).mean(),  # dynamo turns it off
     )
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "plant", "mul")
     assert verdict.cure == (Rule("plant", FULL),)
@@ -883,7 +887,7 @@ def test_a_closure_that_raises_for_another_reason_raises_as_ever():
         raise ValueError(f"mine, of {model(inputs)[0, 0]}")
 
     with pytest.raises(ValueError, match="mine"):
-        session.blame(closure)
+        halfstep.blame(session, closure)
     session.close()
 
 
@@ -910,7 +914,7 @@ def test_a_state_that_a_model_keeps_in_an_attribute_is_as_before_in_each_run(wri
     model, inputs = nn.Sequential(Remembering(written), nn.Linear(8, 4)), torch.randn(8, 8)
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     mean = model[0].mean
-    verdict = session.blame(lambda: model(inputs).square().mean() + model[0].loss)
+    verdict = halfstep.blame(session, lambda: model(inputs).square().mean() + model[0].loss)
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "0", "mul")
     assert "tried: the closure's loss" in verdict.advice
     assert model[0].mean is mean
@@ -948,7 +952,7 @@ def test_what_a_model_collects_is_as_before_in_each_run():
         assert len(part.losses) == 2  # also where a copy stands in for it
         return loss + part.losses[-1] / 1e6
 
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "0", "mul")
     assert "tried: the closure's loss" in verdict.advice
     assert part.losses is losses
@@ -967,7 +971,7 @@ def test_a_state_outside_of_the_model_that_the_failure_spoils_does_not_repeat():
         held["mean"] = 0.9 * held["mean"] + 0.1 * out.detach()
         return nn.functional.mse_loss(out, held["mean"])
 
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.module) == ("overflow", "plant")
     assert "does not repeat" in verdict.evidence
     assert "two faults" not in verdict.advice
@@ -993,7 +997,7 @@ class Mixture(nn.Module):
 def test_the_models_own_code_is_cured_and_its_parts_stay_low(plan):
     model, inputs, labels = Mixture(), torch.randn(8, 8), torch.randint(8, (8,))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low="fp16", loss_scale=64.0)
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "", "mul")
     assert {rule.pattern: rule.policy.compute for rule in verdict.cure if isinstance(rule, Rule)} == {
         "": "full", "router": "low", "experts": "low",
@@ -1019,7 +1023,7 @@ def test_training_that_diverges_in_every_format_is_no_fault_of_the_format(plan, 
         model.load_state_dict({**state, "0.weight": state["0.weight"] * 1e6})
     else:  # a batch that is unlike the others
         inputs[0] = 1e6
-    verdict = session.blame(lambda: nn.functional.mse_loss(model(inputs), wanted))
+    verdict = halfstep.blame(session, lambda: nn.functional.mse_loss(model(inputs), wanted))
     assert (verdict.kind, verdict.phase) == ("overflow", "forward")
     assert "in the first step of this session the loss was" in verdict.evidence
     assert ("training has diverged" in verdict.advice) is diverged
@@ -1043,7 +1047,7 @@ def test_nested_tensors_are_looked_into(low, layout):
 
     model, inputs, labels = nn.Sequential(Nested(), nn.Linear(8, 4)), torch.randn(8, 8), torch.randint(4, (8,))
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low=low)
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert (verdict.kind, verdict.module, verdict.operator) == ("invalid", "0", "div")
     session.close()
 
@@ -1055,7 +1059,7 @@ def test_running_statistics_are_to_blame_only_where_they_are_read(training):
     model[1].running_var.fill_(torch.nan)
     inputs = torch.randn(8, 8)
     model[1].weight.data.fill_(3e38)  # the norm itself overflows
-    verdict = session.blame(lambda: model(inputs).mean())
+    verdict = halfstep.blame(session, lambda: model(inputs).mean())
     assert (verdict.module, verdict.kind) == ("1", "overflow" if training else "weights")
     assert ("running_var" in str(verdict)) is not training
     session.close()

@@ -34,7 +34,7 @@ def test_a_fault_is_named_and_its_cure_cures(host, inputs, plant, phase):
     model, batch, labels = host(plant()).cuda(), inputs().cuda(), targets().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = halfstep.initialize(model, optimizer, "O2", low="fp16")
-    verdict = session.blame(lambda: nn.functional.cross_entropy(model(batch), labels))
+    verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(batch), labels))
     assert (verdict.operator, verdict.phase, verdict.kind) == ("mul", phase, "overflow")
     assert verdict.module.endswith("plant")
     cured = halfstep.initialize(model, optimizer, session.plan.edit(*verdict.cure))

@@ -89,7 +89,7 @@ def test_a_fault_is_named_and_its_cure_cures(fault):
         session.step()
     if fault.compiled and not fault.stale:
         closure()
-    verdict = session.blame(closure)
+    verdict = halfstep.blame(session, closure)
     if fault.expect is None:
         assert verdict is None, str(verdict)
         assert_trains(session, optimizer, closure)

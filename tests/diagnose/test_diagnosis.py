@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import halfstep
 from halfstep import FULL, Rule
+from halfstep.records import Kind
 
 
 def blamed(model, inputs):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
-        return session.blame(lambda: model(inputs).float().mean())
+        return halfstep.blame(session, lambda: model(inputs).float().mean())
 
 
 class EpsBefore(nn.Module):
@@ -65,3 +68,10 @@ def test_an_edit_under_which_the_loss_is_another_is_no_cure():
     verdict = blamed(model, torch.zeros(2, 8))
     assert (verdict.module, verdict.operator) == ("logs", "log")
     assert verdict.cure == (Rule("", FULL),)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_kind_is_its_text_wherever_it_is_written(kind):
+    text = kind.name.lower().replace("_", " ")
+    assert kind == text
+    assert (str(kind), f"{kind}", json.loads(json.dumps(kind))) == (text, text, text)

@@ -314,7 +314,9 @@ def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
         run(session, optimizer, model, 2 * WINDOW)
     verdict = caught.value.verdict
     assert (verdict.kind, verdict.module, verdict.cure) == ("invalid", "plant", ())
-    assert "no edit is known to cure it, since none was tried (session.blame(closure) would)" in verdict.advice
+    assert (
+        "no edit is known to cure it, since none was tried (halfstep.blame(session, closure) would)" in verdict.advice
+    )
     session.close()
 
 
@@ -479,7 +481,7 @@ def test_blame_in_place_of_a_recorded_step_ends_the_recording():
     session, optimizer = session_on(model)
     inputs, labels = images(), targets()
     run(session, optimizer, model, WINDOW + 1, inputs)
-    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)).module == "plant"
+    assert halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels)).module == "plant"
     assert _get_current_dispatch_mode_stack() == []
     run(session, optimizer, model, 1, inputs)
     session.close()
@@ -562,7 +564,7 @@ def test_a_custom_operation_that_counts_on_autocast_can_be_blamed_and_checked():
     model = nn.Sequential(CountsOnAutocast(), nn.Linear(16, 4))
     session, _ = session_on(model, "O1", "bf16")
     inputs, labels = torch.randn(8, 16), torch.randint(4, (8,))
-    assert session.blame(lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
+    assert halfstep.blame(session, lambda: nn.functional.cross_entropy(model(inputs), labels)) is None
     found = halfstep.check(session, lambda: nn.functional.cross_entropy(model(inputs), labels))
     assert [finding for finding in found if finding.severity == "error"] == []
     session.close()
@@ -749,7 +751,7 @@ def test_a_step_that_is_too_long_to_be_recorded_is_said_to_be_once(monkeypatch, 
     with caplog.at_level(logging.WARNING, "halfstep"):
         rollouts(with_gradients(30), steps=10 * WINDOW)
     assert caplog.text.count("a step takes too many operations") == 1
-    assert "session.blame(closure)" in caplog.text
+    assert "halfstep.blame(session, closure)" in caplog.text
 
 
 def test_of_steps_that_are_too_long_few_are_recorded(monkeypatch):
@@ -1015,7 +1017,7 @@ def test_watching_runs_no_operation(name, low):
     for watched in (False, True):
         model, optimizer, session = start(name, low)
         if not watched:
-            session._guardian = None
+            session.watchers.clear()
         modes = [Counted() for _ in range(3 * WINDOW)]
         for number, mode in enumerate(modes):
             with mode:
@@ -1043,7 +1045,8 @@ def test_evaluation_may_come_while_a_step_is_waited_for(low):
         optimizer.zero_grad()
         session.backward(model(inputs * torch.nan).mean())
         session.step()
-    assert session._guardian._armed is not None
+    (watching,) = session.watchers
+    assert watching._armed is not None
     with torch.inference_mode():  # where an LSTM comes to the recorder whole, and its parts count on autocast
         assert torch.equal(model(inputs), expected)
     session.close()

@@ -36,7 +36,7 @@ def assert_healthy(workload, level, low, steps, caplog):
             session.step(max_norm=workload.max_norm)
         inputs, targets = next(batches)
         optimizer.zero_grad()
-        verdict = session.blame(lambda: workload.loss(model(inputs), targets))
+        verdict = halfstep.blame(session, lambda: workload.loss(model(inputs), targets))
     assert verdict is None, str(verdict)
     assert caplog.text == ""
     session.close()
@@ -60,7 +60,7 @@ def test_common_models_get_no_verdict(task, level, low, caplog):
             optimizer.zero_grad()
             session.backward(TASKS[task].loss(model, batch))
             session.step()
-        verdict = session.blame(lambda: TASKS[task].loss(model, last))
+        verdict = halfstep.blame(session, lambda: TASKS[task].loss(model, last))
     assert verdict is None, str(verdict)
     assert caplog.text == ""
 

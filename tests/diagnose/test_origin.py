@@ -32,7 +32,9 @@ def test_a_row_that_a_mask_has_emptied_is_named_in_each_normaliser(operator):
     session, _ = session_on(model)
     empty = torch.zeros(4, 8, dtype=torch.bool)
     empty[1] = True
-    verdict = session.blame(lambda: NORMALISED[operator](model(torch.ones(4, 8)).masked_fill(empty, -torch.inf)))
+    verdict = halfstep.blame(
+        session, lambda: NORMALISED[operator](model(torch.ones(4, 8)).masked_fill(empty, -torch.inf))
+    )
     assert (verdict.kind, verdict.operator) == ("masked row", operator)
     session.close()
 
@@ -50,7 +52,7 @@ def test_what_another_thread_computed_is_no_input_data(caplog):
         return model[1](elsewhere(lambda: model[0](torch.ones(4, 8)).log().sub(torch.inf))).float().mean()
 
     with caplog.at_level(logging.WARNING, "halfstep"):
-        assert session.blame(closure) is None
+        assert halfstep.blame(session, closure) is None
     assert "could not be recorded" in caplog.text
     session.close()
 

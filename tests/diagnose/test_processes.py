@@ -137,7 +137,7 @@ def work(rank, path):
             "fp16": guarded(rank, "fp16", loss_scale=COMES_DOWN),
             "both": guarded(rank, "bf16", broken=(0, 1)),
             "plain": trained(rank, None),
-            "blame": trained(rank, lambda session, closure: session.blame(closure)),
+            "blame": trained(rank, lambda session, closure: halfstep.blame(session, closure)),
             "check": trained(rank, halfstep.check),
             "accumulated": {f"{level} {low}": accumulated(rank, level, low) for level, low in ACCUMULATED},
             "apart": {level: apart(rank, level) for level in ("O1", "O2")},

@@ -166,7 +166,7 @@ def test_the_gradient_of_a_full_loss_inside_forward_is_full(plan):
     with halfstep.initialize(
         model, torch.optim.SGD(model.parameters()), plan, low="fp16", loss_scale=2.0**17
     ) as session:
-        assert session.blame(lambda: model(x, y)) is None
+        assert halfstep.blame(session, lambda: model(x, y)) is None
         session.backward(model(x, y))
         assert not bool(session.step().skipped)
 
@@ -181,7 +181,9 @@ def test_the_gradient_of_a_low_loss_inside_forward_saturates_and_limits_the_scal
     assert found.scale("fp16").recommended <= 32768.0
     y = y.half()
     with halfstep.initialize(model, torch.optim.SGD(model.parameters()), "O2", low="fp16") as session:
-        assert session.blame(lambda: model(x, y)) is None  # before the first step, at 32768, to which a low loss limits
+        assert (
+            halfstep.blame(session, lambda: model(x, y)) is None
+        )  # before the first step, at 32768, to which a low loss limits
         session.backward(model(x, y))
         record = session.step()
         assert (bool(record.skipped), float(record.scale)) == (False, 32768.0)

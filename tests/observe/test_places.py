@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from halfstep.observe.places import Places, storage_of
+from halfstep.observe.recorder import OpRecorder
+from halfstep.workloads.char_lm import CharLM
 
 
 def looked_up(model):
@@ -70,3 +72,12 @@ def test_a_tensor_without_memory_of_its_own_is_none_of_the_model():
     seen = []
     torch.func.vmap(lambda row: (seen.append((storage_of(row), places.tensor(row))), row)[1])(torch.ones(2, 3))
     assert seen == [(0, None)]
+
+
+def test_the_code_of_a_workload_is_like_any_users():
+    model = CharLM(d=8, heads=2, layers=1, length=4).build(0)
+    recorder, tokens = OpRecorder(Places([model])), torch.zeros(1, 4, dtype=torch.int64)
+    with recorder:
+        model(tokens)
+    lines = {note.line.partition(":")[0] for note in recorder.notes if note.line is not None}
+    assert lines == {"char_lm.py"}

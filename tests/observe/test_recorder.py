@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.cast.emulate import Emulation
 from halfstep.diagnose.origin import find_origin
 from halfstep.formats import FP16
-from halfstep.observe.badness import Badness, badness, measure
+from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder, Recorded
 
@@ -28,17 +28,17 @@ def recorded(function, *models):
 
 
 def test_badness_counts_each_kind_and_names_the_first_place():
-    assert badness(torch.tensor([[1.0, 2.0], [INF, NAN], [-INF, NAN]])) == Badness(6, 2, 1, 1, (1, 0))
-    assert str(Badness(6, 2, 1, 0)) == "2 NaN and 1 inf of 6 elements"
-    assert badness(torch.tensor([1, 2])) is None
-    assert badness(torch.tensor([])) is None
-    assert badness(torch.tensor([65504.0], dtype=torch.float16)) is None
-    assert badness(torch.complex(torch.tensor(1.0), torch.tensor(NAN))) is not None
+    assert nonfinite(torch.tensor([[1.0, 2.0], [INF, NAN], [-INF, NAN]])) == NonFinite(6, 2, 1, 1, (1, 0))
+    assert str(NonFinite(6, 2, 1, 0)) == "2 NaN and 1 inf of 6 elements"
+    assert nonfinite(torch.tensor([1, 2])) is None
+    assert nonfinite(torch.tensor([])) is None
+    assert nonfinite(torch.tensor([65504.0], dtype=torch.float16)) is None
+    assert nonfinite(torch.complex(torch.tensor(1.0), torch.tensor(NAN))) is not None
 
 
 def test_a_range_is_that_of_the_finite_elements():
-    assert measure(torch.tensor([3.0, -2.0, INF, NAN])) == (-2.0, 3.0)
-    assert measure(torch.tensor([NAN])) is None
+    assert finite_range(torch.tensor([3.0, -2.0, INF, NAN])) == (-2.0, 3.0)
+    assert finite_range(torch.tensor([NAN])) is None
 
 
 def test_the_earliest_operation_is_the_origin_not_those_that_hand_it_on():

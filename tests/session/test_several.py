@@ -37,7 +37,7 @@ def test_a_loss_is_blamed_at_its_own_scale_after_a_skipped_step_of_another(caplo
     assert float(last.scale) == 128.0
     assert bool(train(0, inputs * 1e9).skipped)
     with caplog.at_level(logging.INFO, "halfstep"):
-        assert session.blame(lambda: models[1](inputs).float().sum() * 100.0, loss_id=1) is None
+        assert halfstep.blame(session, lambda: models[1](inputs).float().sum() * 100.0, loss_id=1) is None
     assert "loss scale 128" in caplog.text
     assert "does not reproduce" not in caplog.text
     session.close()
@@ -49,7 +49,7 @@ def test_a_loss_is_blamed_at_the_scale_of_its_own_skipped_step_after_a_good_one_
     assert bool(train(1, inputs, factor=100.0).skipped)
     for _ in range(3):
         train(0, inputs)
-    verdict = session.blame(lambda: models[1](inputs).float().sum() * 100.0, loss_id=1)
+    verdict = halfstep.blame(session, lambda: models[1](inputs).float().sum() * 100.0, loss_id=1)
     assert verdict.kind == "scale too high"
     assert "at loss scale 65536" in verdict.evidence
     session.close()
@@ -71,7 +71,7 @@ def test_a_loss_whose_gradients_were_set_apart_is_blamed_at_its_own_scale():
     session.backward(model(inputs).float().sum() * 100.0, loss_id=1)
     session.backward(model(inputs * 1e9).float().sum(), loss_id=0)
     assert bool(session.step().skipped)
-    assert session.blame(lambda: model(inputs).float().sum() * 100.0, loss_id=1) is None
+    assert halfstep.blame(session, lambda: model(inputs).float().sum() * 100.0, loss_id=1) is None
     session.close()
 
 
@@ -161,8 +161,7 @@ def test_what_others_do_is_forgotten_while_a_step_is_waited_for(monkeypatch):
     noted = []
     for _ in range(9):
         train(1, inputs)
-        armed, _ = session._guardian._armed
-        noted.append(len(armed.recorder.notes))
+        noted.append(len(session.watchers[0]._armed.recorder.notes))
     assert 0 < noted[0] < noted[1] < noted[2]
     assert noted[3] == noted[7] == 0
     with pytest.raises(NumericsError):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.observe.badness import badness, unwrapped
+from halfstep.formats import LOW_DTYPES
+from halfstep.observe.nonfinite import nonfinite, unwrapped
 
-_LOW = (torch.float16, torch.bfloat16)
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
     None: (),
-    torch.float32: _LOW,
-    torch.float64: (*_LOW, torch.float32),
+    torch.float32: LOW_DTYPES,
+    torch.float64: (*LOW_DTYPES, torch.float32),
 }
 _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex64}
 _GROWING = (
@@ -76,9 +76,9 @@ def recompute(
     parts = [torch.view_as_real(t) if t.is_complex() else t for t in floats]
     finite = [t[torch.isfinite(t)] for t in parts]
     largest = max((float(t.abs().max()) for t in finite if t.numel()), default=0.0)
-    if any(badness(t) is not None for t in floats):
+    if any(nonfinite(t) is not None for t in floats):
         wider = _computed(func, given, tensors, read, torch.float64)
-        defined = bool(wider) and all(badness(t) is None for t in wider)
+        defined = bool(wider) and all(nonfinite(t) is None for t in wider)
         return Exact(largest, False, defined=defined, pole=bool(wider) and not defined and _has_poles(func, read))
     first = unwrapped(out[0])
     constant = _constant(found[0], first) if len(floats) == 1 and not floats[0].is_complex() else None
@@ -97,9 +97,9 @@ def recompute_unmasked(
     dense = all(t.layout is torch.strided and not t.is_nested for t in read)
     if not dense or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    finite = [torch.where(t.isinf(), 1, t).to(t.dtype) if badness(t) is not None else t for t in read]
+    finite = [torch.where(t.isinf(), 1, t).to(t.dtype) if nonfinite(t) is not None else t for t in read]
     out = _computed(func, given, tensors, finite, None)
-    return recompute(func, given, tensors, finite, out) if any(badness(t) is not None for t in out) else None
+    return recompute(func, given, tensors, finite, out) if any(nonfinite(t) is not None for t in out) else None
 
 
 def _computed(

@@ -12,7 +12,7 @@ _NARROW = ("float8", "float4")
 
 
 @dataclass(frozen=True)
-class Badness:
+class NonFinite:
     """How many elements of how many are NaN, plus infinity (above) and minus infinity (below), and the first place."""
 
     count: int
@@ -21,8 +21,8 @@ class Badness:
     below: int
     first: tuple[int, ...] = ()
 
-    def __add__(self, other: Badness) -> Badness:
-        return Badness(
+    def __add__(self, other: NonFinite) -> NonFinite:
+        return NonFinite(
             self.count + other.count,
             self.nan + other.nan,
             self.above + other.above,
@@ -36,7 +36,7 @@ class Badness:
         return f"{said} of {self.count:,} element{'s' * (self.count != 1)}"
 
 
-def badness(tensor: Tensor) -> Badness | None:
+def nonfinite(tensor: Tensor) -> NonFinite | None:
     """Returns what is not finite in a tensor, None where all is (or where it holds no floating numbers)."""
     with torch._C._DisableTorchDispatch():  # past emulation and other modes, whose care it is not
         values = _values(tensor)
@@ -45,10 +45,10 @@ def badness(tensor: Tensor) -> Badness | None:
         wrong = ~torch.isfinite(values)
         first = tuple(int(i) for i in torch.nonzero(wrong)[0]) if values.dim() else ()
         nan, above = int(torch.isnan(values).sum()), int(torch.isposinf(values).sum())
-        return Badness(values.numel(), nan, above, int(wrong.sum()) - nan - above, first)
+        return NonFinite(values.numel(), nan, above, int(wrong.sum()) - nan - above, first)
 
 
-def measure(tensor: Tensor) -> tuple[float, float] | None:
+def finite_range(tensor: Tensor) -> tuple[float, float] | None:
     """Returns the smallest and the largest finite element; None where there is none."""
     with torch._C._DisableTorchDispatch():
         values = _values(tensor)

@@ -1,0 +1,122 @@
+"""A user's closure: the loss that it computes, the leaves of that, and whether its runs get the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from halfstep.diagnose.rewind import is_readable
+from halfstep.errors import SessionError
+from halfstep.observe.nonfinite import unwrapped
+from halfstep.stack import begin_pass
+
+_NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
+
+
+def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
+    """Calls the closure and returns the loss that it computed.
+
+    Raises:
+        SessionError: it returned no scalar tensor that needs a gradient, or ran the backward pass itself.
+    """
+    loss = begin_pass(closure)
+    what = "give a function without arguments that computes the loss and returns it, as lambda: loss_fn(model(x), y)"
+    if not isinstance(loss, Tensor):
+        raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {what}")
+    if loss.numel() != 1 or loss.is_complex():
+        raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
+    if any(param.grad is not None for param in params):
+        raise SessionError(
+            "the closure ran the backward pass; leave it out, it is run by what calls the closure, which is to compute "
+            "and return the loss only"
+        )
+    if not loss.requires_grad:
+        raise SessionError(
+            "the loss of the closure needs no gradient: it was computed under torch.no_grad(), detached, or from "
+            "nothing trainable"
+        )
+    return loss
+
+
+@contextmanager
+def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
+    found = [node.variable for node in graph_nodes(loss) if hasattr(node, "variable")]
+    leaves = {id(leaf): leaf for leaf in [*params, *found]}
+    own = {id(p) for p in params}
+    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield list(leaves.values())
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
+    """Yields the autograd nodes that the backward pass of a loss goes through."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
+class Inputs:
+    """Whether the first module that each run of a closure calls gets the same tensors: others are another batch."""
+
+    def __init__(self) -> None:
+        self.same = True
+        self._first: list[Tensor] | None = None
+        self._noted = False
+
+    def begin_run(self) -> None:
+        """Says that what is called next belongs to another run."""
+        self._noted = False
+
+    def note(self, given: Any) -> None:
+        """Compares what the first module of a run was given with what that of the first run was."""
+        if self._noted:
+            return
+        self._noted = True
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            tensors = [unwrapped(leaf) for leaf in tree_leaves(given) if is_readable(leaf)]
+            if self._first is None:
+                self._first = [t.clone() for t in tensors]
+            elif len(tensors) != len(self._first) or not all(map(_is_same, tensors, self._first)):
+                self.same = False
+
+
+@contextmanager
+def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
+    """Gives what is known of the inputs of a closure's runs."""
+    inputs = Inputs()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:  # a function, which copies of the modules share
+        inputs.note((args, kwargs))
+
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    with ExitStack() as stack:
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                stack.callback(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True).remove)
+        yield inputs
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.device != other.device:
+        return False
+    if not (one.is_floating_point() and other.is_floating_point()):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    one, other = one.float(), other.float()
+    finite = other[torch.isfinite(other)]
+    room = _NEAR * float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=room, equal_nan=True)

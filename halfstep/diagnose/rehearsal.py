@@ -1,0 +1,169 @@
+"""Rehearsals: a closure run again and again, on a session's models or on copies under another plan, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
+
+from halfstep.cast.enter import put_in_place
+from halfstep.diagnose.closure import Inputs, compute_loss, leaves_kept, noting_inputs
+from halfstep.diagnose.rewind import CONTAINERS, attributes, give_attributes, untouched
+from halfstep.errors import SessionError
+from halfstep.modes import uncompiled
+from halfstep.plan.plan import Plan
+from halfstep.session.session import Session
+
+
+class Rehearsal:
+    """Runs a closure on a session's models; made by `rehearsing`, which puts everything back at its end.
+
+    `params` are the trainable parameters, `inputs` tells whether all runs got the same. Inside `at_scale(scale)` a
+    closure's `session.grad` uses that loss scale; inside `recording(recorder)` a recorder sees the operations.
+    """
+
+    def __init__(
+        self, session: Session, closure: Callable[[], Any], rewind: Callable[[], None], inputs: Inputs
+    ) -> None:
+        self.plan, self.roots, self.full = session.plan, session.stage.roots, session.stage.full
+        self.recording, self.at_scale = session.stage.recording, session.stage.scales.held_at
+        self.params = trainable(self.roots)
+        self._session, self._closure = session, closure
+        self._rewind, self.inputs = rewind, inputs
+
+    def rewind(self) -> None:
+        """Brings everything back to the start, for another run."""
+        self._rewind()
+        self.inputs.begin_run()
+
+    def loss(self) -> Tensor:
+        """Returns the loss that the closure computes.
+
+        Raises:
+            SessionError: it returned no scalar tensor that needs a gradient, or ran the backward pass itself.
+        """
+        return compute_loss(self._closure, self.params)
+
+    @contextmanager
+    def gradients(self, loss: Tensor, scale: float) -> Iterator[list[Tensor]]:
+        """Runs the backward pass at a loss scale and gives all gradients; those of tensors of others are put back."""
+        with leaves_kept(loss, self.params) as leaves:
+            for leaf in leaves:
+                leaf.grad = None
+            self._session.stage.backward(loss, scale)
+            yield [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    @contextmanager
+    def under(self, plan: Plan) -> Iterator[Rehearsal]:
+        """Gives a rehearsal under another plan, on copies of the models, which stand in for them.
+
+        Raises:
+            HalfstepError: the plan does not fit the models.
+            Exception: whatever copying a model raises.
+        """
+        with self._session.trial(plan) as trial, _standing_in(self.roots, trial.stage.roots):
+            yield Rehearsal(trial, self._closure, self._rewind, self.inputs)
+
+
+def check_given(function: str, session: object, closure: object) -> None:
+    """Checks what a function that runs a closure on a session was given.
+
+    Raises:
+        SessionError: it is no open session, or no function.
+    """
+    if not isinstance(session, Session) or session.closed:
+        what = "a closed session" if isinstance(session, Session) else type(session).__name__
+        raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
+    if not callable(closure):
+        raise SessionError(f"{function}() takes a function that returns the loss, not {type(closure).__name__}")
+
+
+@contextmanager
+def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehearsal]:
+    """Gives a rehearsal of a closure; weights, buffers, gradients and random state are as before at its end.
+
+    Raises:
+        SessionError: the session is closed, or the closure itself calls this.
+    """
+    roots = session.stage.roots
+    with (
+        session.rehearsing(),
+        untouched(roots, trainable(roots)) as rewind,
+        noting_inputs(roots) as inputs,
+        uncompiled(),
+        set_detect_anomaly(False),  # it raises where something is to be found
+    ):
+        yield Rehearsal(session, closure, rewind, inputs)
+
+
+def trainable(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of models that need a gradient, each once."""
+    return list({id(p): p for root in roots for p in root.parameters() if p.requires_grad}.values())
+
+
+@contextmanager
+def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
+    """Makes copies stand in for models: who calls a module of a model calls that of its copy.
+
+    Hooks on the gradients of the models' parameters act on those of the copies. What a copy's forward leaves in an
+    attribute, as a loss that is added to the others', its model has too.
+
+    Raises:
+        RuntimeError: a module has a `forward` of its own (not its class's), which no copy can stand in for.
+    """
+    found = {
+        id(own): (own, twin)
+        for model, copied in zip(models, twins, strict=True)
+        for own, twin in zip(model.modules(), copied.modules(), strict=True)
+    }
+    pairs = list(found.values())
+    for own, _ in pairs:
+        if "forward" in vars(own) or isinstance(own, torch.jit.ScriptModule):
+            raise RuntimeError(f"{type(own).__name__} has a forward of its own, which a copy cannot stand in for")
+    calls = _Calls(pairs)
+    with ExitStack() as stack:
+        for own, twin in pairs:
+            stack.callback(give_attributes, own, attributes(own))
+            for name, param in own._parameters.items():
+                stack.callback(_share_hooks(param, twin._parameters.get(name)))
+        stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
+        yield
+
+
+class _Calls:
+    """Calls of copies; at the end of the outermost, modules get the attributes that their copies were given."""
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self._pairs = [(own, twin, attributes(twin)) for own, twin in pairs]
+        self._running = 0
+
+    def run(self, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._running += 1
+        try:
+            return type(twin).forward(twin, *args, **kwargs)
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        for own, twin, before in self._pairs:
+            now = attributes(twin)
+            new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
+            if new:
+                give_attributes(own, attributes(own) | new)
+
+
+def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
+    hooks: dict[Any, Any] | None = getattr(param, "_backward_hooks", None)
+    if not hooks or twin is None or twin._backward_hooks:  # the last: shared by two modules, and done
+        return lambda: None
+    with ExitStack() as stack:
+        for hook in list(hooks.values()):
+            stack.callback(twin.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+        return stack.pop_all().close
