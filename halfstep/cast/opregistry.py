@@ -85,7 +85,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._turns = Turns()
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, _Slot] = {}  # replaced, not changed: a finalizer may release while others() reads it
         self._devices: dict[str, _Device] = {}
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
@@ -101,7 +101,8 @@ class Registry:
             marker = self._marker(table)
             if not self._slots:
                 self._enter_process()
-            slot = self._slots.setdefault(marker, _Slot(table))
+            slot = self._slots.get(marker) or _Slot(table)
+            self._slots = {**self._slots, marker: slot}
             slot.users += 1
             try:
                 if slot.users == 1:
@@ -121,7 +122,7 @@ class Registry:
             slot.users -= 1
             if slot.users:
                 return
-            del self._slots[marker]
+            self._slots = {other: kept for other, kept in self._slots.items() if other != marker}
             device = self._devices.get(slot.table.device_type)
             if device is not None:
                 for site in device.sites.values():

@@ -360,3 +360,25 @@ def test_overriding_torchs_kernels_warns_nobody():
     done = subprocess.run(run_strict, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
+
+
+def test_a_session_that_is_collected_while_the_markers_are_read_disturbs_nobody():
+    """A finalizer may give a marker back at any allocation, also between two markers."""
+
+    class Releasing(str):
+        __slots__ = ()
+
+        def __ne__(self, other):
+            two.close()
+            return str(self) != other
+
+        __hash__ = str.__hash__
+
+    with opened("O1") as one:
+        two, three = make_engine("O1", deny=("gelu",)), make_engine("O1", deny=("silu",))
+        two.open()
+        three.open()
+        left = two.switch.marker, three.switch.marker
+        assert REGISTRY.others(Releasing(one.switch.marker)) == left
+        assert REGISTRY.others(one.switch.marker) == left[1:]
+        three.close()
