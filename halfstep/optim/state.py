@@ -114,6 +114,8 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
         raise StateError("the optimizer state holds no dict under 'state' or no list under 'param_groups'")
     for number, group in enumerate(groups):
         _require(f"parameter group {number} of the optimizer state", group, ("params",))
+        if not isinstance(group["params"], list | tuple):
+            raise StateError(f"parameter group {number} of the optimizer state has no list under 'params'")
     sizes, own = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise StateError(
@@ -121,7 +123,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
             "load the state of an optimizer that was made alike"
         )
     known = [index for group in groups for index in group["params"]]
-    strange = [key for key in state if key not in known and (type(optimizer) in TABLE or not isinstance(key, str))]
+    strange = [key for key in state if key not in known and (can_rehearse(optimizer) or not isinstance(key, str))]
     if strange or len({*map(repr, known)}) != len(known):
         raise StateError(
             f"the optimizer state has entries {strange!r:.60} for the parameters {known!r:.60}; "
@@ -134,9 +136,10 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
             entry = state.get(index, {})
             what = f"parameter {index} of shape {tuple(p.shape)}"
             _check_values(what, entry)
-            wrong = _wrong(optimizer, p, (group, now), entry)
+            names = (what, f"parameter {index}", f"parameter group {number}")
+            wrong = _wrong(optimizer, p, (group, now), entry, names)
             if wrong is not None:
-                raise StateError(wrong.format(what=what, index=index, group=f"parameter group {number}"))
+                raise StateError(wrong)
 
 
 def _check_options(what: str, group: StateDict) -> None:
@@ -171,9 +174,19 @@ def _check_values(what: str, entry: Any) -> None:
         raise StateError(f"the step count of {what} is {step!r:.40}; it must be a whole number from 0 up")
 
 
-def _wrong(optimizer: Optimizer, p: Tensor, groups: tuple[StateDict, StateDict], entry: StateDict) -> str | None:
-    """Returns what is wrong with a parameter's state, given the options that come with it and those of now."""
+def _wrong(
+    optimizer: Optimizer,
+    p: Tensor,
+    groups: tuple[StateDict, StateDict],
+    entry: StateDict,
+    names: tuple[str, str, str],
+) -> str | None:
+    """Returns what is wrong with a parameter's state, given the options that come with it and those of now.
+
+    `names` are what a message calls the parameter, at length and in short, and its group.
+    """
     given, now = groups
+    what, short, group = names
     held = optimizer.state.get(p, {})
     expected, error, made = held, None, small_state(p, entry)
     if can_rehearse(optimizer) and p.requires_grad:
@@ -188,22 +201,22 @@ def _wrong(optimizer: Optimizer, p: Tensor, groups: tuple[StateDict, StateDict],
     else:
         expected = small_state(p, held)
         made = {name: value for name, value in made.items() if value is not None}  # which it may make itself
-    misfit = _misfit(made, expected, entry)
+    misfit = _misfit(what, made, expected, entry)
     if misfit is not None:
         return misfit
     if error is None:
         return None
     for where, missing in (
-        ("the optimizer state of parameter {index}", [name for name in expected if entry and name not in entry]),
-        ("{group} of the optimizer state", [name for name in optimizer.defaults if name in now and name not in given]),
+        (f"the optimizer state of {short}", [name for name in expected if entry and name not in entry]),
+        (f"{group} of the optimizer state", [name for name in optimizer.defaults if name in now and name not in given]),
     ):
         if missing:
             return f"{where} has no {', '.join(map(repr, missing))}; was the file cut short?"
-    reason = f"{type(error).__name__}: {error}"[:200].replace("{", "(").replace("}", ")")
-    return f"{type(optimizer).__name__} cannot step from the optimizer state of {{what}} that came ({reason})"
+    reason = f"{type(error).__name__}: {error}"[:200]
+    return f"{type(optimizer).__name__} cannot step from the optimizer state of {what} that came ({reason})"
 
 
-def _misfit(made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
+def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
     """Returns which state has not the shape that it has to have."""
     for name, want in expected.items():
         if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):
@@ -213,7 +226,7 @@ def _misfit(made: StateDict, expected: StateDict, entry: StateDict) -> str | Non
             continue
         kind = f"shape {tuple(came.shape)}" if isinstance(came, Tensor) else f"no tensor ({came!r:.40})"
         return (
-            f"{{what}} cannot take the optimizer state {name!r} that came: it has {kind}; "
+            f"{what} cannot take the optimizer state {name!r} that came: it has {kind}; "
             "load the state of an optimizer of this model, its parameters in the same order"
         )
     return None

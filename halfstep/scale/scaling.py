@@ -185,8 +185,8 @@ class DynamicScale:
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         if not number or not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
             raise StateError(
-                f"the state of the loss scale has scale={scale!r:.40}; a number from 2**-126 to 2**126 is needed, "
-                "whose inverse is a normal one too"
+                f"the state of the loss scale has scale={scale!r:.40}; a positive finite number is needed, "
+                "from 2**-126 to 2**126"
             )
         self.value.fill_(min(float(scale), self._schedule.max))
         self._clean.fill_(min(state["clean_steps"], self._schedule.growth_interval - 1))

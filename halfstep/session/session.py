@@ -199,7 +199,7 @@ class Session:
                 yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
-        if not self._plain:
+        if not self._plain and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hooks
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))

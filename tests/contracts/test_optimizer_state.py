@@ -1,4 +1,4 @@
-"""Optimizer states as a file may have them: one is taken and the next step works, or a StateError changes nothing."""
+"""Optimizer states as they may come from a file: taken, and the next step works, or a StateError changes nothing."""
 
 import copy
 
