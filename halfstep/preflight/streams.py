@@ -68,8 +68,8 @@ class Streams:
                 stream = _Stream(note, found)
                 self._streams.append(stream)
                 self._wide[note.index] = stream
-        elif known and known[0] is not None and None not in known:
-            self._outside[note.index] = known[0]
+        elif None not in known and (known or note.module is None):  # what the closure itself makes is an input
+            self._outside[note.index] = known[0] if known and known[0] is not None else _Outside("input")
 
     def _from_outside(self, tensor: Tensor, source: Note | None) -> _Outside | None:
         """Returns what a tensor comes from, None where a module computed it or it is a parameter."""
