@@ -151,13 +151,15 @@ def test_blame_takes_an_open_session(given):
 class Notes:
     """A watcher that keeps what it is told."""
 
+    pending = None
+
     def __init__(self):
         self.told = []
 
     def carry(self, scale):
         self.told.append(("carry", float(scale)))
 
-    def after_step(self, record, parts, scales):
+    def after_step(self, record, parts, scales, stopping):
         self.told.append(("step", record.step, len(parts), {loss: float(scale) for loss, scale in scales.items()}))
 
     def close(self):
