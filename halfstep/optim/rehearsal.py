@@ -24,7 +24,7 @@ def can_rehearse(optimizer: Optimizer) -> bool:
     """Returns whether its step touches nothing but parameters, gradients and state: it is torch's or halfstep's."""
     inner = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(inner).parameters.get("closure")
-    known = type(optimizer) in TABLE or type(optimizer).__module__.startswith("torch.optim.")
+    known = type(optimizer) in TABLE or type(optimizer).__module__.startswith("torch.optim")
     return known and (closure is None or closure.default is not inspect.Parameter.empty)
 
 

@@ -114,6 +114,8 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
         raise StateError("the optimizer state holds no dict under 'state' or no list under 'param_groups'")
     for number, group in enumerate(groups):
         _require(f"parameter group {number} of the optimizer state", group, ("params",))
+        if not isinstance(group["params"], list | tuple):
+            raise StateError(f"parameter group {number} of the optimizer state has no list under 'params'")
     sizes, own = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise StateError(
