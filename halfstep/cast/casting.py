@@ -86,7 +86,9 @@ class Casting:
             for module, formats in modules:
                 if not formats.boundary and not formats.door:
                     continue
-                explain = door if formats.param is not None and formats.param is not FP32 else None
+                stored_low = self._plan.param == "low" and formats.door  # here or below
+                own_low = formats.param is not None and formats.param is not FP32
+                explain = door if stored_low or own_low else None
                 gate = self._gate(self._engine, formats, full, look)
                 as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
                 as_root.cast_out = _where_off(door.device_type, as_root.cast_out, gate.cast_out)

@@ -39,7 +39,8 @@ OUTSIDE = (
 )
 # torch's words for formats that do not go together
 _MIXED = re.compile(
-    r"same dtype|expected scalar type|should be the same|dtypes? .*(differ|match)|did not match|have dtype"
+    r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
+    r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -196,7 +197,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if gate is not None and id(parameter) not in memo:  # a module around this one has copied its own
             full = gate.full(parameter).detach().clone()
             memo[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
-    own = getattr(_plain_class(type(self)), "__deepcopy__", None)
+    own = _own(type(self), "__deepcopy__", _deepcopy)
     if own is not None:
         copied: nn.Module = own(self, memo)
         return copied
@@ -207,13 +208,19 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy(self: nn.Module) -> nn.Module:
-    own = getattr(_plain_class(type(self)), "__copy__", None)
+    own = _own(type(self), "__copy__", _copy)
     if own is not None:
         copied: nn.Module = own(self)
         return copied
     twin = self.__class__.__new__(self.__class__)
     twin.__dict__.update(self.__dict__)
     return twin
+
+
+def _own(cls: type, name: str, ours: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns a method that is not `ours`: ours may lie between classes of others, such as parametrize's on top."""
+    found = (vars(each).get(name) for each in cls.__mro__)
+    return next((method for method in found if method is not None and method is not ours), None)
 
 
 def _plain_class(cls: type) -> type:

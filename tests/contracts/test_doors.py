@@ -270,6 +270,68 @@ def test_a_method_that_uses_a_low_parameter_itself_names_autocast(low):
     assert model.project(z).dtype is torch.float32
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def logits(self, h):
+        return F.linear(h, self.embed.weight)
+
+    def weigh(self, h, operation):
+        return operation(h, self.embed.weight)
+
+    def forward(self, ids):
+        return self.logits(self.body(self.embed(ids)))
+
+
+def test_a_method_that_uses_a_low_parameter_of_a_submodule_names_autocast():
+    """Tied logits: the model that multiplies with the embedding's weight has no parameter of its own."""
+    model = Tied()
+    session = halfstep.initialize(model, None, "O2", low="bf16")
+    hidden = torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match=r"Tied\.logits: .*with session\.autocast\(\):"):
+        model.logits(hidden)
+    with session.autocast():
+        model.logits(hidden)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda h, w: F.layer_norm(h, (8,), w[0]),
+        lambda h, w: h.index_add(0, torch.tensor([0]), w[:1]),
+        lambda h, w: h.scatter(0, torch.zeros(1, 8, dtype=torch.long), w[:1]),
+        lambda h, w: torch.lerp(h, w[:2], 0.5),
+        lambda h, w: F.prelu(h, w[0]),
+        lambda h, w: F.embedding_bag(torch.tensor([[0]]), w, per_sample_weights=h[:1, :1], mode="sum"),
+        lambda h, w: F.batch_norm(h, None, None, w[0], w[0], True),
+    ],
+)
+def test_what_torch_says_of_mixed_formats_is_known(operation):
+    model = Tied()
+    session = halfstep.initialize(model, None, "O2", low="bf16")
+    with pytest.raises(RuntimeError, match=r"Tied\.weigh: .*with session\.autocast\(\):"):
+        model.weigh(torch.randn(2, 8), operation)
+    session.close()
+
+
+class Double(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def test_a_class_that_others_put_on_top_of_ours_is_copied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    session = halfstep.initialize(model, None, "O2", low="bf16")
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Double())
+    x = torch.randn(2, 4)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    session.close()
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
 def test_blame_and_check_see_a_module_called_first():
     model, session = started("O2", "fp16")
     x = torch.full((2, 8), 3e4)

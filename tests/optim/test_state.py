@@ -186,10 +186,24 @@ def test_a_dict_without_its_parts_is_refused(key):
     assert_refused(training, state, before, f"the optimizer state has no '{key}'; was the file cut short")
 
 
+@pytest.mark.parametrize("params", [None, 4, True, torch.tensor(0.0)])
+def test_a_group_without_a_list_of_parameters_is_refused(params):
+    training, state, before = saved()
+    state["param_groups"][0]["params"] = params
+    assert_refused(training, state, before, "parameter group 0 of the optimizer state has no list under 'params'")
+
+
 def test_a_group_without_its_options_is_refused():
     training, state, before = saved()
     del state["param_groups"][0]["betas"]
     assert_refused(training, state, before, "parameter group 0 of the optimizer state has no 'betas'")
+
+
+@pytest.mark.parametrize(("index", "key"), [(0, "row_var"), (1, "variance")])
+def test_a_state_from_which_adafactor_cannot_step_is_refused(index, key):
+    training, state, before = saved("Adafactor")
+    state["state"][index][key] = None
+    assert_refused(training, state, before, rf"parameter {index}.*{key}")
 
 
 def test_no_tensor_in_place_of_a_state_is_refused():
