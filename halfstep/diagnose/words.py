@@ -240,8 +240,11 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
-    if note is not None and any(map(math.isnan, note.scalars)):
-        return f"the code itself gives NaN to {name}: see where that number comes from"
+    given = () if note is None else note.scalars
+    own = [s for s in given if math.isnan(s) or (math.isinf(s) and note is not None and note.of_gradient)]
+    if own:
+        number = "NaN" if math.isnan(own[0]) else own[0]
+        return f"the code itself gives {number} to {name}: see where that number comes from"
     if found.infinity:
         return _met(found)
     if full.low in (FP16, BF16) and found.exact is not None:
