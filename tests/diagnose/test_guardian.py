@@ -1050,3 +1050,63 @@ def test_evaluation_may_come_while_a_step_is_waited_for(low):
     with torch.inference_mode():  # where an LSTM comes to the recorder whole, and its parts count on autocast
         assert torch.equal(model(inputs), expected)
     session.close()
+
+
+class Merged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(5, 16))
+        self.down = nn.Parameter(torch.randn(5, 2) * 400)
+        self.up = nn.Parameter(torch.randn(2, 16) * 400)
+
+    def forward(self, x, change):
+        return nn.functional.linear(x, self.base + change)
+
+
+def train_on(loss, session, optimizer):
+    for _ in range(4 * WINDOW):
+        optimizer.zero_grad()
+        session.backward(loss())
+        session.step()
+
+
+def combined_in_the_loop(model):
+    return model(torch.randn(8, 16), model.down @ model.up).sum()
+
+
+def combined_by_functional_call(model):
+    weights = {"base": model.base + model.down @ model.up}
+    return torch.func.functional_call(model, weights, (torch.randn(8, 16), torch.zeros(5, 16).half())).sum()
+
+
+@pytest.mark.parametrize("loss", [combined_in_the_loop, combined_by_functional_call])
+def test_weights_that_are_combined_before_the_forward_are_the_place(loss, caplog):
+    torch.manual_seed(0)
+    model = Merged()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = halfstep.initialize(model, optimizer, "O2", low="fp16")
+    with caplog.at_level(logging.INFO, "halfstep"), pytest.raises(NumericsError) as raised:
+        train_on(lambda: loss(model), session, optimizer)
+    verdict = raised.value.verdict
+    assert (verdict.kind, verdict.operator, verdict.phase) == ("overflow", "matmul", "forward")
+    assert verdict.where.endswith(f"in {loss.__name__}")
+    assert "thread" not in caplog.text
+    session.close()
+
+
+def test_a_long_loop_before_the_forward_is_not_kept_and_hides_nothing(monkeypatch):
+    monkeypatch.setattr(guardian, "_BEFORE", 64)
+    model = nn.Sequential(nn.Linear(8, 8), Gain())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = halfstep.initialize(model, optimizer, "O1", low="fp16")
+
+    def loss():
+        batch = torch.ones(4, 8)
+        for _ in range(100):
+            batch = batch + 0.0
+        return model(batch).mean()
+
+    with pytest.raises(NumericsError) as raised:
+        train_on(loss, session, optimizer)
+    assert (raised.value.verdict.operator, raised.value.verdict.module) == ("mul", "1")
+    session.close()
