@@ -1063,3 +1063,43 @@ def test_running_statistics_are_to_blame_only_where_they_are_read(training):
     assert (verdict.module, verdict.kind) == ("1", "overflow" if training else "weights")
     assert ("running_var" in str(verdict)) is not training
     session.close()
+
+
+class Heavy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 5)
+        with torch.no_grad():
+            self.head.weight[2, 3] = 1e5
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+def heavy(*edits):
+    torch.manual_seed(0)
+    model = Heavy()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    plan = halfstep.level("O2", "fp16").edit(*edits)
+    session = halfstep.initialize(model, optimizer, plan, on_failure="warn")
+
+    def loss(number):
+        generator = torch.Generator().manual_seed(number)
+        inputs, labels = torch.randn(8, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    return optimizer, session, loss
+
+
+def test_a_cure_that_only_just_passes_comes_behind_one_with_room():
+    _, session, loss = heavy()
+    verdict = halfstep.blame(session, lambda: loss(0))
+    session.close()
+    optimizer, session, loss = heavy(*verdict.cure)
+    skipped = []
+    for number in range(40):
+        optimizer.zero_grad()
+        session.backward(loss(number))
+        skipped.append(bool(session.step().skipped))
+    assert sum(skipped) == 0
+    session.close()
