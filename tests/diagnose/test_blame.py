@@ -232,7 +232,7 @@ def test_a_target_that_is_not_finite_is_input_data():
     session.close()
 
 
-def test_one_of_two_models_is_named_by_its_number():
+def test_one_of_two_models_is_named_as_in_its_rule_and_numbered():
     models = [Cnn(nn.Identity()), Stacked(Gain(), nn.Identity())]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     session = halfstep.initialize(models, optimizers, "O2", low="fp16")
@@ -240,7 +240,8 @@ def test_one_of_two_models_is_named_by_its_number():
     verdict = halfstep.blame(
         session, lambda: nn.functional.cross_entropy(models[0](pictures) + models[1](inputs), labels)
     )
-    assert verdict.module == "1:blocks.0"
+    assert verdict.module == verdict.call.module == "blocks.0"
+    assert "in model 1, the first being 0" in verdict.evidence
     assert verdict.cure == (Rule("blocks.0", FULL),)
     session.close()
 
@@ -1102,4 +1103,16 @@ def test_a_cure_that_only_just_passes_comes_behind_one_with_room():
         session.backward(loss(number))
         skipped.append(bool(session.step().skipped))
     assert sum(skipped) == 0
+    session.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_masks_that_are_added_are_named_and_not_to_be_scaled_down(dtype):
+    model = nn.Linear(8, 8)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O1", low="bf16")
+    one, two = torch.zeros(4, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
+    one[1], two[1] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    verdict = halfstep.blame(session, lambda: (model(torch.ones(4, 8)) + (one + two)).float().softmax(-1)[:, 0].mean())
+    assert (verdict.operator, verdict.phase) == ("add", "forward")
+    assert "join masks as booleans" in verdict.advice
     session.close()

@@ -1110,3 +1110,45 @@ def test_a_long_loop_before_the_forward_is_not_kept_and_hides_nothing(monkeypatc
         train_on(loss, session, optimizer)
     assert (raised.value.verdict.operator, raised.value.verdict.module) == ("mul", "1")
     session.close()
+
+
+def mask_of_two(model):
+    padding, future = torch.zeros(4, 8), torch.full((4, 8), torch.finfo(torch.float32).min)
+    padding[1] = torch.finfo(torch.float32).min
+    mask = padding + future
+    return (model(torch.ones(4, 8)) + mask).softmax(-1)[:, 0].mean()
+
+
+def weights_of_classes(model):
+    weights = 1 / torch.bincount(torch.zeros(4, dtype=torch.int64), minlength=8)
+    return (model(torch.ones(4, 8)).softmax(-1) * weights).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "operator", "line"),
+    [(mask_of_two, "add", "in mask_of_two"), (weights_of_classes, "reciprocal", "in weights_of_classes")],
+)
+def test_what_the_loop_made_before_the_forward_is_no_input_data(loss, operator, line):
+    model = nn.Linear(8, 8)
+    session, optimizer = session_on(model, "O1", "bf16")
+    with pytest.raises(NumericsError) as raised:
+        train_on(lambda: loss(model), session, optimizer)
+    verdict = raised.value.verdict
+    assert verdict.operator == operator
+    assert verdict.where.endswith(line)
+    assert "nan_to_num" not in verdict.advice
+    session.close()
+
+
+@pytest.mark.parametrize(("value", "word"), [(-torch.inf, "mask"), (torch.inf, "weights of classes")])
+def test_what_may_be_a_mask_is_not_advised_to_become_0(value, word):
+    model = nn.Linear(8, 8)
+    session, optimizer = session_on(model, "O1", "bf16")
+    given = torch.full((4, 8), 0.5)
+    given[:, 3] = value
+    with pytest.raises(NumericsError) as raised:
+        train_on(lambda: (model(torch.ones(4, 8)) * given).mean(), session, optimizer)
+    assert raised.value.verdict.kind == "input data"
+    assert raised.value.verdict.advice.startswith(f"where th{'is is a' if value < 0 else 'ese are'} {word}")
+    assert "neginf=0" not in raised.value.verdict.advice
+    session.close()
