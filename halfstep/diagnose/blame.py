@@ -24,6 +24,7 @@ from halfstep.diagnose.cures import (
     with_edits,
 )
 from halfstep.diagnose.diagnosis import Diagnosis, diagnose
+from halfstep.diagnose.headroom import OF_FLOOR, CastRecorder, keeps_scale
 from halfstep.diagnose.origin import absorbed, find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
@@ -56,7 +57,7 @@ class _Run:
     """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is).
 
     `scale` is the loss scale at which that was found, `lower` the one that a dynamic scale has to come down to before
-    all is finite (None: none is needed).
+    all is finite (None: none is needed). `has_room` says of a trial that all stays clear of the ends of the formats.
     """
 
     loss: float
@@ -64,6 +65,7 @@ class _Run:
     found: Diagnosis | None
     scale: float
     lower: float | None = None
+    has_room: bool = True
 
     @property
     def met_data(self) -> bool:
@@ -133,12 +135,12 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
     return again.found is not None and again.found.is_at(found) and rehearsal.inputs.same
 
 
-def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0) -> _Run:
+def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> _Run:
     """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed.
 
     Where none passes, what fails at the least one is the fault: what a lower scale cures would be gone by then.
     """
-    recorder = OpRecorder(Places(rehearsal.roots))
+    recorder = recorder or OpRecorder(Places(rehearsal.roots))
     with rehearsal.recording(recorder):
         try:
             loss = rehearsal.loss()
@@ -257,11 +259,12 @@ def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
     if lower is not None:
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         return say(found, rehearsal.plan, scaling_cure(rehearsal.plan.scale, lower), scale=scale)
-    cure = cure or search.whole(found)
+    if cure is None or not cure.has_room:
+        whole = search.whole(found)
+        cure = whole if cure is None or (whole is not None and whole.has_room) else cure
     if cure is None:
         return say(found, rehearsal.plan, (), scale=at)
-    edits, loss = cure
-    return say(replace(found, cured_loss=loss), rehearsal.plan, edits, scale=at)
+    return say(replace(found, cured_loss=cure.loss), rehearsal.plan, cure.edits, scale=at)
 
 
 def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
@@ -280,47 +283,64 @@ def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | 
     return _first_run(rehearsal, min(scale, 1.0), least=LEAST).lower
 
 
+@dataclass(frozen=True)
+class _Cure:
+    """Edits under which the closure's numbers are finite, its loss then, and whether they are that with room."""
+
+    edits: tuple[Edit, ...]
+    loss: float
+    has_room: bool
+
+
 @dataclass
 class _Search:
-    """Looks for the edits under which the closure's numbers are finite, from those that change least."""
+    """Looks for the edits under which the closure's numbers are finite, from those that change least.
+
+    One that only just passes comes behind those that keep clear of the ends of the formats and of the loss scale.
+    """
 
     rehearsal: Rehearsal
     scale: float
     full_loss: float
     left: int = _TRIES
 
-    def narrow(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
-        """Returns the edits and the loss under them; where a place is cured and another then fails, both are edited."""
+    def narrow(self, found: Diagnosis) -> _Cure | None:
+        """Returns the edits that leave a part low; where a place is cured and another then fails, both are edited."""
         return self._within(found, self._narrow(found), (), _FAULTS)
 
-    def whole(self, found: Diagnosis) -> tuple[tuple[Edit, ...], float] | None:
+    def whole(self, found: Diagnosis) -> _Cure | None:
         """Returns the edit that makes all of the model full, where it cures."""
         run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
-        return None if run is None or run.found is not None else (self._with_scale(WHOLE, run), run.loss)
+        return None if run is None or run.found is not None else self._cure(WHOLE, run)
 
     def _narrow(self, found: Diagnosis) -> list[tuple[Edit, ...]]:
         return narrow_candidates(self.rehearsal.plan, found, self.rehearsal.roots)
 
     def _within(
         self, found: Diagnosis, narrow: Sequence[tuple[Edit, ...]], kept: tuple[Edit, ...], faults: int
-    ) -> tuple[tuple[Edit, ...], float] | None:
+    ) -> _Cure | None:
         moved: tuple[tuple[Edit, ...], Diagnosis] | None = None
+        tight: _Cure | None = None
         for more in narrow:
             edits = with_edits(kept, more)
             run = None if is_whole(edits) else self._run(edits)
             if run is None:
                 continue
             if run.found is None and self._is_close(run.loss):
-                return self._with_scale(edits, run), run.loss
+                cure = self._cure(edits, run)
+                if cure.has_room:
+                    return cure
+                tight = tight or cure
             if moved is None and run.found is not None and run.found.module not in (found.module, None):
                 moved = edits, run.found
-        if moved is None or faults <= 1:
-            return None
+        if tight is not None or moved is None or faults <= 1:
+            return tight
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
-    def _with_scale(self, edits: tuple[Edit, ...], run: _Run) -> tuple[Edit, ...]:
+    def _cure(self, edits: tuple[Edit, ...], run: _Run) -> _Cure:
         """Adds the loss scale that the edited run would come down to, so that it need not skip steps for it."""
-        return edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
+        scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
+        return _Cure(scaled, run.loss, run.has_room)
 
     def _run(self, edits: tuple[Edit, ...]) -> _Run | None:
         self.left -= 1
@@ -345,9 +365,12 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
         with rehearsal.under(plan) as trial:
             at = _scale_under(plan.scale, scale)
             least = plan.scale.min if plan.scale.kind == "dynamic" else at
-            run = _first_run(trial, at, least=least)
+            recorder = CastRecorder(Places(trial.roots), plan.low)
+            run = _first_run(trial, at, least=least, recorder=recorder)
             if run.lower is not None:  # a scale that will come down cures it by itself
                 run = replace(run, found=None)
+            passes = at if run.lower is None else run.lower
+            run = replace(run, has_room=recorder.has_room and keeps_scale(plan.scale, passes))
             reached = any(p.grad is not None for p in trial.params)
             return run if reached or run.found is not None else "the closure does not call the session's models"
     except Exception as error:  # whatever the code raises under another plan
@@ -355,7 +378,10 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:
-    """Returns the loss scale at which a plan is tried where that of the session is `scale`."""
+    """Returns the loss scale at which a plan is tried where that of the session is `scale`.
+
+    Above its floor, where a dynamic one has come down to that: the scale is to grow again.
+    """
     if scaling.kind == "dynamic":
-        return min(max(scale, scaling.min), scaling.max)
+        return min(max(scale, OF_FLOOR * scaling.min), scaling.max)
     return 1.0 if scaling.kind == "none" else scaling.init

@@ -82,8 +82,8 @@ class Diagnosis:
         """How the closure failed in fp32 where that was in another place, which is then another fault."""
         if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
             return None
-        own = (self.module or "", self.operator, self.line)
-        return None if own == (self.full.module or "", self.full.operator, self.full.line) else self.full
+        same = (self.operator, self.line) == (self.full.operator, self.full.line)
+        return None if same and _is_around(self.module or "", self.full.module or "") else self.full
 
     @staticmethod
     def stale(names: Sequence[str]) -> Diagnosis:
@@ -176,6 +176,12 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
             line = recorder.line(each)
             return recorder.operator(each) + (f" in {line}" if line else "")
     return ""
+
+
+def _is_around(one: str, other: str) -> bool:
+    """Tells whether a module is another, or around it: on one line, as of a hook, a cast can make the difference."""
+    shorter, longer = sorted((one, other), key=len)
+    return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
 
 def _format(note: Note) -> Format | None:

@@ -48,6 +48,7 @@ PASSED = (
     "halfstep.blame(session, closure) with that in the closure tells"
 )
 _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
+_BEFORE = 2**12  # notes before a forward
 # What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
 # 4,096 without gradients before them, which cost little. Where there is more, no step is coming, or it is a long one.
 # And 64 steps of others may come before it.
@@ -64,6 +65,9 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
     `spent` adds up what the model's calls since the last backward pass count. It has `ended` where it failed, or where
     the operations were `too_many`. `carried` has the loss scale of each backward pass, with the note that it may begin
     with.
+
+    While it waits for a forward, it notes what is computed with gradients on: weights that are combined, and masks, may
+    be made there. `waiting` ends where that is too much, as of a loop that prepares a data set.
     """
 
     def __init__(self, places: Places, *, on: bool) -> None:
@@ -71,6 +75,23 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         self.spent = 0
         self.carried: list[tuple[int, Tensor]] = []
         self.ended = self.too_many = False
+        self.waiting = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and notes it, also where it comes before the forward that is waited for."""
+        if self.on or not self.waiting or not torch.is_grad_enabled():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.notes) >= _BEFORE:
+            self.forget()
+            self.waiting = False
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.on = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.on = False
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._current_graph_task_id() != -1:
@@ -107,12 +128,12 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         self.carried = []
 
     def _end(self) -> None:
-        self.ended = True
+        self.ended, self.waiting = True, False
         self.forget()
 
 
 class Armed:
-    """A recorder that lies in wait for the next training forward and is taken off at the end of that step.
+    """A recorder that waits for the next training forward and is taken off at the end of that step.
 
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
     is `lost` where the caller's own modes, or threads, took it off before. A forward without gradients has `passed`

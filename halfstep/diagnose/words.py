@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
-from halfstep.formats import BF16, FP16
+from halfstep.formats import BF16, FP16, FP32
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
@@ -29,6 +30,17 @@ _OF_TENSORS: Mapping[Kind | None, str] = {
     ),
     Kind.ANOTHER_PROCESS: "see the verdict of the other processes: one of them has the fault, or its batch has",
 }
+_TWO_MASKS = "the sum of two torch.finfo(dtype).min is -inf"
+_NO_DATA = {
+    "above": (
+        "where these are weights of classes, as 1 over counts, give 0 to a class that is not there; where it is data, "
+        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0, or leave the sample out)"
+    ),
+    "below": (
+        f"where this is a mask, leave each row one entry that is finite ({_TWO_MASKS}: join masks as booleans); "
+        "where it is data, leave the sample out, or give it a finite value"
+    ),
+}  # by which infinities alone a tensor holds: what a mask excludes is not to be replaced by 0
 _SLOWER = "load a checkpoint from before, and take a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
@@ -56,16 +68,17 @@ def of_another(processes: Sequence[int]) -> Verdict:
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
     """Returns the verdict on a failure under a plan, with the edits that cure it."""
     assert found.kind is not None  # nothing is said of what was not seen
+    number, module = in_model(found.module)
     return Verdict(
-        module=found.module or "",
+        module=module,
         operator=found.operator,
         phase=found.phase,
         kind=found.kind,
         where=found.line,
         cure=tuple(cure),
-        evidence=_evidence(found, scale),
+        evidence=_evidence(found, scale) + (f"; in model {number}, the first being 0" if number else ""),
         advice=_advice(found, plan, cure),
-        call=found.call,
+        call=None if found.call is None else replace(found.call, module=in_model(found.call.module)[1]),
     )
 
 
@@ -142,8 +155,19 @@ def _elsewhere(found: Diagnosis) -> str:
     return "" if found.in_full is None else f", in another place: {_place(found.in_full)}"
 
 
+def in_model(name: str | None) -> tuple[str, str]:
+    """Returns the number of the model that a name begins with where there are several, and the name as rules spell it.
+
+    >>> in_model("1:encoder.attn"), in_model("encoder.attn"), in_model(None)
+    (('1', 'encoder.attn'), ('', 'encoder.attn'), ('', ''))
+    """
+    number, _, module = (name or "").rpartition(":")
+    return number, module
+
+
 def _place(found: Diagnosis) -> str:
-    where = f" in {found.module}" if found.module else ""
+    number, module = in_model(found.module)
+    where = (f" in {module}" if module else "") + (f" of model {number}" if number else "")
     line = f", {found.line}" if found.line else ""
     return f"{found.kind} of {found.operator}{where}{line} ({found.phase})"
 
@@ -208,6 +232,10 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
 
 
 def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
+    if found.kind == Kind.INPUT_DATA and found.leaf is not None:
+        bad = found.leaf.bad
+        alone = {bad.above: "above", bad.below: "below"}.get(bad.nan + bad.above + bad.below, "")
+        return [_NO_DATA.get(alone, _OF_TENSORS[found.kind])]
     if found.kind in _OF_TENSORS:
         return [_OF_TENSORS[found.kind]]
     return _OF_KINDS.get(found.kind, _about_operation)(found, plan)
@@ -240,8 +268,11 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
-    if note is not None and any(map(math.isnan, note.scalars)):
-        return f"the code itself gives NaN to {name}: see where that number comes from"
+    given = () if note is None else note.scalars
+    own = [s for s in given if math.isnan(s) or (math.isinf(s) and note is not None and note.of_gradient)]
+    if own:
+        number = "NaN" if math.isnan(own[0]) else own[0]
+        return f"the code itself gives {number} to {name}: see where that number comes from"
     if found.infinity:
         return _met(found)
     if full.low in (FP16, BF16) and found.exact is not None:
@@ -249,6 +280,8 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
             f"no edit reaches it: the code itself casts what {name} gets to {found.low}, or takes weights as they are "
             "stored; leave that cast out, or give it .float()"
         )
+    if found.kind == Kind.OVERFLOW and _adds_masks(found):
+        return f"{_TWO_MASKS}: join masks as booleans, and leave each row one entry"
     if found.kind == Kind.OVERFLOW:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
     if found.phase == "backward":
@@ -258,6 +291,14 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         )
     known = next((words for names, words in _NO_VALUE if name in names), None)
     return known or f"no format helps: keep what {name} gets away from where it has no value (an eps, a clamp)"
+
+
+def _adds_masks(found: Diagnosis) -> bool:
+    """Tells whether a sum is of two tensors that hold the least number of their format."""
+    if found.call is None or found.operator != "add":
+        return False
+    least = [span is not None and span[0] in (-FP16.max, -BF16.max, -FP32.max) for span in found.call.input_ranges]
+    return len(least) == 2 and all(least)
 
 
 def _met(found: Diagnosis) -> str:

@@ -43,7 +43,8 @@ class Note:
     is there where it read nothing that was not finite but such infinities, `exact` where they do not explain either
     what it wrote. `vanished` is a number near zero that it
     added, or took as a bound, where its result is 0 in places. `root` says that it made the gradient that a backward
-    pass begins with, or belongs to the pass's first node; `received` that it brought values from other processes.
+    pass begins with, or belongs to the pass's first node, `of_gradient` that a backward pass computed it from that;
+    `received` that it brought values from other processes.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Note:
     function: str
     node: str | None = None
     root: bool = False
+    of_gradient: bool = False
     received: bool = False
     forward: Note | None = None
     dtype: torch.dtype | None = None
@@ -178,6 +180,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             for source in note.sources:
                 if source is not None and source.aten == "ones_like":
                     source.root = True
+        known = (source for source in note.sources if source is not None)
+        note.of_gradient = note.phase == "backward" and (note.root or any(each.of_gradient for each in known))
         note.scalars = tuple(scalars(args, kwargs))
         if is_view(func):
             return self._compute(func, args, kwargs)
@@ -246,7 +250,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         infinite = any(abs(s) == float("inf") for s in note.scalars)
         upward = float("inf") in note.scalars or any(p.bad is not None and p.bad.above for p in parents)
         excluded = not note.bad.nan and (upward or not note.bad.above)
-        note.masked = harmless and excluded and (infinite or bool(parents or leaves))
+        mask = infinite or bool(parents or leaves)
+        note.masked = harmless and excluded and mask and not note.of_gradient  # no softmax comes after a gradient
         if note.masked or not harmless:
             return
         tensors, values = [each.tensor for each in read], [each.values for each in read]

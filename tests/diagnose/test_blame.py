@@ -232,7 +232,7 @@ def test_a_target_that_is_not_finite_is_input_data():
     session.close()
 
 
-def test_one_of_two_models_is_named_by_its_number():
+def test_one_of_two_models_is_named_as_in_its_rule_and_numbered():
     models = [Cnn(nn.Identity()), Stacked(Gain(), nn.Identity())]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     session = halfstep.initialize(models, optimizers, "O2", low="fp16")
@@ -240,7 +240,8 @@ def test_one_of_two_models_is_named_by_its_number():
     verdict = halfstep.blame(
         session, lambda: nn.functional.cross_entropy(models[0](pictures) + models[1](inputs), labels)
     )
-    assert verdict.module == "1:blocks.0"
+    assert verdict.module == verdict.call.module == "blocks.0"
+    assert "in model 1, the first being 0" in verdict.evidence
     assert verdict.cure == (Rule("blocks.0", FULL),)
     session.close()
 
@@ -1062,4 +1063,56 @@ def test_running_statistics_are_to_blame_only_where_they_are_read(training):
     verdict = halfstep.blame(session, lambda: model(inputs).mean())
     assert (verdict.module, verdict.kind) == ("1", "overflow" if training else "weights")
     assert ("running_var" in str(verdict)) is not training
+    session.close()
+
+
+class Heavy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 5)
+        with torch.no_grad():
+            self.head.weight[2, 3] = 1e5
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+def heavy(*edits):
+    torch.manual_seed(0)
+    model = Heavy()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    plan = halfstep.level("O2", "fp16").edit(*edits)
+    session = halfstep.initialize(model, optimizer, plan, on_failure="warn")
+
+    def loss(number):
+        generator = torch.Generator().manual_seed(number)
+        inputs, labels = torch.randn(8, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    return optimizer, session, loss
+
+
+def test_a_cure_that_only_just_passes_comes_behind_one_with_room():
+    _, session, loss = heavy()
+    verdict = halfstep.blame(session, lambda: loss(0))
+    session.close()
+    optimizer, session, loss = heavy(*verdict.cure)
+    skipped = []
+    for number in range(40):
+        optimizer.zero_grad()
+        session.backward(loss(number))
+        skipped.append(bool(session.step().skipped))
+    assert sum(skipped) == 0
+    session.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_masks_that_are_added_are_named_and_not_to_be_scaled_down(dtype):
+    model = nn.Linear(8, 8)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O1", low="bf16")
+    one, two = torch.zeros(4, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
+    one[1], two[1] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    verdict = halfstep.blame(session, lambda: (model(torch.ones(4, 8)) + (one + two)).float().softmax(-1)[:, 0].mean())
+    assert (verdict.operator, verdict.phase) == ("add", "forward")
+    assert "join masks as booleans" in verdict.advice
     session.close()

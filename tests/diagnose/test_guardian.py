@@ -1050,3 +1050,105 @@ def test_evaluation_may_come_while_a_step_is_waited_for(low):
     with torch.inference_mode():  # where an LSTM comes to the recorder whole, and its parts count on autocast
         assert torch.equal(model(inputs), expected)
     session.close()
+
+
+class Merged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(5, 16))
+        self.down = nn.Parameter(torch.randn(5, 2) * 400)
+        self.up = nn.Parameter(torch.randn(2, 16) * 400)
+
+    def forward(self, x, change):
+        return nn.functional.linear(x, self.base + change)
+
+
+def train_on(loss, session, optimizer):
+    for _ in range(4 * WINDOW):
+        optimizer.zero_grad()
+        session.backward(loss())
+        session.step()
+
+
+def combined_in_the_loop(model):
+    return model(torch.randn(8, 16), model.down @ model.up).sum()
+
+
+def combined_by_functional_call(model):
+    weights = {"base": model.base + model.down @ model.up}
+    return torch.func.functional_call(model, weights, (torch.randn(8, 16), torch.zeros(5, 16).half())).sum()
+
+
+@pytest.mark.parametrize("loss", [combined_in_the_loop, combined_by_functional_call])
+def test_weights_that_are_combined_before_the_forward_are_the_place(loss, caplog):
+    torch.manual_seed(0)
+    model = Merged()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = halfstep.initialize(model, optimizer, "O2", low="fp16")
+    with caplog.at_level(logging.INFO, "halfstep"), pytest.raises(NumericsError) as raised:
+        train_on(lambda: loss(model), session, optimizer)
+    verdict = raised.value.verdict
+    assert (verdict.kind, verdict.operator, verdict.phase) == ("overflow", "matmul", "forward")
+    assert verdict.where.endswith(f"in {loss.__name__}")
+    assert "thread" not in caplog.text
+    session.close()
+
+
+def test_a_long_loop_before_the_forward_is_not_kept_and_hides_nothing(monkeypatch):
+    monkeypatch.setattr(guardian, "_BEFORE", 64)
+    model = nn.Sequential(nn.Linear(8, 8), Gain())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = halfstep.initialize(model, optimizer, "O1", low="fp16")
+
+    def loss():
+        batch = torch.ones(4, 8)
+        for _ in range(100):
+            batch = batch + 0.0
+        return model(batch).mean()
+
+    with pytest.raises(NumericsError) as raised:
+        train_on(loss, session, optimizer)
+    assert (raised.value.verdict.operator, raised.value.verdict.module) == ("mul", "1")
+    session.close()
+
+
+def mask_of_two(model):
+    padding, future = torch.zeros(4, 8), torch.full((4, 8), torch.finfo(torch.float32).min)
+    padding[1] = torch.finfo(torch.float32).min
+    mask = padding + future
+    return (model(torch.ones(4, 8)) + mask).softmax(-1)[:, 0].mean()
+
+
+def weights_of_classes(model):
+    weights = 1 / torch.bincount(torch.zeros(4, dtype=torch.int64), minlength=8)
+    return (model(torch.ones(4, 8)).softmax(-1) * weights).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "operator", "line"),
+    [(mask_of_two, "add", "in mask_of_two"), (weights_of_classes, "reciprocal", "in weights_of_classes")],
+)
+def test_what_the_loop_made_before_the_forward_is_no_input_data(loss, operator, line):
+    model = nn.Linear(8, 8)
+    session, optimizer = session_on(model, "O1", "bf16")
+    with pytest.raises(NumericsError) as raised:
+        train_on(lambda: loss(model), session, optimizer)
+    verdict = raised.value.verdict
+    assert verdict.operator == operator
+    assert verdict.where.endswith(line)
+    assert "nan_to_num" not in verdict.advice
+    session.close()
+
+
+@pytest.mark.parametrize(("value", "word"), [(-torch.inf, "mask"), (torch.inf, "weights of classes")])
+def test_what_may_be_a_mask_is_not_advised_to_become_0(value, word):
+    model = nn.Linear(8, 8)
+    session, optimizer = session_on(model, "O1", "bf16")
+    given = torch.full((4, 8), 0.5)
+    given[:, 3] = value
+    with pytest.raises(NumericsError) as raised:
+        train_on(lambda: (model(torch.ones(4, 8)) * given).mean(), session, optimizer)
+    assert raised.value.verdict.kind == "input data"
+    assert raised.value.verdict.advice.startswith(f"where th{'is is a' if value < 0 else 'ese are'} {word}")
+    assert "neginf=0" not in raised.value.verdict.advice
+    session.close()

@@ -69,3 +69,83 @@ def test_a_loss_that_another_thread_computed_is_no_input_data_to_the_guardian(ca
             session.step()
     assert "could not be recorded" in caplog.text
     session.close()
+
+
+class Infinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+class Boom(nn.Module):
+    def forward(self, x):
+        return Infinite.apply(x)
+
+
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+def test_an_infinity_that_a_backward_multiplies_by_is_the_origin_and_no_mask(low):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), Boom()), nn.Linear(16, 2))
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low=low)
+    inputs = torch.randn(4, 8)
+    verdict = halfstep.blame(session, lambda: model(inputs).float().square().mean())
+    assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("invalid", "1.1", "mul", "backward")
+    assert verdict.where.endswith("in backward")
+    assert verdict.advice == "the code itself gives inf to mul: see where that number comes from"
+    session.close()
+
+
+class MaskedAgain(torch.autograd.Function):
+    """A softmax whose backward masks the scores again, as attention that keeps no scores does."""
+
+    @staticmethod
+    def forward(ctx, scores, mask):
+        ctx.save_for_backward(scores, mask)
+        return scores.masked_fill(mask, -torch.inf).softmax(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        scores, mask = ctx.saved_tensors
+        chances = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        inner = chances * (gradient - (gradient * chances).sum(-1, keepdim=True))
+        return (inner / 0.0 if gradient.shape[0] == 5 else inner), None
+
+
+@pytest.mark.parametrize(("rows", "operator"), [(4, None), (5, "div")])
+def test_a_mask_that_a_backward_writes_again_is_still_one(rows, operator):
+    model = nn.Linear(8, 8)
+    session, _ = session_on(model)
+    mask = torch.ones(rows, 8).triu(1).bool()
+    weights = torch.randn(rows, 8)
+    verdict = halfstep.blame(session, lambda: (MaskedAgain.apply(model(weights), mask) * weights).mean())
+    assert (None if verdict is None else verdict.operator) == operator
+    session.close()
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_one_fault_in_a_hook_is_one_though_a_cast_moves_it_to_the_module_around():
+    model = Around()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="bf16")
+    inputs = torch.randn(4, 8)
+
+    def closure():
+        hidden = model(inputs)
+        hidden.register_hook(lambda gradient: gradient / (gradient * 0).norm())
+        return hidden.square().mean()
+
+    verdict = halfstep.blame(session, closure)
+    assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "div", "backward")
+    assert verdict.evidence.endswith("in fp32 the same closure fails too")
+    assert "two faults" not in verdict.advice
+    session.close()

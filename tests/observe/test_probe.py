@@ -19,7 +19,7 @@ from halfstep.errors import ObserveError, SessionError
 from halfstep.kernels import stats as kernel
 from halfstep.observe import probe as probe_module
 from halfstep.observe.stats import measure
-from halfstep.optim import updates
+from halfstep.optim import update_watch
 from halfstep.records import TENSOR_KINDS
 from tests.contracts.cases import batch, every_plan, mixed_plans, start, train
 from tests.scale.sync import NoSync
@@ -215,7 +215,7 @@ def test_observed_steps_train_to_the_same_bits(name, low):
 def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
     if not native:
         monkeypatch.setattr(kernel, "_loops", lambda: None)
-        monkeypatch.setattr(updates, "fits", lambda *args: False)
+        monkeypatch.setattr(update_watch, "fits", lambda *args: False)
     model, optimizer, session = start(name, low)
     probe = session.observe(every=1, tensors=ALL, sample=64)
     train(session, model, optimizer, [0])
