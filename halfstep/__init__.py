@@ -1,12 +1,12 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
 from halfstep.diagnose.blame import blame
+from halfstep.edits import FULL, LOW, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import (
     DataError,
     FormatError,
     HalfstepError,
     LogError,
-    NumericsError,
     ObserveError,
     PlanError,
     SessionError,
@@ -18,13 +18,10 @@ from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
 from halfstep.plan.io import load_plan, save_plan
 from halfstep.plan.levels import level
-from halfstep.plan.plan import OpChange, OpChanges, Plan
-from halfstep.plan.policy import FULL, LOW, Policy
+from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, resolve
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
 from halfstep.preflight.check import check
-from halfstep.records import Finding, Observation, Status, StepRecord, TensorStats, Verdict, WhatIf
+from halfstep.records import Finding, NumericsError, Observation, Status, StepRecord, TensorStats, Verdict, WhatIf
 from halfstep.report.log import RunLog
 from halfstep.report.run import Run, read_log
 from halfstep.scale.grad_scaler import GradScaler

@@ -7,12 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
+from halfstep.edits import FULL, Edit, OpChange, Rule, Scaling
 from halfstep.formats import BF16, FP16
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
-from halfstep.plan.plan import Edit, OpChange, Plan
-from halfstep.plan.policy import FULL
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 from halfstep.records import Finding, Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {

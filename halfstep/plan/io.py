@@ -14,15 +14,25 @@ import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
+from halfstep.checks import near_miss
+from halfstep.edits import (
+    FULL,
+    LOW,
+    BufferWidth,
+    OpChanges,
+    OutputWidth,
+    Policy,
+    Rule,
+    RuleInput,
+    Scaling,
+    ScalingKind,
+    Width,
+)
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.formats import Format, as_format
-from halfstep.plan.checks import near_miss
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
-from halfstep.plan.plan import Master, OpChanges, Ops, Plan, PlanInput, PlanOutput
-from halfstep.plan.policy import FULL, LOW, OutputWidth, Policy, Width
-from halfstep.plan.rules import BufferWidth, Rule, RuleInput
-from halfstep.plan.scaling import Scaling, ScalingKind
+from halfstep.plan.plan import Master, Ops, Plan, PlanInput, PlanOutput
 
 SCHEMA = 1
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
+from halfstep.checks import as_tuple, near_miss
+from halfstep.edits import OP_LISTS, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
-from halfstep.plan.checks import as_tuple, near_miss
-from halfstep.plan.plan import LOW_FORMATS, OP_LISTS, Master, OpChange, OpChanges, Ops, Plan, PlanInput, PlanOutput
-from halfstep.plan.policy import Width
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import LOW_FORMATS, Master, Ops, Plan, PlanInput, PlanOutput
 
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")

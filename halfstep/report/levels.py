@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from halfstep.edits import Scaling
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import Level
-from halfstep.plan.scaling import Scaling
 
 OPS = {"none": "as written", "table": "the table"}
 OPS_AT_LOW = "allow and promote rows, losses full; the rest as stored"

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 
 
 class Scale(Protocol):
@@ -235,7 +235,7 @@ def _times(value: Tensor, factor: float) -> Tensor:
 def make_scale(scaling: Scaling, device: torch.device) -> Scale:
     """Returns the scale that `scaling` describes, with its state on `device`.
 
-    >>> from halfstep.plan.scaling import Scaling
+    >>> from halfstep.edits import Scaling
     >>> scale = make_scale(Scaling("dynamic", init=8.0), torch.device("cpu"))
     >>> scale.update(torch.tensor(True))
     >>> scale.value

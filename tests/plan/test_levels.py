@@ -4,13 +4,11 @@ import numpy
 import pytest
 import torch
 
+from halfstep.edits import FULL, LOW, OpChanges, Rule, Scaling
 from halfstep.errors import FormatError, PlanError
 from halfstep.formats import BF16, E5M2, FP16, FP32
 from halfstep.plan.levels import LEVELS, as_scaling, customize, level
-from halfstep.plan.plan import OpChanges, Plan
-from halfstep.plan.policy import FULL, LOW
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 
 NONE, DYNAMIC, ONE = Scaling("none"), Scaling("dynamic"), Scaling("static", init=1.0)
 

@@ -1,7 +1,6 @@
 """The findings of a check as text."""
 
-from halfstep.plan.policy import FULL
-from halfstep.plan.rules import Rule
+from halfstep.edits import FULL, Rule
 from halfstep.records import Finding
 from halfstep.report.check import check_text
 
