@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from halfstep.checks import as_tuple, count, one_of, real, text
 from halfstep.errors import PlanError
+
+
+def _code(value: Any) -> str:
+    """Returns a value as the code that makes it; fields that have their default are left out."""
+    given = [
+        _literal(getattr(value, each.name))
+        if each.default is MISSING
+        else f"{each.name}={_literal(getattr(value, each.name))}"
+        for each in fields(value)
+        if getattr(value, each.name) != each.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _literal(value: object) -> str:
+    # All digits, since the edit is copied: 2^24 and not 1.67772e+07.
+    whole = isinstance(value, float) and value.is_integer() and value < 1e15
+    return f"{value:.0f}" if whole else repr(value)
+
 
 Width = Literal["full", "low"]
 OutputWidth = Literal["full", "low", "input"]
@@ -38,6 +57,9 @@ class Policy:
                 "policy has param 'low' and compute 'full': ops would get low weights with full inputs and fail; "
                 "keep the parameters full too, Policy('full', 'full', ...)"
             )
+
+    def __repr__(self) -> str:
+        return next((name for name, each in (("FULL", FULL), ("LOW", LOW)) if each == self), None) or _code(self)
 
 
 FULL = Policy("full", "full", "input")
@@ -91,6 +113,8 @@ class Rule:
                 "beside fp32 weights; leave the input out, which casts it to fp32"
             )
 
+    __repr__ = _code
+
     def matches(self, names: Iterable[str], type_names: Iterable[str]) -> bool:
         """Returns whether one of a module's dotted names, or of its class names, fits the pattern."""
         if self.pattern.startswith(TYPE_PREFIX):
@@ -131,6 +155,8 @@ class OpChange:
     def __post_init__(self) -> None:
         one_of("op change: list", self.list, OP_LISTS)
         _op_name(self.list, self.op)
+
+    __repr__ = _code
 
 
 @dataclass(frozen=True)
@@ -215,6 +241,8 @@ class Scaling:
         else:
             self._check_unused()
 
+    __repr__ = _code
+
     def _set(self, name: str, value: float) -> None:
         object.__setattr__(self, name, value)
 
@@ -242,3 +270,12 @@ class Scaling:
 
 
 Edit = Rule | OpChange | Scaling
+
+
+def spell(edits: Iterable[Edit]) -> str:
+    """Returns edits as the code that makes them.
+
+    >>> spell([Rule("head", FULL), Scaling("dynamic", init=2.0**24)])
+    "plan.edit(Rule('head', FULL), Scaling('dynamic', init=16777216))"
+    """
+    return f"plan.edit({', '.join(map(repr, edits))})"

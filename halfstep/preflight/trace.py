@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.diagnose.words import spell
-from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling
+from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import HalfstepError, OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
 from halfstep.observe.nonfinite import unwrapped
@@ -267,7 +266,7 @@ def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
     if BEYOND in str(failure.error):
         return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
     if edits:
-        return f"plan.edit({', '.join(map(spell, edits))}), with which the step runs"
+        return f"{spell(edits)}, with which the step runs"
     return reason or (
         "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
     )

@@ -15,8 +15,7 @@ def test_each_finding_has_place_evidence_advice_and_edits():
         "error: mixed formats at a.b",
         "  seen: [seen] it",
         "  do:   do that",
-        "  edit: Rule(pattern='a.b', policy=Policy(param='full', compute='full', output='input'), buffers='keep', "
-        "input='policy')",
+        "  edit: Rule('a.b', FULL)",
     ]
     assert lines[7] == "note: no loss scale at O3"
 
