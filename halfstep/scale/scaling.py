@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -136,14 +136,7 @@ class DynamicScale:
     active = True
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._schedule = Schedule(
-            growth=scaling.growth,
-            backoff=scaling.backoff,
-            growth_interval=scaling.growth_interval,
-            min=scaling.min,
-            max=scaling.max,
-            hysteresis=scaling.hysteresis,
-        )
+        self._schedule = Schedule(**{each.name: getattr(scaling, each.name) for each in fields(Schedule)})
         self.value = torch.full((), float(scaling.init), dtype=torch.float32, device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)

@@ -33,7 +33,7 @@ def test_a_level_is_the_row_of_the_design(plan):
 
 def test_the_table_has_four_levels_that_know_their_names_and_purpose():
     assert list(LEVELS) == ["O0", "O1", "O2", "O3"]
-    assert all(row.name == name and row.purpose for name, row in LEVELS.items())
+    assert all({plan.name for plan in row.plans.values()} == {name} and row.purpose for name, row in LEVELS.items())
 
 
 def test_the_table_cannot_be_changed():
