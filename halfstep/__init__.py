@@ -1,30 +1,42 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
 from halfstep.diagnose.blame import blame
+from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import (
-    DataError,
     FormatError,
     HalfstepError,
     LogError,
-    NumericsError,
     ObserveError,
+    OpError,
     PlanError,
     SessionError,
     SetupError,
     StateError,
+    WorkloadError,
 )
 from halfstep.forecast.whatif import whatif
-from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Format
+from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
+from halfstep.observe.probe import Probe
+from halfstep.observe.stats import measure
+from halfstep.optim.lion import Lion
 from halfstep.plan.io import load_plan, save_plan
 from halfstep.plan.levels import level
-from halfstep.plan.plan import OpChange, OpChanges, Plan
-from halfstep.plan.policy import FULL, LOW, Policy
-from halfstep.plan.resolve import Assignment, resolve
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.preflight.check import check
-from halfstep.records import Finding, Observation, Status, StepRecord, TensorStats, Verdict, WhatIf
+from halfstep.records import (
+    Finding,
+    NumericsError,
+    Observation,
+    Recorder,
+    SessionStart,
+    Status,
+    StepRecord,
+    TensorStats,
+    Verdict,
+    WhatIf,
+)
 from halfstep.report.log import RunLog
 from halfstep.report.run import Run, read_log
 from halfstep.scale.grad_scaler import GradScaler
@@ -35,34 +47,39 @@ __all__ = [
     "BF16",
     "E4M3",
     "E5M2",
-    "FORMATS",
     "FP16",
     "FP32",
     "FULL",
     "LOW",
     "TF32",
     "Assignment",
-    "DataError",
+    "Edit",
     "Finding",
     "Format",
     "FormatError",
     "GradScaler",
     "HalfstepError",
+    "Lion",
     "LogError",
+    "ModuleFormats",
     "NumericsError",
     "Observation",
     "ObserveError",
     "OpChange",
     "OpChanges",
+    "OpError",
     "Plan",
     "PlanError",
     "Policy",
+    "Probe",
+    "Recorder",
     "Rule",
     "Run",
     "RunLog",
     "Scaling",
     "Session",
     "SessionError",
+    "SessionStart",
     "SetupError",
     "StateError",
     "Status",
@@ -70,12 +87,14 @@ __all__ = [
     "TensorStats",
     "Verdict",
     "WhatIf",
+    "WorkloadError",
     "__version__",
     "blame",
     "check",
     "initialize",
     "level",
     "load_plan",
+    "measure",
     "read_log",
     "resolve",
     "save_plan",

@@ -1,7 +1,5 @@
 """The exceptions that a caller may want to catch; every message says what came, what is allowed and what to do."""
 
-from typing import Any
-
 
 class HalfstepError(Exception):
     """Base of all errors that halfstep raises on purpose."""
@@ -37,20 +35,6 @@ class LogError(HalfstepError, ValueError):
 
 class WorkloadError(HalfstepError, ValueError):
     """A workload that is unknown, gets a setting it does not have, or is not what a workload must be."""
-
-
-class NumericsError(HalfstepError, ArithmeticError):
-    """Training that goes on but learns nothing, as every step is skipped; `verdict` says what broke and what to do.
-
-    Raised by `session.step()` after the step, which changed nothing: training can go on after it is caught.
-    """
-
-    def __init__(self, message: str, verdict: object) -> None:
-        super().__init__(message, verdict)
-        self.verdict: Any = verdict
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class OpError(HalfstepError, RuntimeError):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from halfstep.cast.enter import owners
 from halfstep.cast.functions import check_functions
 from halfstep.diagnose.guardian import Guardian, OnFailure
+from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
@@ -33,11 +34,8 @@ from halfstep.plan.fit import (
 )
 from halfstep.plan.forwards import check_forwards
 from halfstep.plan.levels import customize
-from halfstep.plan.plan import Master, OpChanges, Plan, PlanInput
-from halfstep.plan.policy import Width
+from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.plan.resolve import resolve
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
 from halfstep.session.session import Session, Sink
 
 _LOG = logging.getLogger("halfstep")

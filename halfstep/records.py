@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from halfstep.errors import FormatError
+from halfstep.edits import Edit, Scaling
+from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import Format, as_format
 from halfstep.machine import Machine
 
@@ -334,7 +335,7 @@ class Verdict:
     phase: str
     kind: Kind
     where: str | None
-    cure: tuple[object, ...]
+    cure: tuple[Edit, ...]
     evidence: str
     advice: str
     call: OpCall | None = None
@@ -342,6 +343,20 @@ class Verdict:
     def __str__(self) -> str:
         place = f"in {self.module or 'the model itself'}" + (f", {self.where}" if self.where else "")
         return f"{self.kind}: {self.operator} {place} ({self.phase})\n  seen: {self.evidence}\n  do: {self.advice}"
+
+
+class NumericsError(HalfstepError, ArithmeticError):
+    """Training that goes on but learns nothing, as every step is skipped; `verdict` says what broke and what to do.
+
+    Raised by `session.step()` after the step, which changed nothing: training can go on after it is caught.
+    """
+
+    def __init__(self, message: str, verdict: Verdict) -> None:
+        super().__init__(message, verdict)
+        self.verdict = verdict
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -357,7 +372,7 @@ class Finding:
     place: str
     evidence: str
     advice: str
-    cure: tuple[object, ...] = ()
+    cure: tuple[Edit, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.code} at {self.place}\n  seen: {self.evidence}\n  do: {self.advice}"
@@ -415,7 +430,7 @@ class ScaleRange:
     settles: tuple[float, float]
     largest_gradient: float
     place: str
-    edit: object
+    edit: Scaling
 
 
 @dataclass(frozen=True)
@@ -446,7 +461,7 @@ class WhatIf:
             raise FormatError(f"{name} was not predicted; it was asked what {', '.join(self.formats)} would do")
         return found
 
-    def edits(self, fmt: Format | torch.dtype | str) -> tuple[object, ...]:
+    def edits(self, fmt: Format | torch.dtype | str) -> tuple[Edit, ...]:
         """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules.
 
         Raises:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import pytest
 import torch
 
+from halfstep.edits import Edit, Scaling
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, round_nearest
 from halfstep.observe.stats import measure
+from halfstep.records import Finding, NumericsError, ScaleRange, Verdict, WhatIf
 
 FORMATS = [FP16, BF16, E4M3, E5M2]
 
@@ -98,3 +102,10 @@ def test_a_scale_that_is_none_is_refused(scale):
 def test_the_sum_of_two_is_the_count_of_both(cut):
     t = torch.randint(-100, 100, (1000,)) / 8
     assert measure(t[:cut]) + measure(t[cut:]) == measure(t)
+
+
+def test_edits_and_verdicts_are_typed_where_a_user_meets_them():
+    assert get_type_hints(Verdict)["cure"] == get_type_hints(Finding)["cure"] == tuple[Edit, ...]
+    assert get_type_hints(WhatIf.edits)["return"] == tuple[Edit, ...]
+    assert get_type_hints(ScaleRange)["edit"] is Scaling
+    assert get_type_hints(NumericsError.__init__)["verdict"] is Verdict

@@ -21,9 +21,9 @@ from torch import Tensor
 from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import CASTABLE, cast_floats, map_tensors
 from halfstep.cast.turns import Turns
+from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
 from halfstep.plan.optable import Category
-from halfstep.plan.plan import OpChanges
 
 Undo = Callable[[], None]
 _TURNS = Turns()

@@ -28,14 +28,14 @@ from halfstep.diagnose.headroom import OF_FLOOR, CastRecorder, keeps_scale
 from halfstep.diagnose.origin import absorbed, find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.diagnose.words import say, say_absorbed
+from halfstep.edits import Edit, Scaling
 from halfstep.errors import HalfstepError
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
-from halfstep.plan.plan import Edit, Plan
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 from halfstep.records import Finding, Kind, Verdict
 from halfstep.session.parts import StepFacts
 from halfstep.session.session import Session

@@ -8,15 +8,13 @@ from dataclasses import replace
 from torch import nn
 
 from halfstep.diagnose.diagnosis import Diagnosis
+from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
 from halfstep.errors import PlanError
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, find
-from halfstep.plan.plan import Edit, OpChange, Plan
-from halfstep.plan.policy import FULL, Policy
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 from halfstep.plan.tied import together
 from halfstep.records import Kind
 

@@ -28,12 +28,11 @@ from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
 from halfstep.diagnose.origin import find_origin
 from halfstep.diagnose.words import of_another, say
-from halfstep.errors import NumericsError
 from halfstep.formats import Format
 from halfstep.modes import as_called, run_uncompiled
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
-from halfstep.records import Kind, StepRecord, Verdict
+from halfstep.records import Kind, NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
 from halfstep.session.stage import Stage
 

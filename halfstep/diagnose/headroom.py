@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from halfstep.edits import Scaling
 from halfstep.formats import Format
 from halfstep.observe.nonfinite import finite_range
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
-from halfstep.plan.scaling import Scaling
 
 _OF_RANGE = 4.0  # times as large as on this batch, an output still fits
 OF_FLOOR = 2.0  # times the least loss scale: a dynamic one at its floor skips whenever it tries the next larger

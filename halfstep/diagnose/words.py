@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
+from halfstep.edits import FULL, Edit, Rule, spell
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.observe.recorder import OTHERS, Note, OpRecorder
-from halfstep.plan.plan import Edit, OpChange, Plan
-from halfstep.plan.policy import FULL
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 from halfstep.records import Finding, Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
@@ -88,31 +86,9 @@ def say_absorbed(recorder: OpRecorder, note: Note) -> Finding:
     evidence = f"{name} gave {note.bad} in the forward pass, though the loss and its gradients are finite"
     advice = (
         "harmless where it is not used, or bounded; but what is divided by an infinity is 0: compare the loss under "
-        f"{spell(Rule(note.module, FULL)) if note.module else 'fp32'}"
+        f"{Rule(note.module, FULL) if note.module else 'fp32'}"
     )
     return Finding("note", "overflow absorbed", f"{where}, {line}" if line else where, evidence, advice)
-
-
-def spell(edit: Edit) -> str:
-    """Returns an edit as one would write it.
-
-    >>> spell(Rule("head", FULL))
-    "Rule('head', FULL)"
-    """
-    if isinstance(edit, Rule):
-        given = edit.policy
-        policy = "FULL" if given == FULL else f"Policy({given.param!r}, {given.compute!r}, {given.output!r})"
-        return f"Rule({edit.pattern!r}, {policy})"
-    if isinstance(edit, OpChange):
-        return f"OpChange({edit.list!r}, {edit.op!r})"
-    own = [f"{name}={value:g}" for name, value in _changed(edit)]
-    return f"Scaling({', '.join([repr(edit.kind), *own])})"
-
-
-def _changed(scaling: Scaling) -> list[tuple[str, float]]:
-    names = ("init", "growth", "backoff", "growth_interval", "min", "max", "hysteresis")
-    plain = Scaling(scaling.kind)
-    return [(n, getattr(scaling, n)) for n in names if n == "init" or getattr(scaling, n) != getattr(plain, n)]
 
 
 def _evidence(found: Diagnosis, scale: float) -> str:
@@ -218,8 +194,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         return f"training has diverged, in fp32 too, which no edit mends: {_SLOWER}"
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
-        edits = ", ".join(map(spell, cure))
-        words.insert(0, f"plan.edit({edits})")
+        words.insert(0, spell(cure))
         if found.cured_loss is not None:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
         elif found.untried:

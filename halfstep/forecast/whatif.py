@@ -16,6 +16,7 @@ from halfstep.cast.enter import owners
 from halfstep.diagnose.closure import leaves_kept
 from halfstep.diagnose.cures import FULL_OUT
 from halfstep.diagnose.rewind import untouched
+from halfstep.edits import FULL, LARGEST_SCALE, Policy, Rule, Scaling
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
@@ -30,10 +31,7 @@ from halfstep.plan.fit import check_models, check_optimizers
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
-from halfstep.plan.policy import FULL, Policy
 from halfstep.plan.resolve import resolve
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import LARGEST_SCALE, Scaling
 from halfstep.plan.tied import together
 from halfstep.processes import wrappers_of
 from halfstep.records import Finding, Rounded, WhatIf

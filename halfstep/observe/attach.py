@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from halfstep.checks import near_miss
+from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
 from halfstep.observe.probe import Probe
 from halfstep.observe.window import owned
-from halfstep.plan.checks import near_miss
 from halfstep.plan.matching import find_sites, nearest, uncompiled
-from halfstep.plan.policy import FULL
-from halfstep.plan.rules import Rule
 from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 
 KINDS = (*TENSOR_KINDS, UPDATE)

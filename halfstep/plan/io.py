@@ -6,84 +6,77 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Union, get_args, get_type_hints
 
 import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
+from halfstep.checks import near_miss
+from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.formats import Format, as_format
-from halfstep.plan.checks import near_miss
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
-from halfstep.plan.plan import Master, OpChanges, Ops, Plan, PlanInput, PlanOutput
-from halfstep.plan.policy import FULL, LOW, OutputWidth, Policy, Width
-from halfstep.plan.rules import BufferWidth, Rule, RuleInput
-from halfstep.plan.scaling import Scaling, ScalingKind
+from halfstep.plan.plan import Plan
 
 SCHEMA = 1
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
 
 
-class _PolicyEntry(Struct, forbid_unknown_fields=True):
-    param: Width
-    compute: Width
-    output: OutputWidth
+def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -> type[Struct]:
+    """Returns the type of a table in a plan file that stands for a value: its fields, and no others.
+
+    `changed` has the types of fields that are written otherwise, or only in the file. What has a default in the value
+    may be left out.
+    """
+    optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
+    kinds = dict(changed or {}) | {k: v for k, v in get_type_hints(of).items() if k not in (changed or {})}
+    given = [(k, Union[v, UnsetType], UNSET) if k in optional else (k, v) for k, v in kinds.items()]  # noqa: UP007
+    return msgspec.defstruct(of.__name__, given, forbid_unknown_fields=True, kw_only=True, **options)
 
 
-class _RuleEntry(Struct, forbid_unknown_fields=True):
-    pattern: str
-    policy: Literal["full", "low"] | _PolicyEntry
-    buffers: BufferWidth = "keep"
-    input: RuleInput = "policy"
+def _partial(table: type[Struct]) -> type[Struct]:
+    """Returns a table of which all may be left out, as another plan has it."""
+    given = [(each.name, Union[each.type, UnsetType], UNSET) for each in msgspec.structs.fields(table)]  # noqa: UP007
+    return msgspec.defstruct(table.__name__, given, forbid_unknown_fields=True, kw_only=True)
 
 
-class _ScaleEntry(Struct, forbid_unknown_fields=True):
-    kind: ScalingKind | UnsetType = UNSET
-    init: float | UnsetType = UNSET
-    growth: float | UnsetType = UNSET
-    backoff: float | UnsetType = UNSET
-    growth_interval: int | UnsetType = UNSET
-    min: float | UnsetType = UNSET
-    max: float | UnsetType = UNSET
-    hysteresis: int | UnsetType = UNSET
-
-
-class _OpsEntry(Struct, forbid_unknown_fields=True):
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    infer: tuple[str, ...] = ()
-    promote: tuple[str, ...] = ()
-
-
-class _PlanEntry(Struct, forbid_unknown_fields=True):
-    schema: int
-    base: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    low: Literal["bf16", "fp16"] | UnsetType = UNSET
-    param: Width | UnsetType = UNSET
-    ops: Ops | UnsetType = UNSET
-    norms: Width | UnsetType = UNSET
-    master: Master | UnsetType = UNSET
-    output: PlanOutput | UnsetType = UNSET
-    input: PlanInput | UnsetType = UNSET
-    scale: _ScaleEntry | UnsetType = UNSET
-    op_changes: _OpsEntry = msgspec.field(default_factory=_OpsEntry)
-    rules: tuple[_RuleEntry, ...] = ()
-
-
+_POLICY = _table(Policy)
+_IN_RULES = {"policy": Union[Literal["full", "low"], _POLICY]}  # noqa: UP007
+_RULE = _table(Rule, _IN_RULES)
+_SCALE = _partial(_table(Scaling))
+_OPS = _table(OpChanges)
+_PLAN = _partial(
+    _table(
+        Plan,
+        {
+            "schema": int,
+            "base": str,
+            "name": str,
+            "low": Literal["bf16", "fp16"],
+            "scale": _SCALE,
+            "op_changes": _OPS,
+            "rules": tuple[_RULE, ...],  # type: ignore[valid-type]  # a type made of the Rule's fields
+        },
+    )
+)
 _KEYS: Mapping[str, type[Struct]] = {
-    "$": _PlanEntry,
-    "$.scale": _ScaleEntry,
-    "$.op_changes": _OpsEntry,
-    "$.rules[...]": _RuleEntry,
-    "$.rules[...].policy": _PolicyEntry,
+    "$": _PLAN,
+    "$.scale": _SCALE,
+    "$.op_changes": _OPS,
+    "$.rules[...]": _RULE,
+    "$.rules[...].policy": _POLICY,
 }
-_PLAIN = ("name", "low", "param", "ops", "norms", "master", "output", "input")
-_WITH_DEFAULTS = ("output", "input")
+# An edit on its own says which it is.
+_EDITS: Mapping[str, type[Struct]] = {
+    "rule": _table(Rule, _IN_RULES, tag_field="edit", tag="rule"),
+    "op_change": _table(OpChange, tag_field="edit", tag="op_change"),
+    "scale": _table(Scaling, tag_field="edit", tag="scale"),
+}
+_TAGS: Mapping[type, str] = {Rule: "rule", OpChange: "op_change", Scaling: "scale"}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -92,27 +85,51 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     >>> to_dict(level("O2", "bf16"))["master"]
     'split'
     """
-    return {
-        "schema": SCHEMA,
-        "name": plan.name,
-        "low": plan.low.name,
-        "param": plan.param,
-        "ops": plan.ops,
-        "norms": plan.norms,
-        "master": plan.master,
-        "output": plan.output,
-        "input": plan.input,
-        "scale": asdict(plan.scale),
-        "op_changes": {field.name: list(getattr(plan.op_changes, field.name)) for field in fields(OpChanges)},
-        "rules": [
-            {"pattern": rule.pattern, "policy": _short(rule.policy), "buffers": rule.buffers, "input": rule.input}
-            for rule in plan.rules
-        ],
-    }
+    return {"schema": SCHEMA, **_entries(plan)}
 
 
-def _short(policy: Policy) -> str | dict[str, str]:
-    return next((name for name, each in _SHORT.items() if each == policy), None) or asdict(policy)
+def _entries(value: Any) -> Any:
+    """Returns a value as it stands in a plan file."""
+    match value:
+        case Format():
+            return value.name
+        case Policy() if value in _SHORT.values():
+            return next(name for name, each in _SHORT.items() if each == value)
+        case tuple():
+            return [_entries(each) for each in value]
+        case Plan() | OpChanges() | Rule() | Policy() | OpChange() | Scaling():
+            return {each.name: _entries(getattr(value, each.name)) for each in fields(value)}
+    return value
+
+
+def edit_to_dict(edit: Edit) -> dict[str, Any]:
+    """Returns an edit as a dict of strings and numbers, as it stands in a plan file, and in `edit` what it is.
+
+    >>> edit_to_dict(OpChange("deny", "softmax"))
+    {'edit': 'op_change', 'list': 'deny', 'op': 'softmax'}
+    """
+    kind = next(kind for kind in _TAGS if isinstance(edit, kind))
+    return {"edit": _TAGS[kind], **_entries(edit)}
+
+
+def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
+    """Returns the edit that a dict of `edit_to_dict` stands for; the dict is left as it is.
+
+    Raises:
+        PlanError: it stands for none.
+    """
+    try:
+        entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{entries!r:.80} is no edit: {error}; an edit is what edit_to_dict gives") from None
+    if isinstance(entry, _EDITS["rule"]):
+        return _rule(_given(entry))
+    return OpChange(**_given(entry)) if isinstance(entry, _EDITS["op_change"]) else Scaling(**_given(entry))
+
+
+def _given(table: Any) -> dict[str, Any]:
+    """Returns what a table gives."""
+    return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not UNSET}
 
 
 def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | None = None) -> Plan:
@@ -125,20 +142,25 @@ def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | N
     """
     _check_schema(entries)
     try:
-        entry = msgspec.convert(entries, _PlanEntry)
+        given = _given(msgspec.convert(entries, _PLAN))
     except msgspec.ValidationError as error:
         raise PlanError(_explain(str(error), entries)) from None
-    given = {name: getattr(entry, name) for name in _PLAIN if getattr(entry, name) is not UNSET}
-    given["low"] = _low(entry, low)
-    base = _base(entry, given)
+    del given["schema"]
+    given["low"] = _low(given, low)
+    base = _base(given)
     with _at("$.scale"):
-        given["scale"] = _scaling(entry.scale, None if base is None else base.scale)
+        given["scale"] = _scaling(_given(given.get("scale", _SCALE())), None if base is None else base.scale)
     with _at("$.op_changes"):
-        given["op_changes"] = OpChanges(**msgspec.structs.asdict(entry.op_changes))
+        given["op_changes"] = OpChanges(**_given(given.get("op_changes", _OPS())))
         check_op_changes(given["op_changes"])
-    given["rules"] = tuple(_rule(number, rule) for number, rule in enumerate(entry.rules))
+    given["rules"] = tuple(_numbered(number, rule) for number, rule in enumerate(given.get("rules", ())))
     with _at("$"):
         return Plan(**given) if base is None else replace(base, **given)
+
+
+def _numbered(number: int, table: Struct) -> Rule:
+    with _at(f"$.rules[{number}]"):
+        return _rule(_given(table))
 
 
 def _check_schema(entries: object) -> None:
@@ -155,21 +177,21 @@ def _check_schema(entries: object) -> None:
         )
 
 
-def _low(entry: _PlanEntry, low: Format | torch.dtype | str | None) -> Format:
-    if entry.low is not UNSET:
-        return as_format(entry.low)
+def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> Format:
+    if "low" in given:
+        return as_format(given["low"])
     if low is None:
         raise PlanError('at `$.low`: the plan names no low format; add low = "bf16" or low = "fp16"')
     return as_format(low)
 
 
-def _base(entry: _PlanEntry, given: Mapping[str, Any]) -> Plan | None:
-    """Returns the level that a plan builds on; without one every field must be there, but those that have defaults."""
-    if entry.base is not UNSET:
+def _base(given: dict[str, Any]) -> Plan | None:
+    """Returns the level that a plan builds on, taken out of what is given; without one no field may be missing."""
+    if "base" in given:
         with _at("$.base"):
-            return level(entry.base, given["low"])
-    missing = [name for name in (*_PLAIN, "scale") if name not in _WITH_DEFAULTS and name not in given]
-    missing = [name for name in missing if getattr(entry, name) is UNSET]
+            return level(given.pop("base"), given["low"])
+    needed = [each.name for each in fields(Plan) if each.default is MISSING and each.default_factory is MISSING]
+    missing = [name for name in needed if name not in given]
     if missing:
         them = "it" if len(missing) == 1 else "them"
         raise PlanError(
@@ -179,9 +201,8 @@ def _base(entry: _PlanEntry, given: Mapping[str, Any]) -> Plan | None:
     return None
 
 
-def _scaling(entry: _ScaleEntry | UnsetType, base: Scaling | None) -> Scaling:
+def _scaling(given: Mapping[str, Any], base: Scaling | None) -> Scaling:
     """Returns the scale; of another kind than the base's, it starts from that kind's defaults."""
-    given = {} if entry is UNSET else {k: v for k, v in msgspec.structs.asdict(entry).items() if v is not UNSET}
     if base is not None and given.get("kind", base.kind) == base.kind:
         return replace(base, **given)
     if "kind" not in given:
@@ -189,11 +210,10 @@ def _scaling(entry: _ScaleEntry | UnsetType, base: Scaling | None) -> Scaling:
     return Scaling(**given)
 
 
-def _rule(number: int, entry: _RuleEntry) -> Rule:
-    with _at(f"$.rules[{number}]"):
-        given = entry.policy
-        policy = _SHORT[given] if isinstance(given, str) else Policy(given.param, given.compute, given.output)
-        return Rule(entry.pattern, policy, entry.buffers, entry.input)
+def _rule(given: dict[str, Any]) -> Rule:
+    policy = given["policy"]
+    made = _SHORT[policy] if isinstance(policy, str) else Policy(**_given(policy))
+    return Rule(**given | {"policy": made})
 
 
 @contextmanager

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from halfstep.checks import as_tuple, near_miss
+from halfstep.edits import OP_LISTS, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
-from halfstep.plan.checks import as_tuple, near_miss
-from halfstep.plan.plan import LOW_FORMATS, OP_LISTS, Master, OpChange, OpChanges, Ops, Plan, PlanInput, PlanOutput
-from halfstep.plan.policy import Width
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import LOW_FORMATS, Master, Plan, PlanInput
 
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")
@@ -26,76 +24,40 @@ _NAMED_SCALES = MappingProxyType({"dynamic": _DYNAMIC, "none": _OFF})
 
 @dataclass(frozen=True)
 class Level:
-    """A row of the table: the plan of a level, with master and scale by low format, and what the level is for."""
+    """A row of the table: what a level is for, and its plan in each low format."""
 
-    name: str
-    param: Width
-    ops: Ops
-    norms: Width
-    master: Mapping[Format, Master]
-    scale: Mapping[Format, Scaling]
-    output: PlanOutput
     purpose: str
-    input: PlanInput = "keep"
+    plans: Mapping[Format, Plan]
 
-    def plan(self, low: Format) -> Plan:
-        """Returns this level's plan in `low`."""
-        return Plan(
-            name=self.name,
-            low=low,
-            param=self.param,
-            ops=self.ops,
-            norms=self.norms,
-            master=self.master[low],
-            scale=self.scale[low],
-            output=self.output,
-            input=self.input,
-        )
+
+def _row(purpose: str, in_bf16: Plan, **in_fp16: Any) -> Level:
+    """Returns the level of a plan and of what fp16 changes in it."""
+    return Level(purpose, MappingProxyType({BF16: in_bf16, FP16: replace(in_bf16, low=FP16, **in_fp16)}))
 
 
 LEVELS: Mapping[str, Level] = MappingProxyType(
     {
-        row.name: row
+        row.plans[BF16].name: row
         for row in (
-            Level(
-                "O0",
-                "full",
-                "none",
-                "full",
-                {BF16: "none", FP16: "none"},
-                {BF16: _OFF, FP16: _OFF},
-                "keep",
+            _row(
                 "the baseline",
+                Plan("O0", BF16, param="full", ops="none", norms="full", master="none", scale=_OFF, output="keep"),
             ),
-            Level(
-                "O1",
-                "full",
-                "table",
-                "full",
-                {BF16: "none", FP16: "none"},
-                {BF16: _OFF, FP16: _DYNAMIC},
-                "full",
+            _row(
                 "safe default",
+                Plan("O1", BF16, param="full", ops="table", norms="full", master="none", scale=_OFF),
+                scale=_DYNAMIC,
             ),
-            Level(
-                "O2",
-                "low",
-                "table",
-                "full",
-                {BF16: "split", FP16: "copy"},
-                {BF16: _OFF, FP16: _DYNAMIC},
-                "full",
+            _row(
                 "fastest that keeps accuracy",
+                Plan("O2", BF16, param="low", ops="table", norms="full", master="split", scale=_OFF),
+                master="copy",
+                scale=_DYNAMIC,
             ),
-            Level(
-                "O3",
-                "low",
-                "table",
-                "low",
-                {BF16: "none", FP16: "none"},
-                {BF16: _OFF, FP16: _ONE},
-                "full",
+            _row(
                 "speed of light",
+                Plan("O3", BF16, param="low", ops="table", norms="low", master="none", scale=_OFF),
+                scale=_ONE,
             ),
         )
     }
@@ -119,7 +81,7 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
     if fmt not in LOW_FORMATS:
         known = " and ".join(each.name for each in LOW_FORMATS)
         raise PlanError(f"level {name} in {fmt.name}: {known} can be trained in; give one of these")
-    return row.plan(fmt)
+    return row.plans[fmt]
 
 
 def _level_hint(name: object) -> str:
@@ -156,20 +118,19 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
     >>> customize(level("O2", "bf16"), low="fp16", loss_scale=128).scale.init
     128.0
     """
-    changes: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low))
-    if loss_scale is not None:
-        changes["scale"] = as_scaling(loss_scale)
-    if norms is not None:
-        if plan.param == "full":
-            raise PlanError(
-                f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
-                "norms compute; leave norms out, or change an op such as ops={'allow': ['layer_norm']}"
-            )
-        changes["norms"] = norms
-    if master is not None:
-        changes["master"] = master
-    if input is not None:
-        changes["input"] = input
+    if norms is not None and plan.param == "full":
+        raise PlanError(
+            f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
+            "norms compute; leave norms out, or change an op such as ops={'allow': ['layer_norm']}"
+        )
+    given = {
+        "scale": None if loss_scale is None else as_scaling(loss_scale),
+        "norms": norms,
+        "master": master,
+        "input": input,
+    }
+    changes = {} if low is None else _for_format(plan, as_format(low))
+    changes |= {name: value for name, value in given.items() if value is not None}
     return replace(plan, **changes).edit(*as_tuple("rules", rules, of="Rules"), *_op_edits(ops))
 
 
@@ -178,12 +139,9 @@ def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
     row = LEVELS.get(plan.name)
     if row is None or low not in LOW_FORMATS:
         return {"low": low}
-    changes: dict[str, Any] = {"low": low}
-    if plan.master == row.master[plan.low]:
-        changes["master"] = row.master[low]
-    if plan.scale == row.scale[plan.low]:
-        changes["scale"] = row.scale[low]
-    return changes
+    before, after = row.plans[plan.low], row.plans[low]
+    names = [each.name for each in fields(Plan) if getattr(plan, each.name) == getattr(before, each.name)]
+    return {name: getattr(after, name) for name in names}
 
 
 def as_scaling(value: str | float | Scaling) -> Scaling:

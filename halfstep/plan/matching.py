@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from halfstep.checks import near_miss
+from halfstep.edits import TYPE_PREFIX, Rule
 from halfstep.errors import PlanError
-from halfstep.plan.checks import near_miss
-from halfstep.plan.rules import TYPE_PREFIX, Rule
 
 _COMPILED = "_orig_mod"  # torch.compile puts the module under this name; rules need not spell it
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
 from halfstep.plan.optable import find
-from halfstep.plan.plan import OpChanges
 
 
 def check_op_changes(changes: OpChanges) -> None:

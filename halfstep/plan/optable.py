@@ -13,8 +13,9 @@ from typing import Literal
 
 import torch
 
+from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
-from halfstep.plan.plan import OpChanges, Plan
+from halfstep.plan.plan import Plan
 
 Category = Literal["allow", "deny", "infer", "promote"]
 Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]

@@ -1,97 +1,22 @@
-"""The Plan: everything that decides how a model trains, as one frozen value, and the edits that change it."""
+"""The Plan: everything that decides how a model trains, as one frozen value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from halfstep.checks import as_tuple, instance, one_of, text
+from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
-from halfstep.plan.checks import as_tuple, instance, one_of, text
-from halfstep.plan.policy import Width
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
 PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
-OpList = Literal["allow", "deny", "infer", "promote"]
 
 LOW_FORMATS = (BF16, FP16)
-OP_LISTS: tuple[OpList, ...] = get_args(OpList)
-
-
-def _op_name(where: str, op: object) -> None:
-    """Raises a PlanError unless `op` is a public torch name, or "module:function"."""
-    name = text(f"an op in {where}", op)
-    module, colon, function = name.partition(":")
-    parts = [module, function] if colon else [module]
-    if not all(part and all(word.isidentifier() for word in part.split(".")) for part in parts):
-        raise PlanError(
-            f"op {name!r} in {where} is no function name; give a public torch name such as 'softmax', "
-            "or 'module:function' such as 'my_ops:swish'"
-        )
-
-
-@dataclass(frozen=True)
-class OpChange:
-    """One op and the list that it moves to: allow (runs low), deny (full), infer (as its inputs), promote (widest).
-
-    `op` is a public torch name such as "softmax", or "module:function" for a function that is no torch op.
-
-    Raises:
-        PlanError: an unknown list, or no op name.
-    """
-
-    list: OpList
-    op: str
-
-    def __post_init__(self) -> None:
-        one_of("op change: list", self.list, OP_LISTS)
-        _op_name(self.list, self.op)
-
-
-@dataclass(frozen=True)
-class OpChanges:
-    """What a plan changes in the op table, by list; lists given in place of tuples are taken as tuples.
-
-    Raises:
-        PlanError: a list that is none, an op name that is none, or an op that stands twice.
-    """
-
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    infer: tuple[str, ...] = ()
-    promote: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        listed: dict[str, str] = {}
-        for field in fields(self):
-            ops = as_tuple(f"op changes: {field.name}", getattr(self, field.name), of="op names")
-            object.__setattr__(self, field.name, ops)
-            for op in ops:
-                _op_name(field.name, op)
-                if op in listed:
-                    where = (
-                        f"twice in {field.name}" if listed[op] == field.name else f"in {listed[op]} and {field.name}"
-                    )
-                    raise PlanError(f"op {op!r} stands {where}; an op belongs to one list: remove the other")
-                listed[op] = field.name
-
-    def moved(self, change: OpChange) -> OpChanges:
-        """Returns these changes with one op moved to the list that `change` names.
-
-        >>> OpChanges(allow=("softmax",)).moved(OpChange("deny", "softmax"))
-        OpChanges(allow=(), deny=('softmax',), infer=(), promote=())
-        """
-        lists = {field.name: tuple(op for op in getattr(self, field.name) if op != change.op) for field in fields(self)}
-        lists[change.list] += (change.op,)
-        return OpChanges(**lists)
-
-
-Edit = Rule | OpChange | Scaling
 
 
 @dataclass(frozen=True)
@@ -117,7 +42,7 @@ class Plan:
     scale: Scaling
     output: PlanOutput = "full"
     input: PlanInput = "keep"
-    op_changes: OpChanges = OpChanges()
+    op_changes: OpChanges = field(default_factory=OpChanges)
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from halfstep.checks import near_miss
+from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
-from halfstep.plan.checks import near_miss
 from halfstep.plan.fit import enterable, unwrap
 from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
-from halfstep.plan.policy import FULL, OutputWidth, Policy, Width
-from halfstep.plan.rules import BufferWidth, Rule, RuleInput
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)

@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnose.rehearsal import check_given
+from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, LOW_DTYPES, Format, as_format
 from halfstep.machine import read_facts, units
 from halfstep.plan.fit import named
 from halfstep.plan.matching import Site, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
-from halfstep.plan.plan import OpChange, Plan
-from halfstep.plan.policy import FULL
+from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
 from halfstep.preflight.trace import trace_step
 from halfstep.records import SEVERITIES, Finding
 from halfstep.scale.grad_scaler import GradScaler

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.diagnose.words import spell
+from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import HalfstepError, OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
 from halfstep.observe.nonfinite import unwrapped
@@ -22,10 +22,7 @@ from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED
-from halfstep.plan.plan import Edit, OpChange, OpList, Plan
-from halfstep.plan.policy import FULL
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 from halfstep.preflight.streams import Streams
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
@@ -269,7 +266,7 @@ def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
     if BEYOND in str(failure.error):
         return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
     if edits:
-        return f"plan.edit({', '.join(map(spell, edits))}), with which the step runs"
+        return f"{spell(edits)}, with which the step runs"
     return reason or (
         "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 
 def bench_json(result: BenchResult) -> str:
     """Returns every figure of a benchmark as JSON; a non-finite number is the text "nan", "inf" or "-inf"."""
-    fields = asdict(result)
+    fields = plain(result)
     for run in fields["runs"]:
         run["times_ms"] = [round(each, 3) for each in run["times_ms"]]  # no clock here is better than a microsecond
     return _json(fields)
@@ -27,12 +26,12 @@ def bench_json(result: BenchResult) -> str:
 
 def whatif_json(result: WhatIf) -> str:
     """Returns a prediction as JSON, with the histogram of each kind of tensor of each module."""
-    return _json(asdict(result))
+    return _json(plain(result))
 
 
 def check_json(found: Sequence[Finding], *, workload: str, plan: str, low: str) -> str:
     """Returns the findings of a check, with the edits that cure them, and what was checked as JSON."""
-    return _json({"workload": workload, "plan": plan, "low": low, "findings": [asdict(finding) for finding in found]})
+    return _json({"workload": workload, "plan": plan, "low": low, "findings": plain(found)})
 
 
 def read_bench(text: str | bytes) -> BenchResult:
@@ -48,5 +47,5 @@ def read_bench(text: str | bytes) -> BenchResult:
 
 
 def _json(fields: dict[str, Any]) -> str:
-    text = json.dumps(plain(fields), indent=2, allow_nan=False)
+    text = json.dumps(fields, indent=2, allow_nan=False)
     return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"

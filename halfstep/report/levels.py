@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from halfstep.edits import Scaling
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import Level
-from halfstep.plan.scaling import Scaling
 
 OPS = {"none": "as written", "table": "the table"}
 OPS_AT_LOW = "allow and promote rows, losses full; the rest as stored"
@@ -30,17 +30,18 @@ def level_table(levels: Iterable[Level]) -> Table:
     """Returns a row a level: what it stores, casts and scales, in bf16 and in fp16 where they differ."""
     table = Table(*HEADERS, box=None, padding=(0, 1), title_justify="left", title="low is bf16 or fp16")
     for row in levels:
-        cast = row.ops == "table"
-        low_weights = row.param == "low"
+        plan, in_fp16 = row.plans[BF16], row.plans[FP16]
+        cast = plan.ops == "table"
+        low_weights = plan.param == "low"
         table.add_row(
-            row.name,
-            FULL_OR_LOW[row.param],
-            OPS_AT_LOW if low_weights else OPS[row.ops],
-            FULL_OR_LOW[row.norms] if low_weights else "by the table" if cast else "-",
-            _pair(row.master[BF16], row.master[FP16]) if low_weights else "weights are fp32" if cast else "-",
-            _pair(_scale(row.scale[BF16]), _scale(row.scale[FP16])),
-            "as given" if row.input == "keep" else FULL_OR_LOW[row.input],
-            "as written" if row.output == "keep" else FULL_OR_LOW[row.output],
+            plan.name,
+            FULL_OR_LOW[plan.param],
+            OPS_AT_LOW if low_weights else OPS[plan.ops],
+            FULL_OR_LOW[plan.norms] if low_weights else "by the table" if cast else "-",
+            _pair(plan.master, in_fp16.master) if low_weights else "weights are fp32" if cast else "-",
+            _pair(_scale(plan.scale), _scale(in_fp16.scale)),
+            "as given" if plan.input == "keep" else FULL_OR_LOW[plan.input],
+            "as written" if plan.output == "keep" else FULL_OR_LOW[plan.output],
             row.purpose,
         )
     return table

@@ -1,21 +1,26 @@
 """The lines of a run log: each a JSON object with its `type`; the first is a `start` with the schema version.
 
 A record is written by its fields, which stand in `records.py` alone: the types of the lines are made of them. JSON has
-no NaN and no infinity: such a number is the text "nan", "inf" or "-inf".
+no NaN and no infinity: such a number is the text "nan", "inf" or "-inf". Edits are written as in plan files; schema 1
+had them as Python code.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Union, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
-from halfstep.errors import LogError
+from halfstep.edits import FULL, LOW, Edit, OpChange, Policy, Rule, Scaling
+from halfstep.errors import LogError, PlanError
 from halfstep.machine import Machine
+from halfstep.plan.io import edit_from_dict, edit_to_dict
 from halfstep.records import (
     BINS,
     COUNTS,
@@ -27,7 +32,8 @@ from halfstep.records import (
     Verdict,
 )
 
-SCHEMA = 1
+SCHEMA = 2
+READ = (1, SCHEMA)
 START_BYTES = 4096  # more than the first line of a log has: a file that is not a log may be one line of any length
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -62,7 +68,7 @@ class End(Struct, frozen=True, tag_field="type", tag="end"):
 
 @dataclass(frozen=True)
 class Event:
-    """A verdict or finding, and the step after which it came; its cure is Python code as text."""
+    """A verdict or finding, and the step after which it came."""
 
     step: int
     record: Verdict | Finding
@@ -84,13 +90,13 @@ _BINS = {
     "first": Count,
     "exponents": tuple[Count, ...],
 }  # counts from the bin `first` on, without the zeros at the ends
-_CODE = {"after": Count, "cure": tuple[str, ...]}  # the last step before, and edits as Python code
+_NOTED = {"after": Count, "cure": tuple[str | dict[str, Any], ...]}  # the last step before, and edits
 StepLine = _line_of(StepValues, "step", {"step": Count, "time": Time})
 ObservationLine = _line_of(
     Observation, "observation", {"step": Count, "stats": None} | _STATS | _BINS, dict.fromkeys(_STATS, 0)
 )
-VerdictLine = _line_of(Verdict, "verdict", _CODE)
-FindingLine = _line_of(Finding, "finding", _CODE)
+VerdictLine = _line_of(Verdict, "verdict", _NOTED)
+FindingLine = _line_of(Finding, "finding", _NOTED)
 
 _KNOWN = (Start, SessionLine, End, StepLine, ObservationLine, VerdictLine, FindingLine)
 # Not strict: a number may be a text, so that those which are not finite are read.
@@ -122,8 +128,46 @@ def decode(line: bytes) -> Line:
         return StepValues(**given)
     if isinstance(found, ObservationLine):
         return _observation(given)
-    record = Verdict if isinstance(found, VerdictLine) else Finding
-    return Event(given.pop("after"), record(**given))
+    after = given.pop("after")
+    record = (Verdict if isinstance(found, VerdictLine) else Finding)(**given | _cure(given))
+    return Event(after, record)
+
+
+def _cure(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a verdict or finding that its edits give; code that makes none goes to the advice."""
+    try:
+        cure = tuple(_from_code(each) if isinstance(each, str) else edit_from_dict(each) for each in given["cure"])
+    except PlanError as error:
+        raise msgspec.ValidationError(str(error)) from None
+    if None in cure:
+        return {"cure": (), "advice": f"{given['advice']}; edits: {', '.join(map(str, given['cure']))}"}
+    return {"cure": cure}
+
+
+_NAMES: Mapping[str, Policy] = {"FULL": FULL, "LOW": LOW}
+_MAKERS: Mapping[str, type] = {each.__name__: each for each in (Policy, Rule, OpChange, Scaling)}
+
+
+def _from_code(code: str) -> Edit | None:
+    """Returns the edit that Python code makes, as logs of schema 1 have it, without running it; None if it makes none.
+
+    >>> _from_code("Rule(pattern='head', policy=FULL)"), _from_code("print()")
+    (Rule('head', FULL), None)
+    """
+    try:
+        made = _made(ast.parse(code, mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError):
+        return None
+    return made if isinstance(made, Edit) else None
+
+
+def _made(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name):
+        return _NAMES[node.id]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        given = {str(each.arg): _made(each.value) for each in node.keywords}
+        return _MAKERS[node.func.id](*map(_made, node.args), **given)
+    return ast.literal_eval(node)
 
 
 def _entries(record: object) -> object:
@@ -139,7 +183,7 @@ def _entries(record: object) -> object:
             return {"type": "observation", **given}
         case Event(step, found):
             kind = "verdict" if isinstance(found, Verdict) else "finding"
-            return {"type": kind, "after": step, **vars(found), "cure": list(map(repr, found.cure))}
+            return {"type": kind, "after": step, **vars(found), "cure": list(map(edit_to_dict, found.cure))}
     return record
 
 
@@ -154,17 +198,23 @@ def _observation(given: dict[str, Any]) -> Observation:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON can have it.
+    """Returns a value as JSON can have it: a record as its fields, an edit as it stands in plan files.
 
     >>> plain({"a": (0.5, float("-inf"))})
     {'a': [0.5, '-inf']}
     """
+    if isinstance(value, (int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    if isinstance(value, Edit):
+        return edit_to_dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     return value
 
 
@@ -183,9 +233,9 @@ def check_start(line: bytes, path: object) -> None:
         raise LogError(f"{path} {what}; a run log is what RunLog(path) in sinks=[...] of a session writes") from None
     if not isinstance(found, dict) or found.get("type") != "start" or "schema" not in found:
         raise LogError(f"{path} is not a run log: its first line is not one; name the file that RunLog(path) wrote")
-    if found["schema"] != SCHEMA:
+    if found["schema"] not in READ:
         raise LogError(
-            f"{path} is of schema {found['schema']!r}, this halfstep writes and reads {SCHEMA}; "
+            f"{path} is of schema {found['schema']!r}, this halfstep reads {' and '.join(map(str, READ))}; "
             "use the halfstep that wrote it, or another file"
         )
     try:

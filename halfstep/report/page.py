@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from halfstep.edits import Edit, spell
 from halfstep.errors import HalfstepError, LogError
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
 from halfstep.plan.io import from_dict
@@ -284,7 +284,7 @@ def _rows(run: Run) -> Iterator[Row]:
     rows = []
     for event in run.events:
         record = event.record
-        edit, advice = _parted(record.advice, tuple(map(str, record.cure)))
+        edit, advice = _parted(record.advice, record.cure)
         if isinstance(record, Verdict):
             place = f"{record.module or 'the model itself'}" + (f", {record.where}" if record.where else "")
             what = f"{record.kind}: {record.operator} ({record.phase})"
@@ -295,29 +295,19 @@ def _rows(run: Run) -> Iterator[Row]:
     yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
 
 
-def _parted(advice: str, cure: Sequence[str]) -> tuple[str, str]:
-    """Returns the edit as a line of code, "" if there is none, and the advice without it.
+def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
+    """Returns the edits as a line of code, "" if there are none, and the advice without them.
 
-    >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", ["Rule(pattern='a')"])
+    >>> from halfstep.edits import FULL, Rule, Scaling
+    >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)])
     ("plan = plan.edit(Rule('a', FULL))", 'tried: it trains')
-    >>> _parted("take less", ["Scaling('static')"]), _parted("take less", [])
-    (("plan = plan.edit(Scaling('static'))", 'take less'), ('', 'take less'))
+    >>> _parted("take less", [Scaling("static", init=2.0)]), _parted("take less", [])
+    (("plan = plan.edit(Scaling('static', init=2))", 'take less'), ('', 'take less'))
     """
     if not cure:
         return "", advice
-    start = advice.find("plan.edit(")
-    depths = accumulate((char == "(") - (char == ")") for char in advice[start:])
-    end = next(
-        (
-            start + at
-            for at, (char, depth) in enumerate(zip(advice[start:], depths, strict=True))
-            if char == ")" and not depth
-        ),
-        0,
-    )
-    if start < 0 or not end:
-        return f"plan = plan.edit({', '.join(cure)})", advice
-    return f"plan = {advice[start : end + 1]}", (advice[:start] + advice[end + 1 :].lstrip("; ")).strip()
+    code = spell(cure)
+    return f"plan = {code}", advice.replace(code, "", 1).strip(" ,;")
 
 
 def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.edits import Scaling
 from halfstep.errors import SessionError
-from halfstep.plan.scaling import Scaling
 from halfstep.scale.ledger import Collected
 from halfstep.scale.scaling import Scale, make_scale
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.plan.scaling import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 
 
 class Scale(Protocol):
@@ -136,14 +136,7 @@ class DynamicScale:
     active = True
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._schedule = Schedule(
-            growth=scaling.growth,
-            backoff=scaling.backoff,
-            growth_interval=scaling.growth_interval,
-            min=scaling.min,
-            max=scaling.max,
-            hysteresis=scaling.hysteresis,
-        )
+        self._schedule = Schedule(**{each.name: getattr(scaling, each.name) for each in fields(Schedule)})
         self.value = torch.full((), float(scaling.init), dtype=torch.float32, device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
@@ -235,7 +228,7 @@ def _times(value: Tensor, factor: float) -> Tensor:
 def make_scale(scaling: Scaling, device: torch.device) -> Scale:
     """Returns the scale that `scaling` describes, with its state on `device`.
 
-    >>> from halfstep.plan.scaling import Scaling
+    >>> from halfstep.edits import Scaling
     >>> scale = make_scale(Scaling("dynamic", init=8.0), torch.device("cpu"))
     >>> scale.update(torch.tensor(True))
     >>> scale.value

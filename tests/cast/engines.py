@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.cast.ops import OpEngine
+from halfstep.edits import OpChanges
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
-from halfstep.plan.plan import OpChanges
 
 
 def make_engine(name="O1", low=torch.bfloat16, **changes):

@@ -42,7 +42,7 @@ def test_errors_end_with_1_and_warnings_do_not(halfstep, tmp_path, expression, c
     ended, out, err = halfstep("check", f"{tmp_path / 'own.py'}:mine", "--plan", "O2", "--low", "fp16")
     assert (ended, err) == (code, "")
     assert seen in out
-    assert "edit: Rule(pattern='0'" in out or "edit: OpChange" in out
+    assert "edit: Rule('0', FULL)" in out or "edit: OpChange" in out
 
 
 def test_batches_may_be_a_list_as_for_the_other_commands(halfstep, tmp_path):
@@ -62,7 +62,7 @@ def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tm
     (finding,) = read["findings"]
     assert finding.keys() == {"severity", "code", "place", "evidence", "advice", "cure"}
     assert (finding["severity"], finding["code"]) == ("error", "value beyond the format")
-    assert finding["cure"] == [{"list": "deny", "op": "masked_fill"}]
+    assert finding["cure"] == [{"edit": "op_change", "list": "deny", "op": "masked_fill"}]
     assert halfstep("check", "regression", *SMALL, "--json", tmp_path / "none.json")[0] == 0
     assert json.loads((tmp_path / "none.json").read_text(encoding="utf-8"))["findings"] == []
 

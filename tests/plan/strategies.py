@@ -2,11 +2,9 @@
 
 from hypothesis import strategies as st
 
+from halfstep.edits import OpChanges, Policy, Rule, Scaling
 from halfstep.formats import BF16, FP16
-from halfstep.plan.plan import OpChanges, Plan
-from halfstep.plan.policy import Policy
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 
 OPS = ("softmax", "exp", "sum", "layer_norm", "matmul", "cat", "torch.linalg.inv", "my_ops:swish", "a.b:c.d")
 

@@ -7,14 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.edits import FULL, LOW, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import FormatError, PlanError
 from halfstep.formats import BF16, FP16
 from halfstep.plan.io import from_dict, load_plan, save_plan, to_dict
 from halfstep.plan.levels import LEVELS, level
-from halfstep.plan.plan import OpChanges, Plan
-from halfstep.plan.policy import FULL, LOW, Policy
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 from tests.plan.strategies import plans
 
 

@@ -4,13 +4,11 @@ import numpy
 import pytest
 import torch
 
+from halfstep.edits import FULL, LOW, OpChanges, Rule, Scaling
 from halfstep.errors import FormatError, PlanError
 from halfstep.formats import BF16, E5M2, FP16, FP32
 from halfstep.plan.levels import LEVELS, as_scaling, customize, level
-from halfstep.plan.plan import OpChanges, Plan
-from halfstep.plan.policy import FULL, LOW
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import Plan
 
 NONE, DYNAMIC, ONE = Scaling("none"), Scaling("dynamic"), Scaling("static", init=1.0)
 
@@ -35,7 +33,7 @@ def test_a_level_is_the_row_of_the_design(plan):
 
 def test_the_table_has_four_levels_that_know_their_names_and_purpose():
     assert list(LEVELS) == ["O0", "O1", "O2", "O3"]
-    assert all(row.name == name and row.purpose for name, row in LEVELS.items())
+    assert all({plan.name for plan in row.plans.values()} == {name} and row.purpose for name, row in LEVELS.items())
 
 
 def test_the_table_cannot_be_changed():

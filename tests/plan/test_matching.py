@@ -2,10 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.edits import FULL, LOW, Rule
 from halfstep.errors import PlanError
 from halfstep.plan.matching import find_sites, match_rules, uncompiled
-from halfstep.plan.policy import FULL, LOW
-from halfstep.plan.rules import Rule
 
 
 class Block(nn.Module):

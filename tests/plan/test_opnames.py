@@ -1,8 +1,8 @@
 import pytest
 
+from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
 from halfstep.plan.opnames import check_op_changes
-from halfstep.plan.plan import OpChanges
 
 
 def test_known_ops_pass():

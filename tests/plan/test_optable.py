@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfstep.edits import OpChange, OpChanges
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import level
@@ -20,7 +21,6 @@ from halfstep.plan.optable import (
     find,
     stock_action,
 )
-from halfstep.plan.plan import OpChange, OpChanges
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 # registered for CUDA beside the lists of the header, in ATen/native/cudnn and autocast_mode.cpp

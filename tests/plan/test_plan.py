@@ -6,13 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 
+from halfstep.edits import FULL, LOW, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import FormatError, PlanError
 from halfstep.formats import BF16, E4M3, FP16, FP32, TF32
 from halfstep.plan.levels import level
-from halfstep.plan.plan import CONTRADICTIONS, OpChange, OpChanges, Plan
-from halfstep.plan.policy import FULL, LOW, Policy
-from halfstep.plan.rules import Rule
-from halfstep.plan.scaling import Scaling
+from halfstep.plan.plan import CONTRADICTIONS, Plan
 from tests.plan.strategies import plans
 
 O0, O1, O2, O3 = (level(name, BF16) for name in ("O0", "O1", "O2", "O3"))

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
+from halfstep.edits import FULL, LOW, Policy
 from halfstep.errors import PlanError
-from halfstep.plan.policy import FULL, LOW, Policy
 
 
 def test_full_keeps_everything_fp32_and_hands_on_the_format_of_its_input():

@@ -6,13 +6,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.plan.levels import level
-from halfstep.plan.plan import OpChange
-from halfstep.plan.policy import FULL, LOW, Policy
 from halfstep.plan.resolve import Assignment, resolve
-from halfstep.plan.rules import Rule
 
 O0, O1, O2, O3 = (level(name, BF16) for name in ("O0", "O1", "O2", "O3"))
 

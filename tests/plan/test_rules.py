@@ -1,8 +1,7 @@
 import pytest
 
+from halfstep.edits import FULL, LOW, Rule
 from halfstep.errors import PlanError
-from halfstep.plan.policy import FULL, LOW
-from halfstep.plan.rules import Rule
 
 
 @pytest.mark.parametrize(

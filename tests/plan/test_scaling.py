@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
+from halfstep.edits import Scaling
 from halfstep.errors import PlanError
-from halfstep.plan.scaling import Scaling
 
 
 def test_the_defaults_are_those_of_the_design():

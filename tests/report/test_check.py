@@ -1,7 +1,6 @@
 """The findings of a check as text."""
 
-from halfstep.plan.policy import FULL
-from halfstep.plan.rules import Rule
+from halfstep.edits import FULL, Rule
 from halfstep.records import Finding
 from halfstep.report.check import check_text
 
@@ -16,8 +15,7 @@ def test_each_finding_has_place_evidence_advice_and_edits():
         "error: mixed formats at a.b",
         "  seen: [seen] it",
         "  do:   do that",
-        "  edit: Rule(pattern='a.b', policy=Policy(param='full', compute='full', output='input'), buffers='keep', "
-        "input='policy')",
+        "  edit: Rule('a.b', FULL)",
     ]
     assert lines[7] == "note: no loss scale at O3"
 

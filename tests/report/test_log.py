@@ -116,11 +116,20 @@ OLD = b"""\
 "sampled":false,"count":5,"zeros":2,"negatives":1,"infinities":0,"nans":0,"total":1.5,"squares":"inf","amax":4.0,\
 "first":126,"exponents":[1,0,2]}
 {"type":"verdict","after":2,"module":"net","operator":"mul","phase":"forward","kind":"overflow","where":null,\
-"cure":["Rule(pattern='net')"],"evidence":"seen","advice":"do","call":{"module":"net","operator":"mul",\
+"cure":["Rule(pattern='net', policy=Policy(param='full', compute='full', output='input'), buffers='keep', \
+input='policy')","Scaling(kind='dynamic', init=32768.0)","OpChange(list='deny', op='exp')"],\
+"evidence":"seen","advice":"do","call":{"module":"net","operator":"mul",\
 "phase":"forward","input_formats":["float16"],"output_formats":["float16"],"input_ranges":[["-inf",2.0]],\
 "output_ranges":[null],"line":null}}
 {"type":"finding","after":0,"severity":"warning","code":"eps","place":"norm","evidence":"1e-8","advice":"more","cure":[]}
 """
+
+
+CURE = (
+    halfstep.Rule("net", halfstep.FULL),
+    halfstep.Scaling("dynamic", init=32768.0),
+    halfstep.OpChange("deny", "exp"),
+)
 
 
 def test_a_log_of_an_earlier_halfstep_is_read(tmp_path):
@@ -137,9 +146,40 @@ def test_a_log_of_an_earlier_halfstep_is_read(tmp_path):
     (seen,) = run.observations()
     assert seen == observation(2, bins=bins, zeros=2, negatives=1, total=1.5, squares=INF, amax=4.0)
     call = OpCall("net", "mul", "forward", ("float16",), ("float16",), ((-INF, 2.0),), (None,), None)
-    verdict = Verdict("net", "mul", "forward", "overflow", None, ("Rule(pattern='net')",), "seen", "do", call)
+    verdict = Verdict("net", "mul", "forward", "overflow", None, CURE, "seen", "do", call)
     assert run.events == (Event(2, verdict), Event(0, Finding("warning", "eps", "norm", "1e-8", "more")))
     assert not run.processes[0].closed
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "Rule(pattern='net')",
+        "Rule('net', 3)",
+        "Plan('net')",
+        "FULL",
+        "__import__('os').abort()",
+        "Rule(**{'pattern': 'net'})",
+        "Rule('net'",
+        "(" * 1000,
+        "\0",
+        "",
+    ],
+)
+def test_code_of_schema_1_that_makes_no_edit_is_put_into_the_advice(code):
+    (line,) = (line for line in OLD.splitlines() if b'"verdict"' in line)
+    entries = json.loads(line)
+    record = decode(json.dumps(entries | {"cure": ["OpChange('deny', 'exp')", code]}).encode()).record
+    assert (record.cure, record.advice) == ((), f"do; edits: OpChange('deny', 'exp'), {code}")
+
+
+@pytest.mark.parametrize("cure", [{"edit": "rules"}, {"edit": "rule", "pattern": "net"}, {"list": "deny", "op": "exp"}])
+def test_a_line_whose_edit_is_none_is_damaged(tmp_path, cure):
+    log = OLD.replace(b'"cure":[]', b'"cure":[%s]' % json.dumps(cure).encode())
+    (tmp_path / "log").write_bytes(log.replace(b'"schema":1', b'"schema":2'))
+    run = read_log(tmp_path / "log")
+    assert len(run.events) == 1
+    assert any("1 of the lines cannot be read" in note and "is no edit" in note for note in run.notes)
 
 
 def test_a_statistic_that_a_log_lacks_is_zero(tmp_path):
@@ -171,15 +211,17 @@ def test_observations_come_back_as_they_were(bins, total, amax):
     assert repr(back) == repr(seen)
 
 
-def test_verdicts_and_findings_come_back_with_the_step_before_and_their_cure_as_code(tmp_path):
+def test_verdicts_and_findings_come_back_with_the_step_before_and_their_edits(tmp_path):
     call = OpCall("net", "mul", "forward", ("fp16",), ("fp16",), ((-1.0, 2.0),), (None,), "train.py:3 in forward")
-    rule = halfstep.Rule("net", halfstep.FULL)
-    verdict = Verdict("net", "mul", "forward", "overflow", "train.py:3", (rule,), "70000", "compute fp32", call)
+    own = halfstep.Rule("type:Norm*", halfstep.Policy("full", "low", "input"), buffers="low", input="keep")
+    cure = (own, *CURE, halfstep.Scaling("dynamic", init=2.0**-15, min=2.0**-20, hysteresis=2))
+    verdict = Verdict("net", "mul", "forward", "overflow", "train.py:3", cure, "70000", "compute fp32", call)
     finding = Finding("warning", "eps", "norm", "1e-8", "1e-6 or more")
     write(tmp_path / "log", finding, step(1), step(2), verdict)
     events = read_log(tmp_path / "log").events
-    assert events == (Event(0, finding), Event(2, replace(verdict, cure=(repr(rule),))))
-    assert eval(events[1].record.cure[0], vars(halfstep)) == rule
+    assert events == (Event(0, finding), Event(2, verdict))
+    plan = halfstep.level("O2", "fp16")
+    assert plan.edit(*events[1].record.cure) == plan.edit(*cure)
 
 
 def test_ranges_of_an_operation_may_be_infinite():
@@ -386,7 +428,7 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
         (b"\x89PNG\x00\xff\n", "not a run log"),
         (b'{"loss":1.0}\n', "first line is not one"),
         (b"[1]\n", "first line is not one"),
-        (b'{"type":"start","schema":2,"new":1}\n', "schema 2, this halfstep writes and reads 1"),
+        (b'{"type":"start","schema":3,"new":1}\n', "schema 3, this halfstep reads 1 and 2"),
         (b'{"type":"start","schema":1}\n', "damaged in its first line .*missing required field `time`"),
         (b'{"type":"start","schema":1,"time":1e18,"halfstep":"1","torch":"2"}\n', "damaged in its first line"),
     ],

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from halfstep.edits import OpChanges
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.optable import effective
-from halfstep.plan.plan import OpChanges
 from halfstep.report.levels import level_table
 from halfstep.report.ops import WORDS, op_lines, op_table
 

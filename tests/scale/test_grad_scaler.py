@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from halfstep.edits import Scaling
 from halfstep.errors import PlanError, StateError
-from halfstep.plan.scaling import Scaling
 from halfstep.scale.grad_scaler import GradScaler
 from tests.scale.sync import NoSync
 from tests.scale.test_scaling import Reference

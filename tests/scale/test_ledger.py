@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.plan.scaling import Scaling
+from halfstep.edits import Scaling
 from halfstep.scale.ledger import GradientLedger
 from halfstep.scale.norm import global_norm
 from halfstep.scale.scaling import make_scale

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from halfstep.edits import Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.plan.scaling import Scaling
 from halfstep.scale.ledger import Collected
 from halfstep.scale.scales import LossScales
 

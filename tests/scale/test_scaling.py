@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.edits import Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.plan.scaling import Scaling
 from halfstep.scale.scaling import DynamicScale, NoScale, Schedule, StaticScale, _adapt_any_, adapt_, make_scale
 from tests.scale.sync import NoSync
 

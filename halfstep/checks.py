@@ -1,4 +1,4 @@
-"""What the parts of a plan check alike: membership with a near miss in the message, numbers, text."""
+"""Checks of what a user gives: membership with a near miss in the message, numbers, text."""
 
 from __future__ import annotations
 

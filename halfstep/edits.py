@@ -1,0 +1,281 @@
+"""What a plan is made and edited with, as pure values: policies, rules, op changes and loss scales."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from halfstep.checks import as_tuple, count, one_of, real, text
+from halfstep.errors import PlanError
+
+
+def _code(value: Any) -> str:
+    """Returns a value as the code that makes it; fields that have their default are left out."""
+    given = [
+        _literal(getattr(value, each.name))
+        if each.default is MISSING
+        else f"{each.name}={_literal(getattr(value, each.name))}"
+        for each in fields(value)
+        if getattr(value, each.name) != each.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _literal(value: object) -> str:
+    # All digits, since the edit is copied: 2^24 and not 1.67772e+07.
+    whole = isinstance(value, float) and value.is_integer() and value < 1e15
+    return f"{value:.0f}" if whole else repr(value)
+
+
+Width = Literal["full", "low"]
+OutputWidth = Literal["full", "low", "input"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The width of a module's parameters, of its computation and of its output.
+
+    "full" is fp32, "low" is the plan's low format; an output of "input" has the format of the module's input.
+
+    Raises:
+        PlanError: a width that is none, or low parameters under full computation, which no op accepts.
+    """
+
+    param: Width
+    compute: Width
+    output: OutputWidth
+
+    def __post_init__(self) -> None:
+        one_of("policy param", self.param, get_args(Width))
+        one_of("policy compute", self.compute, get_args(Width))
+        one_of("policy output", self.output, get_args(OutputWidth))
+        if self.param == "low" and self.compute == "full":
+            raise PlanError(
+                "policy has param 'low' and compute 'full': ops would get low weights with full inputs and fail; "
+                "keep the parameters full too, Policy('full', 'full', ...)"
+            )
+
+    def __repr__(self) -> str:
+        return next((name for name, each in (("FULL", FULL), ("LOW", LOW)) if each == self), None) or _code(self)
+
+
+FULL = Policy("full", "full", "input")
+LOW = Policy("low", "low", "low")
+
+BufferWidth = Literal["keep", "low", "full"]
+RuleInput = Literal["policy", "keep", "low"]
+TYPE_PREFIX = "type:"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern and the policy of the modules it matches, with everything below them.
+
+    `pattern` is a glob over dotted module names ("head", "blocks.*.attn"; `*` runs over dots too; "" is the root), or
+    "type:LayerNorm", a glob over the short name of the module's class or any of its bases. `buffers` says what happens
+    to the floating-point buffers there: kept as they are, or stored low or full. `input` says what happens to the
+    floating-point inputs of what it matches: cast as the policy needs it (fp32 where it computes full, low where its
+    weights are low and what calls it has another policy), kept as they come, or cast to low.
+
+    Raises:
+        PlanError: a pattern that is no text or can match nothing, a policy that is no Policy, an unknown buffer width
+            or input, or an input other than the policy's where it computes full, since its ops would get mixed formats.
+
+    >>> Rule("blocks.*.attn", Policy("full", "full", "input")).matches(("blocks.3.attn",), ())
+    True
+    """
+
+    pattern: str
+    policy: Policy
+    buffers: BufferWidth = "keep"
+    input: RuleInput = "policy"
+
+    def __post_init__(self) -> None:
+        text("rule pattern", self.pattern, empty=True)
+        if self.pattern.removeprefix(TYPE_PREFIX) != self.pattern.removeprefix(TYPE_PREFIX).strip():
+            raise PlanError(f"rule pattern {self.pattern!r} has blanks around it; module names have none: remove them")
+        if self.pattern == TYPE_PREFIX:
+            raise PlanError("rule pattern 'type:' names no class; give one, such as 'type:LayerNorm'")
+        prefix = re.match(r"(?i)type *[:=] *", self.pattern)
+        if prefix and not self.pattern.startswith(TYPE_PREFIX):
+            meant = TYPE_PREFIX + self.pattern[prefix.end() :]
+            raise PlanError(f"rule pattern {self.pattern!r} matches no module name; did you mean {meant!r}?")
+        if not isinstance(self.policy, Policy):
+            raise PlanError(f"rule {self.pattern!r} has policy {self.policy!r}; give a Policy, such as FULL or LOW")
+        one_of(f"rule {self.pattern!r}: buffers", self.buffers, get_args(BufferWidth))
+        one_of(f"rule {self.pattern!r}: input", self.input, get_args(RuleInput))
+        if self.input != "policy" and self.policy.compute == "full":
+            raise PlanError(
+                f"rule {self.pattern!r} has input {self.input!r} and computes full: its ops would get low inputs "
+                "beside fp32 weights; leave the input out, which casts it to fp32"
+            )
+
+    __repr__ = _code
+
+    def matches(self, names: Iterable[str], type_names: Iterable[str]) -> bool:
+        """Returns whether one of a module's dotted names, or of its class names, fits the pattern."""
+        if self.pattern.startswith(TYPE_PREFIX):
+            pattern = self.pattern.removeprefix(TYPE_PREFIX)
+            return any(fnmatchcase(name, pattern) for name in type_names)
+        return any(fnmatchcase(name, self.pattern) for name in names)
+
+
+OpList = Literal["allow", "deny", "infer", "promote"]
+OP_LISTS: tuple[OpList, ...] = get_args(OpList)
+
+
+def _op_name(where: str, op: object) -> None:
+    """Raises a PlanError unless `op` is a public torch name, or "module:function"."""
+    name = text(f"an op in {where}", op)
+    module, colon, function = name.partition(":")
+    parts = [module, function] if colon else [module]
+    if not all(part and all(word.isidentifier() for word in part.split(".")) for part in parts):
+        raise PlanError(
+            f"op {name!r} in {where} is no function name; give a public torch name such as 'softmax', "
+            "or 'module:function' such as 'my_ops:swish'"
+        )
+
+
+@dataclass(frozen=True)
+class OpChange:
+    """One op and the list that it moves to: allow (runs low), deny (full), infer (as its inputs), promote (widest).
+
+    `op` is a public torch name such as "softmax", or "module:function" for a function that is no torch op.
+
+    Raises:
+        PlanError: an unknown list, or no op name.
+    """
+
+    list: OpList
+    op: str
+
+    def __post_init__(self) -> None:
+        one_of("op change: list", self.list, OP_LISTS)
+        _op_name(self.list, self.op)
+
+    __repr__ = _code
+
+
+@dataclass(frozen=True)
+class OpChanges:
+    """What a plan changes in the op table, by list; lists given in place of tuples are taken as tuples.
+
+    Raises:
+        PlanError: a list that is none, an op name that is none, or an op that stands twice.
+    """
+
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    infer: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        listed: dict[str, str] = {}
+        for field in fields(self):
+            ops = as_tuple(f"op changes: {field.name}", getattr(self, field.name), of="op names")
+            object.__setattr__(self, field.name, ops)
+            for op in ops:
+                _op_name(field.name, op)
+                if op in listed:
+                    where = (
+                        f"twice in {field.name}" if listed[op] == field.name else f"in {listed[op]} and {field.name}"
+                    )
+                    raise PlanError(f"op {op!r} stands {where}; an op belongs to one list: remove the other")
+                listed[op] = field.name
+
+    def moved(self, change: OpChange) -> OpChanges:
+        """Returns these changes with one op moved to the list that `change` names.
+
+        >>> OpChanges(allow=("softmax",)).moved(OpChange("deny", "softmax"))
+        OpChanges(allow=(), deny=('softmax',), infer=(), promote=())
+        """
+        lists = {field.name: tuple(op for op in getattr(self, field.name) if op != change.op) for field in fields(self)}
+        lists[change.list] += (change.op,)
+        return OpChanges(**lists)
+
+
+ScalingKind = Literal["none", "static", "dynamic"]
+
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+_USED_BY = {"none": ("kind",), "static": ("kind", "init")}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The kind of loss scale and, for a dynamic one, its schedule (Micikevicius et al. 2018, section 3.2).
+
+    A dynamic scale starts at `init`, is multiplied by `growth` after `growth_interval` steps in a row without overflow
+    and by `backoff` once `hysteresis` overflows were seen since it last grew, and stays within [`min`, `max`]. For a
+    static one `init` is the scale. Scales and their inverses are fp32 normal numbers, so they lie in [2**-126, 2**126].
+
+    Raises:
+        PlanError: a value out of range, or one that this kind does not use.
+
+    >>> Scaling("static", init=128).init
+    128.0
+    """
+
+    kind: ScalingKind
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+    min: float = 1.0
+    max: float = 2.0**24
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("scale kind", self.kind, get_args(ScalingKind))
+        for name in ("init", "min", "max"):
+            self._set(name, real(f"scale {name}", getattr(self, name), low=SMALLEST_SCALE, high=LARGEST_SCALE))
+        self._set("growth", real("scale growth", self.growth, low=1.0, high=LARGEST_SCALE))
+        self._set("backoff", real("scale backoff", self.backoff, low=SMALLEST_SCALE, high=1.0))
+        self._set("growth_interval", count("scale growth_interval", self.growth_interval))
+        self._set("hysteresis", count("scale hysteresis", self.hysteresis))
+        if self.kind == "dynamic":
+            self._check_schedule()
+        else:
+            self._check_unused()
+
+    __repr__ = _code
+
+    def _set(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_schedule(self) -> None:
+        if self.growth == 1.0:
+            raise PlanError("scale growth is 1, so that the scale could never recover; give more than 1, such as 2")
+        if self.backoff == 1.0:
+            raise PlanError("scale backoff is 1, so that every overflow would repeat; give less than 1, such as 0.5")
+        if self.min > self.max:
+            raise PlanError(f"scale min {self.min:g} is above max {self.max:g}; swap them or widen the range")
+        if not self.min <= self.init <= self.max:
+            raise PlanError(
+                f"scale init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; "
+                "give an init within, or move min or max"
+            )
+
+    def _check_unused(self) -> None:
+        used = _USED_BY[self.kind]
+        for field in fields(self):
+            if field.name not in used and getattr(self, field.name) != field.default:
+                raise PlanError(
+                    f"scale {field.name} is {getattr(self, field.name)!r}, but a scale of kind {self.kind!r} does not "
+                    f"use it; leave it out, or give kind 'dynamic'"
+                )
+
+
+Edit = Rule | OpChange | Scaling
+
+
+def spell(edits: Iterable[Edit]) -> str:
+    """Returns edits as the code that makes them.
+
+    >>> spell([Rule("head", FULL), Scaling("dynamic", init=2.0**24)])
+    "plan.edit(Rule('head', FULL), Scaling('dynamic', init=16777216))"
+    """
+    return f"plan.edit({', '.join(map(repr, edits))})"
