@@ -201,9 +201,10 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if own is not None:
         copied: nn.Module = own(self, memo)
         return copied
-    twin = self.__class__.__new__(self.__class__)
+    plain = _plain_class(type(self))  # the copy is in no session: what goes by a module's exact class knows it
+    twin: nn.Module = plain.__new__(plain)  # type: ignore[call-overload]
     memo[id(self)] = twin
-    twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    twin.__dict__.update(copy.deepcopy({name: held for name, held in self.__dict__.items() if name not in OURS}, memo))
     return twin
 
 

@@ -40,7 +40,7 @@ def rehearse(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> Sta
     """
     small = _Small()
     dtype = torch.complex64 if p.is_complex() else torch.float32
-    stand_in = Parameter(torch.zeros(small.shape(p), dtype=dtype))
+    stand_in = Parameter(torch.zeros(small.shape(p), dtype=dtype, device="cpu"))
     zeros = torch.zeros_like(stand_in)
     stand_in.grad = zeros.to_sparse() if isinstance(optimizer, SparseAdam) else zeros
     shadow = object.__new__(type(optimizer))
@@ -82,4 +82,4 @@ class _Small:
         dtype = torch.float32 if value.is_floating_point() else torch.complex64 if value.is_complex() else value.dtype
         if key == "step" or not value.dim():
             return value.detach().to("cpu", dtype, copy=True)
-        return torch.zeros(self.shape(value), dtype=dtype)  # torch casts what it loads
+        return torch.zeros(self.shape(value), dtype=dtype, device="cpu")  # torch casts what it loads

@@ -122,6 +122,20 @@ def test_a_pickled_model_goes_on_in_its_session(protocol, pickler):
     assert type(model) is model.__class__ is Named
 
 
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_a_deep_copy_has_plain_classes_all_over(name):
+    """What goes by a module's exact class, as `quantize_dynamic` does, knows the modules of a copy."""
+    model = nn.Sequential(Named(), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name):
+        twins = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module]
+        inner = copy.deepcopy(model[1])
+    plain = [nn.Sequential, Named, nn.Linear, nn.Sequential, nn.Linear, nn.ReLU]
+    assert [[type(m) for m in twin.modules()] for twin in twins] == [plain, plain]
+    assert [type(m) for m in inner.modules()] == plain[3:]
+    held = [value for twin in twins for m in twin.modules() for key, value in vars(m).items() if "halfstep" in key]
+    assert set(held) <= {None}
+
+
 def test_another_thread_sees_the_class_of_a_model_that_is_being_pickled():
     model = Named()
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
