@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
 from halfstep.formats import BF16, FP16
-from halfstep.observe.recorder import OTHERS, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS
 from halfstep.plan.plan import Edit, OpChange, Plan
 from halfstep.plan.policy import FULL
 from halfstep.plan.rules import Rule
 from halfstep.plan.scaling import Scaling
-from halfstep.records import Finding, Kind, OpCall, Verdict
+from halfstep.records import Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
@@ -67,17 +67,6 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
         advice=_advice(found, plan, cure),
         call=found.call,
     )
-
-
-def say_absorbed(recorder: OpRecorder, note: Note) -> Finding:
-    """Returns the finding that an operation overflowed though the loss and the gradients are finite."""
-    name, line, where = recorder.operator(note), recorder.line(note), note.module or "the model itself"
-    evidence = f"{name} gave {note.bad} in the forward pass, though the loss and its gradients are finite"
-    advice = (
-        "harmless where it is not used, or bounded; but what is divided by an infinity is 0: compare the loss under "
-        f"{spell(Rule(note.module, FULL)) if note.module else 'fp32'}"
-    )
-    return Finding("note", "overflow absorbed", f"{where}, {line}" if line else where, evidence, advice)
 
 
 def spell(edit: Edit) -> str:

@@ -203,9 +203,10 @@ def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, floa
     want, got = torch.where(rounded.isfinite(), rounded, exact.double()), out.double()
     both = got.isfinite() & want.isfinite()
     difference = torch.where(both & touched, (got - want).abs(), 0.0)
-    rows = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in (difference, torch.where(both, want, 0.0), got)]
+    tensors = (difference, torch.where(both, want, 0.0), got, exact)
+    rows = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in tensors]
     norms = [torch.linalg.vector_norm(t, dim=-1) for t in rows[:2]]
     off = torch.where(norms[0] > 0, norms[0] / norms[1], 0.0)
     row = int(off.argmax())
     place = int(rows[0][row].argmax())
-    return (float(rows[2][row, place]), float(rows[1][row, place]), float(off[row])) if off[row] > TOLERANCE else None
+    return (float(rows[2][row, place]), float(rows[3][row, place]), float(off[row])) if off[row] > TOLERANCE else None
