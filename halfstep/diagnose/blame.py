@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from halfstep.diagnose.absorbed import absorbed_findings
 from halfstep.diagnose.cures import (
     WHOLE,
     candidates,
@@ -25,9 +26,9 @@ from halfstep.diagnose.cures import (
 )
 from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.headroom import OF_FLOOR, CastRecorder, keeps_scale
-from halfstep.diagnose.origin import absorbed, find_origin, last_origin
+from halfstep.diagnose.origin import find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
-from halfstep.diagnose.words import say, say_absorbed
+from halfstep.diagnose.words import say
 from halfstep.edits import Edit, Scaling
 from halfstep.errors import HalfstepError
 from halfstep.observe.nonfinite import nonfinite
@@ -103,7 +104,7 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
     plan, scale = rehearsal.plan, last.scale
     run = _first_run(rehearsal, scale)
     if run.found is None:
-        return _nothing_found(run, last, tell)
+        return _nothing_found(rehearsal, run, last, tell)
     if run.found.kind is None:
         _LOG.warning(NOT_SEEN)
         evidence, _, advice = NOT_SEEN.partition(": ")
@@ -209,7 +210,7 @@ def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
         return all(nonfinite(gradient) is None for gradient in gradients)
 
 
-def _nothing_found(run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
+def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
     """Says what was looked at where the closure's numbers are all finite."""
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
@@ -219,11 +220,9 @@ def _nothing_found(run: _Run, last: StepFacts, tell: Callable[[Finding], None]) 
         len(run.recorder.notes),
         last.scale,
     )
-    lost = absorbed(run.recorder)
-    if lost is not None:
-        note = say_absorbed(run.recorder, lost)
-        _LOG.info("blame: %s", note)
-        tell(note)
+    for finding in absorbed_findings(rehearsal, run.recorder):
+        _LOG.warning("blame: %s", finding)
+        tell(finding)
     if last.bad or last.skipped:
         what = f"the gradients of {named(last.bad)} are not finite" if last.bad else "the last step was skipped"
         evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"

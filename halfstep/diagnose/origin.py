@@ -48,16 +48,6 @@ def last_origin(recorder: OpRecorder) -> Origin | None:
     return None if last is None else _earliest(recorder, reached_from([last]))
 
 
-def absorbed(recorder: OpRecorder) -> Note | None:
-    """Returns the first operation that overflowed in a forward pass and was computed with, where all ended finite."""
-    used = {source.index for note in recorder.notes for source in note.sources if source is not None}
-    return next((note for note in recorder.notes if _overflowed(note) and note.index in used), None)
-
-
-def _overflowed(note: Note) -> bool:
-    return note.phase == "forward" and not note.masked and note.exact is not None and note.exact.finite
-
-
 def reached_from(notes: Iterable[Note]) -> list[Note]:
     """Returns the notes and all that what is not finite in them came from, in the order in which they ran."""
     found: dict[int, Note] = {}

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
-from halfstep.edits import FULL, Edit, Rule, spell
+from halfstep.edits import Edit, spell
 from halfstep.formats import BF16, FP16, FP32
-from halfstep.observe.recorder import OTHERS, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS
 from halfstep.plan.plan import Plan
-from halfstep.records import Finding, Kind, OpCall, Verdict
+from halfstep.records import Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
@@ -78,17 +78,6 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
         advice=_advice(found, plan, cure),
         call=None if found.call is None else replace(found.call, module=in_model(found.call.module)[1]),
     )
-
-
-def say_absorbed(recorder: OpRecorder, note: Note) -> Finding:
-    """Returns the finding that an operation overflowed though the loss and the gradients are finite."""
-    name, line, where = recorder.operator(note), recorder.line(note), note.module or "the model itself"
-    evidence = f"{name} gave {note.bad} in the forward pass, though the loss and its gradients are finite"
-    advice = (
-        "harmless where it is not used, or bounded; but what is divided by an infinity is 0: compare the loss under "
-        f"{Rule(note.module, FULL) if note.module else 'fp32'}"
-    )
-    return Finding("note", "overflow absorbed", f"{where}, {line}" if line else where, evidence, advice)
 
 
 def _evidence(found: Diagnosis, scale: float) -> str:

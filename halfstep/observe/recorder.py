@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import as_called
+from halfstep.observe.absorbed import OverflowTrail
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
@@ -121,12 +122,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the operations of one forward and backward pass; may be entered again inside itself.
 
     Where another mode lies between two of its entries, as emulation does, it notes what the inner entry sees: the
-    operations as the model called them. Where it is not `on` it does nothing.
+    operations as the model called them. Where it is not `on` it does nothing. `trail` follows what overflows.
     """
 
     def __init__(self, places: Places, *, on: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
+        self.trail: OverflowTrail[Note] = OverflowTrail()
         self.on = on
         self.communicated = False  # with other processes
         self.notes: list[Note] = []
@@ -195,7 +197,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return result
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return as_called(func, args, kwargs)
+        return self.trail.run(func, args, kwargs, lambda: self.notes[-1])
 
     def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         """Notes what the operation wrote, and where it is not finite, why."""
@@ -347,6 +349,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Ends the recording until it is switched on again, and drops what was recorded."""
         self.on = False
         self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
+        self.trail = OverflowTrail()
 
     def __enter__(self) -> OpRecorder:
         if not hasattr(self._local, "seen"):

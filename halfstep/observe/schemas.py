@@ -40,6 +40,15 @@ def is_view(func: Any) -> bool:
     return bool(func.is_view) and not func._schema.is_mutable
 
 
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors among the arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    into = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for name in into for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
+
+
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
     """Tells whether an operation does not read a tensor that it is given: it writes over it, or only updates it.
 

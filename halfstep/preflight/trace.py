@@ -1,4 +1,4 @@
-"""One traced step of a session: operations that fail in its formats, and constants that do not fit them."""
+"""One traced step of a session: what fails in its formats, constants that do not fit, overflows that are absorbed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from halfstep.diagnose.absorbed import absorbed_findings
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
@@ -70,6 +71,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
             found.append(_explained(rehearsal, failure))
         elif loss is not None:
             found += _of_results(rehearsal, loss)
+        found += absorbed_findings(rehearsal, tracer)  # last: it rewinds
     return found
 
 

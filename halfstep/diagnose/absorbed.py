@@ -1,0 +1,91 @@
+"""Overflows that were absorbed in a forward pass, in words, with edits that were tried on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from halfstep.diagnose.cures import edited, is_op, rules_around
+from halfstep.diagnose.rehearsal import Rehearsal
+from halfstep.edits import Edit, OpChange, spell
+from halfstep.errors import HalfstepError
+from halfstep.formats import as_format
+from halfstep.observe.absorbed import Absorbed
+from halfstep.observe.places import Places
+from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.plan.plan import Plan
+from halfstep.records import Finding
+
+_UNTRIED = "so no edit could be tried"
+_Place: TypeAlias = tuple[str | None, str | None]  # a module and a line
+
+
+def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Finding]:
+    """Returns a finding for each place where a recorded forward pass overflowed and that was absorbed.
+
+    The rehearsal is rewound for each edit that is tried.
+    """
+    places: dict[_Place, Absorbed[Note]] = {}
+    for each in recorder.trail.found:
+        places.setdefault(_place(recorder, each), each)
+    return [_said(recorder, each, *_cure(rehearsal, recorder, each)) for each in places.values()]
+
+
+def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
+    return absorbed.origin.module, recorder.line(absorbed.origin)
+
+
+def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
+    """Returns the edits under which nothing is absorbed at a place any more, and why where there are none."""
+    try:
+        for edits, plan in edited(rehearsal.plan, _candidates(rehearsal, recorder, absorbed)):
+            if _cures(rehearsal, plan, _place(recorder, absorbed)):
+                return edits, ""
+            if not rehearsal.inputs.same:
+                return (), f"the closure takes another batch each time, {_UNTRIED}"
+    except StopIteration:
+        return (), f"the closure ran out of batches, {_UNTRIED}"
+    except Exception as error:  # whatever copying the model raises
+        return (), f"the model cannot be copied and run ({type(error).__name__}), {_UNTRIED}"
+    return (), "no edit of the plan was found that cures it"
+
+
+def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
+    """Tells whether under a plan the closure gives a finite loss, for the same batch, and absorbs nothing at a place.
+
+    Raises:
+        Exception: whatever copying the model raises, or the closure.
+    """
+    rehearsal.rewind()
+    recorder = OpRecorder(Places(rehearsal.roots))
+    try:
+        with rehearsal.under(plan) as trial, trial.recording(recorder):
+            loss = trial.loss()
+    except HalfstepError:  # the plan does not fit
+        return False
+    cured = place not in {_place(recorder, each) for each in recorder.trail.found}
+    return cured and bool(loss.isfinite()) and rehearsal.inputs.same
+
+
+def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
+    """Yields the rules that compute around an overflow in fp32; for code outside of the model an edit of the table."""
+    yield from rules_around(absorbed.origin.module, rehearsal.roots)
+    operator = recorder.operator(absorbed.origin)
+    if is_op(operator):
+        yield (OpChange("deny", operator),)
+
+
+def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...], reason: str) -> Finding:
+    origin, by, line = absorbed.origin, absorbed.by, recorder.line(absorbed.origin)
+    module, fmt = origin.module or "(model)", as_format(absorbed.dtype)
+    line_by = f" at {recorder.line(by)}" if recorder.line(by) not in (line, None) else ""
+    evidence = (
+        f"{recorder.operator(origin)} gives {absorbed.exact:,.6g}, which is {'-' if absorbed.exact < 0 else ''}inf in "
+        f"{fmt}, whose largest value is {fmt.max:g}; {recorder.operator(by)}{line_by} then gives {absorbed.got:g}, "
+        f"in fp32 {absorbed.want:g}: off by {absorbed.off:.0%}, with no value that shows it"
+    )
+    if edits:
+        advice = f"{spell(edits)}, under which this does not happen"
+    else:
+        advice = f"compute there in fp32, or scale the values down before; {reason}"
+    return Finding("warning", "overflow absorbed", f"{module}, {line}" if line else module, evidence, advice, edits)

@@ -1,0 +1,212 @@
+"""Overflows that an operation absorbs: inf becomes 0 or a bound, everything stays finite, and the result is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfstep.formats import LOW_DTYPES
+from halfstep.modes import as_called
+from halfstep.observe.nonfinite import nonfinite
+from halfstep.observe.outputs import readable
+from halfstep.observe.schemas import is_collective, is_uninitialised, is_view, written
+
+TOLERANCE = 0.05
+"""Relative difference to fp32 above which an overflow has done harm; rounding alone makes some 0.001."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Absorbed(Generic[T]):
+    """An overflow at `origin` that the operation at `by` turned into finite values which fp32 does not have.
+
+    `exact` is the largest value that became infinite at `origin`, as fp32 has it, in a result of `dtype`; `got` is an
+    element of what `by` gave, `want` the same in fp32, and `off` their row's difference relative to fp32.
+    """
+
+    origin: T
+    by: T
+    exact: float
+    dtype: torch.dtype
+    got: float
+    want: float
+    off: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin(Generic[T]):
+    """What stands for the operation that overflowed, the largest value that became infinite there, and the format."""
+
+    of: T
+    exact: float
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class _Shadow(Generic[T]):
+    """What fp32 has in a piece of memory; `reference` keeps the identity of that from being used again."""
+
+    reference: StorageWeakRef
+    values: Tensor
+    dtype: torch.dtype  # of the tensors that lie there
+    origin: _Origin[T]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the part that belongs to a tensor."""
+        return self.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Tells whether an element of a tensor is finite in fp32 alone."""
+        return bool((~tensor.isfinite() & self.of(tensor).isfinite()).any())
+
+
+class OverflowTrail(Generic[T]):
+    """Follows the fp32 values of what overflowed in a forward pass until an operation absorbs them, and compares there.
+
+    An operation is computed again, in fp32, where its low result is not finite or an argument has such a trail; the
+    elements that are finite in fp32 alone get one. Infinities that fp32 has too (masks, log of 0) never do. What was
+    absorbed is in `found`, once for each origin. A trail ends at operations that draw random numbers, have no fp32
+    kernel or give integers; tensors of torch.func, sparse, nested and distributed ones have none. Each low result is
+    looked at, which waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Absorbed[T]] = []
+        self.reruns = 0
+        self._shadows: dict[int, _Shadow[T]] = {}  # by the memory of a tensor, which its views share
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
+        """Runs an operation that came to a dispatch mode and returns its result; `here` gives what stands for it."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        in_backward = torch._C._current_graph_task_id() != -1
+        blind = in_backward or is_view(func) or is_uninitialised(func) or is_collective(func)
+        if blind or not all(map(_is_plain, given)):
+            return as_called(func, args, kwargs)
+        trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
+        changing = {_memory(t) for t in written(func, args, kwargs)}
+        before = {id(t): t.clone() for t in given if _memory(t) in changing}
+        exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
+        result = as_called(func, args, kwargs)
+        outputs = _floats(func, args, kwargs, result)
+        if trails or any(out.dtype in LOW_DTYPES and nonfinite(out) is not None for out in outputs):
+            wide = self._again(func, args, kwargs, before | exact)
+            if len(wide) == len(outputs):
+                self._follow(outputs, wide, trails, here, lambda: self._again(func, args, kwargs, before))
+                return result
+        for out in outputs:
+            self._overwrite(out)
+        return result
+
+    def _again(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Returns what an operation gives in fp32, with `values` for the arguments of these ids; [] where it cannot."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return []
+
+        def widen(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                value = values.get(id(value), value)
+                dtype = torch.float32 if value.dtype in LOW_DTYPES else value.dtype
+                return value.to(dtype, copy=func._schema.is_mutable)
+            return torch.float32 if value in LOW_DTYPES else value
+
+        self.reruns += 1
+        args, kwargs = tree_map(widen, (tuple(args), dict(kwargs)))
+        try:
+            return _floats(func, args, kwargs, func(*args, **kwargs))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return []
+
+    def _follow(
+        self,
+        outputs: list[Tensor],
+        wide: list[Tensor],
+        trails: list[_Shadow[T]],
+        here: Callable[[], T],
+        with_infinities: Callable[[], list[Tensor]],
+    ) -> None:
+        lost = [~out.isfinite() & exact.isfinite() for out, exact in zip(outputs, wide, strict=True)]
+        ends = [not bool(each.any()) for each in lost]
+        bare = with_infinities() if trails and any(ends) else []
+        for i, (out, exact) in enumerate(zip(outputs, wide, strict=True)):
+            if not ends[i]:
+                origin = trails[0].origin if trails else _Origin(here(), _largest(exact[lost[i]]), out.dtype)
+                self._keep(out, torch.where(lost[i], exact, out.to(exact.dtype)), origin)
+                continue
+            if bare and all(each.origin is not trails[0].origin.of for each in self.found):
+                worst = _worst_row(out, exact, bare[i] != exact)
+                if worst is not None:
+                    origin = trails[0].origin
+                    self.found.append(Absorbed(origin.of, here(), origin.exact, origin.dtype, *worst))
+            self._overwrite(out)
+
+    def _shadow(self, tensor: Tensor) -> _Shadow[T] | None:
+        if not self._shadows or not tensor.is_floating_point():
+            return None
+        shadow = self._shadows.get(_memory(tensor))
+        return shadow if shadow is not None and shadow.dtype is tensor.dtype else None
+
+    def _keep(self, out: Tensor, values: Tensor, origin: _Origin[T]) -> None:
+        shadow = self._shadow(out)
+        if shadow is None:
+            storage = out.untyped_storage()
+            gone = [key for key, each in self._shadows.items() if each.reference.expired()]  # type: ignore[no-untyped-call]
+            for key in gone:
+                del self._shadows[key]
+            whole = torch.empty(0, dtype=out.dtype, device=out.device).set_(storage).to(values.dtype, copy=True)
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            shadow = self._shadows[_memory(out)] = _Shadow(reference, whole, out.dtype, origin)
+        shadow.of(out).copy_(values)
+
+    def _overwrite(self, out: Tensor) -> None:
+        """Ends the trails in the memory of a result that has none."""
+        shadow = self._shadow(out)
+        if shadow is not None:
+            shadow.of(out).copy_(out)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and readable(tensor) is tensor
+
+
+def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    """Returns the floating tensors that an operation wrote to, then those that it made."""
+    into = written(func, args, kwargs)
+    made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and all(t is not each for each in into)]
+    return [t for t in (*into, *made) if t.is_floating_point()]
+
+
+def _largest(values: Tensor) -> float:
+    return float(values[values.abs().argmax()])
+
+
+def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
+    """Returns an element, the same in fp32, and by how much their row is off; None where all are within the tolerance.
+
+    Rows lie along the last dimension. Only elements that an overflow has `touched` count, and only beyond rounding.
+    """
+    if not bool(touched.any()):
+        return None
+    rounded = exact.to(out.dtype).double()
+    want, got = torch.where(rounded.isfinite(), rounded, exact.double()), out.double()
+    both = got.isfinite() & want.isfinite()
+    difference = torch.where(both & touched, (got - want).abs(), 0.0)
+    tensors = (difference, torch.where(both, want, 0.0), got, exact)
+    rows = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in tensors]
+    norms = [torch.linalg.vector_norm(t, dim=-1) for t in rows[:2]]
+    off = torch.where(norms[0] > 0, norms[0] / norms[1], 0.0)
+    row = int(off.argmax())
+    place = int(rows[0][row].argmax())
+    return (float(rows[2][row, place]), float(rows[3][row, place]), float(off[row])) if off[row] > TOLERANCE else None

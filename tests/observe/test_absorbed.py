@@ -1,0 +1,150 @@
+"""An overflow is followed in fp32 to the operation that absorbs it; what fp32 has too, or rounds the same, is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.cast.emulate import Emulation
+from halfstep.formats import FP16
+from halfstep.observe.places import Places
+from halfstep.observe.recorder import OpRecorder, Recorded
+
+LOW = torch.float16
+
+
+def found(function, *inputs, emulated=False):
+    """Returns what was absorbed in a call with fp16 inputs: who overflowed, who absorbed it, and the numbers."""
+    recorder = OpRecorder(Places([]))
+    with Recorded(Emulation(FP16), recorder) if emulated else recorder:
+        function(*(torch.tensor(values, dtype=LOW) for values in inputs))
+    return [(each.origin.aten, each.by.aten, each) for each in recorder.trail.found]
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_the_numbers_are_those_of_fp32(emulated):
+    (first,) = found(lambda x: torch.rsqrt((x * x).mean(-1, keepdim=True)), [[300.0, 400.0]], emulated=emulated)
+    origin, by, absorbed = first
+    assert (origin, by) == ("mul", "rsqrt")
+    # 300 squared is 90,000 and 400 squared 160,000, both beyond 65,504; 1 / sqrt(125,000) = 0.0028284
+    assert (absorbed.exact, absorbed.dtype, absorbed.got, absorbed.off) == (160_000.0, LOW, 0.0, 1.0)
+    assert absorbed.want == pytest.approx(0.0028284, rel=1e-3)
+
+
+def test_the_largest_number_of_the_format_and_the_next_that_rounds_to_infinity():
+    assert not found(lambda x: 1 / (x + x), [32752.0 - 16])  # 65,472 fits
+    assert not found(lambda x: 1 / (x * 1.0002), [65504.0])  # 65,517.1 rounds down to 65,504
+    assert found(lambda x: 1 / (x * 1.0003), [65504.0])  # 65,523.7 rounds up to infinity, from 65,520 on
+
+
+@pytest.mark.parametrize(("gain", "count"), [(1.04, 0), (1.06, 1)])
+def test_within_five_percent_it_is_no_harm(gain, count):
+    value = 65504.0 * gain  # nan_to_num makes 65,504 of its infinity: off by 1 - 1 / gain
+    assert len(found(lambda x: torch.nan_to_num(x * (value / 4096.0)), [4096.0])) == count
+
+
+def test_one_row_of_many_is_found():
+    rows = [[1.0, 2.0]] * 63 + [[300.0, 400.0]]
+    ((_, by, absorbed),) = found(lambda x: torch.rsqrt((x * x).mean(-1, keepdim=True)), rows)
+    assert (by, absorbed.got) == ("rsqrt", 0.0)
+
+
+def test_far_points_of_a_kernel_are_no_harm_beside_near_ones():
+    # 1 / (1 + 300**2) is 1.1e-5: nothing beside the 0.5 and 1 of the same row
+    assert not found(lambda x: 1 / (1 + x * x), [[0.0, 1.0, 300.0]])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(x),
+        lambda x: torch.mul(x, x, out=x),
+        lambda x: x[:1].mul_(x[:1]),
+        lambda x: x.copy_(x * x),
+        lambda x: x.t().mul_(x.t()).t().reshape(-1),
+    ],
+    ids=["in place", "out=", "view", "copy", "reshape"],
+)
+def test_views_and_in_place_operations_carry_it(write):
+    def function(x):
+        write(x)
+        return torch.rsqrt(x.view(-1)[:2].detach())
+
+    ((origin, by, _),) = found(function, [[300.0, 400.0], [1.0, 1.0]])
+    assert (origin.rstrip("_"), by) == ("mul", "rsqrt")
+
+
+def test_what_is_written_over_is_gone():
+    def function(x):
+        y = x * x
+        y.zero_()
+        return 1 / (1 + y)
+
+    def part(x):
+        y = x * x
+        y[0] = 1.0
+        return 1 / y
+
+    assert not found(function, [300.0])
+    assert not found(part, [300.0, 2.0])
+
+
+def test_an_argument_is_as_its_operation_leaves_it():
+    x = torch.tensor([300.0, 2.0], dtype=LOW)
+    count = torch.zeros(2, dtype=torch.int64)
+    recorder = OpRecorder(Places([]))
+    with recorder:
+        x.mul_(x).add_(x)
+        count.add_(1)
+    assert x.tolist() == [torch.inf, 8.0]
+    assert count.tolist() == [1, 1]
+
+
+def test_memory_that_nobody_wrote_to_has_no_trail():
+    def function(x):
+        y = x.new_empty(4).fill_(torch.inf)
+        del y
+        return 1 / (1 + x.new_empty(4).abs())
+
+    assert not found(function, [1.0])
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.dropout, torch.bernoulli], ids=["dropout", "bernoulli"])
+def test_random_numbers_are_drawn_once(function):
+    x = torch.full((64,), 0.5, dtype=LOW)
+    torch.manual_seed(0)
+    plain = function(x), torch.rand(3)
+    torch.manual_seed(0)
+    with OpRecorder(Places([])):
+        recorded = function(x), torch.rand(3)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+
+
+def test_a_cast_to_fp32_carries_it():
+    assert [names[:2] for names in found(lambda x: 1 / (x * x).float().mean(), [300.0])] == [("mul", "reciprocal")]
+
+
+def test_the_backward_pass_is_the_scales_business():
+    def function(x):
+        y = x.requires_grad_() * 2.0
+        y.register_hook(lambda grad: 1 / (grad * 60000.0 * 2))
+        y.sum().backward()
+
+        factors = iter([1.0, 60000.0])  # overflows only where the checkpoint runs it again
+        checkpoint(lambda y: 1 / (1 + y * next(factors)), x, use_reentrant=False).sum().backward()
+
+    assert not found(function, [300.0])
+
+
+def test_each_origin_is_told_once():
+    def function(x):
+        square = x * x
+        return 1 / square, torch.rsqrt(square)
+
+    assert [names[:2] for names in found(function, [300.0])] == [("mul", "reciprocal")]
+
+
+def test_an_overflow_that_ends_in_nan_or_infinity_is_seen_elsewhere():
+    assert not found(lambda x: torch.softmax(x * x, -1), [300.0, 1.0])
+    assert not found(lambda x: (x * x).sum(), [300.0, 1.0])
