@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from halfstep.torch_internals import onednn_takes_bf16
 from halfstep.version import __version__
 
 WideBackward = tuple[tuple[int, int], ...]
@@ -139,7 +140,7 @@ def read_processor() -> Processor:
         str(known.get("architecture", "")),
         cpu_flags(known),
         vectors=torch.backends.cpu.get_cpu_capability(),
-        low_products=_onednn_takes_bf16(),
+        low_products=onednn_takes_bf16(),
     )
 
 
@@ -239,12 +240,6 @@ def _git(folder: Path, *arguments: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return run.stdout.splitlines()
-
-
-def _onednn_takes_bf16() -> bool:
-    """Returns whether torch's oneDNN computes bf16 products here; True of a torch that cannot be asked."""
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return True if ask is None else bool(ask())
 
 
 def _model_name() -> str:

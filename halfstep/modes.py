@@ -9,19 +9,27 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_leaves
 
-_AUTOCAST = tuple(
-    torch._C._dispatch_key_parse(f"Autocast{device}") for device in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1")
+from halfstep.torch_internals import (
+    DispatchKey,
+    OpOverload,
+    call_by_key,
+    end_stance,
+    forced_keys,
+    has_kernel,
+    has_kernel_for,
+    keys_excluded_here,
+    keys_included_here,
+    parsed_key,
+    tree_leaves,
 )
+
+_AUTOCAST = tuple(parsed_key(f"Autocast{device}") for device in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"))
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -37,7 +45,7 @@ def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs a composite operation, which reached a dispatch mode whole, by its parts; with autocast likewise."""
     with _autocast_as_called(func) if is_custom(func) or _mixed(args, kwargs) else nullcontext():
-        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return call_by_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @functools.cache
@@ -52,8 +60,8 @@ def is_composite(func: Any) -> bool:
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
-    known = torch._C._dispatch_has_kernel(name)  # to ask for a key of an operation that it has not ends the process
-    return known and torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CompositeImplicitAutograd)
+    known = has_kernel(name)  # to ask for a key of an operation that it has not ends the process
+    return known and has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -65,15 +73,15 @@ def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 @contextmanager
 def _autocast_as_called(func: OpOverload) -> Iterator[None]:
     """Has autocast on inside as it was where `func`, which came to a dispatch mode, was called."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
+    excluded = keys_excluded_here()
     with enable_reentrant_dispatch():
-        outside = torch._C._dispatch_tls_local_exclude_set()
+        outside = keys_excluded_here()
     name: str = func.name()  # type: ignore[no-untyped-call]
     for key in _AUTOCAST:  # a custom operation's own kernel for autocast turns it off inside
-        off_inside = is_custom(func) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        off_inside = is_custom(func) and has_kernel_for(name, key)
         if not outside.has(key) and not off_inside:
             excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+    with forced_keys(keys_included_here(), excluded):
         yield
 
 
@@ -107,10 +115,7 @@ class _Uncompiled:
             self._ours = torch.compiler.set_stance("force_eager")  # takes effect at once, and remembers that before
         elif not self._holders and self._ours is not None:
             ours, self._ours = self._ours, None
-            # What we set turns into what was before. To set that again would undo a `with set_stance(...)` that the
-            # user has entered since, whose end would then bring ours back.
-            for field in fields(ours.stance):
-                object.__setattr__(ours.stance, field.name, getattr(ours.prev, field.name))
+            end_stance(ours)
 
 
 _UNCOMPILED = _Uncompiled()

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
+from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
 LAG = 8  # steps
@@ -159,7 +159,7 @@ class Replicas:
         the others learn of each other.
         """
         wrapper = None if self._join is None else self._join()
-        return wrapper is not None and wrapper._join_config.enable
+        return wrapper is not None and is_joining(wrapper)
 
     def is_own(self, device: torch.device) -> Tensor:
         """Returns which of the processes is this one (bool, one for each); the same tensor each time."""
@@ -190,7 +190,7 @@ class Replicas:
         shared = [] if module is None else self._shared(wrapper, module)
         if shared:
             self._attach(wrapper)
-            if _sends_weights(sys._getframe()):
+            if sends_weights(sys._getframe()):
                 self._hand_on(shared, 0, sent_again=True)
 
     def _attach(self, wrapper: DistributedDataParallel) -> None:
@@ -320,13 +320,6 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 def _weak(value: T | None) -> Callable[[], T | None]:
     return (lambda: None) if value is None else weakref.ref(value)
-
-
-def _sends_weights(frame: FrameType | None) -> bool:
-    """Tells whether the wrapper that is being made sends weights: its constructor's `init_sync`, which it keeps not."""
-    while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
-        frame = frame.f_back
-    return frame is None or bool(frame.f_locals.get("init_sync", True))
 
 
 def _differing(rank: int, theirs: str, first: str) -> SessionError:

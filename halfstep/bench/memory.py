@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import as_called
+from halfstep.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
 
 METHODS = {"cuda": "the allocator's peak"}
 LIVE_TENSORS = "bytes of live tensors"
@@ -48,7 +47,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __in
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_identity(storage), storage.nbytes()
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._forget, key).atexit = False

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfstep.machine import WideBackward
 
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _LOW = (torch.bfloat16, torch.float16)
 
 

@@ -9,21 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, FP16, Format
 from halfstep.modes import as_called, in_parts, is_composite, run_uncompiled
+from halfstep.torch_internals import (
+    ADDMM_ACTIVATION,
+    FLASH_ATTENTION_CPU,
+    FLASH_ATTENTION_CPU_BACKWARD,
+    TRILINEAR,
+    OpOverload,
+    TorchDispatchMode,
+)
 
 aten = torch.ops.aten
-_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
-_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
 # oneDNN's LSTM layer: torch takes it for bf16, and for fp16 without gradients where the CPU has fp16 units.
 _LSTM = aten.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = aten.mkldnn_rnn_layer_backward.default
-_MIXING = (_ATTENTION, _ATTENTION_BACKWARD, _LSTM_BACKWARD)
+_MIXING = (FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD, _LSTM_BACKWARD)
 
 _POWER = aten.pow.Tensor_Scalar
 _POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
@@ -40,13 +43,13 @@ PRODUCTS: frozenset[OpOverload] = frozenset(
         aten.addmv.default,
         aten.dot.default,
         aten.vdot.default,
-        aten._addmm_activation.default,
-        aten._trilinear.default,
+        ADDMM_ACTIVATION,
+        TRILINEAR,
         aten.convolution.default,
         aten.convolution_backward.default,
         aten.conv_tbc.default,
-        _ATTENTION,
-        _ATTENTION_BACKWARD,
+        FLASH_ATTENTION_CPU,
+        FLASH_ATTENTION_CPU_BACKWARD,
         _LSTM,
         _LSTM_BACKWARD,
     }
@@ -145,7 +148,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         result = func(*full, **named)
         if isinstance(result, Tensor):
             return result.to(low)
-        if func is _ATTENTION:  # its second output, the log of the sums of exponentials, is fp32 by itself
+        if func is FLASH_ATTENTION_CPU:  # its second output, the log of the sums of exponentials, is fp32 by itself
             return result[0].to(low), result[1]
         return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
 

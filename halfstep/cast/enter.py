@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_leaves
+
+from halfstep.torch_internals import AVERAGING, state_dict_hooks_of, tree_leaves
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
@@ -242,7 +242,7 @@ def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
         for own in OURS:
             module.__dict__.pop(own, None)
         module.__class__ = _plain_class(type(module))
-        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        for hooks in state_dict_hooks_of(module):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
                 del hooks[key]
     return twins
@@ -279,7 +279,7 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
     gate = self.__dict__.get(GATE)
     if gate is None or torch.compiler.is_compiling():
         return own
-    if sys._getframe(1).f_code is not AveragedModel.update_parameters.__code__:
+    if sys._getframe(1).f_code is not AVERAGING:
         return own
     return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 

@@ -12,6 +12,7 @@ from halfstep.cast.enter import MARK, CheckpointHook, Mark, Values
 from halfstep.cast.tree import cast_floats, first_float_dtype
 from halfstep.errors import StateError
 from halfstep.formats import Format
+from halfstep.torch_internals import buffers_of, metadata_of, parameters_of
 
 Undo = Callable[[], None]
 _ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
@@ -79,7 +80,7 @@ def keep_checkpoints_full(module: nn.Module, values: Values32) -> Undo:
 
     handles = [
         module.register_state_dict_post_hook(CheckpointHook(give)),  # type: ignore[no-untyped-call]
-        module._register_load_state_dict_pre_hook(CheckpointHook(take), True),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(CheckpointHook(take)),  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(CheckpointHook(settle)),  # type: ignore[no-untyped-call]
     ]
 
@@ -137,7 +138,7 @@ def keep_parameters(module: nn.Module) -> Undo:
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if not isinstance(module.__dict__.get(MARK), Mark) or not metadata.get(_ASSIGN, False):
             return
-        for entry in (metadata, *getattr(state, "_metadata", {}).values()):
+        for entry in (metadata, *metadata_of(state).values()):
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
         raise StateError(
             "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; load without assign "
@@ -145,26 +146,26 @@ def keep_parameters(module: nn.Module) -> Undo:
         )
 
     hook = CheckpointHook(refuse)
-    handle = module._register_load_state_dict_pre_hook(hook, True)  # type: ignore[no-untyped-call]
+    handle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     undo: Undo = handle.remove
     return undo
 
 
 def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module._parameters.items() if p is not None and p in values]
+    return [(name, p) for name, p in parameters_of(module).items() if p is not None and p in values]
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:
     """Casts a module's own floating buffers to `dtype` and returns the undo, which gives back their first dtypes."""
-    before = {name: b.dtype for name, b in module._buffers.items() if b is not None and b.dtype is not dtype}
+    before = {name: b.dtype for name, b in buffers_of(module).items() if b is not None and b.dtype is not dtype}
     changed = {name: old for name, old in before.items() if old in (torch.float32, torch.bfloat16, torch.float16)}
     for name in changed:
-        module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
+        buffers_of(module)[name] = buffers_of(module)[name].to(dtype)  # type: ignore[union-attr]
 
     def undo() -> None:
         for name, old in changed.items():
-            buffer = module._buffers.get(name)
+            buffer = buffers_of(module).get(name)
             if buffer is not None:
-                module._buffers[name] = buffer.to(old)
+                buffers_of(module)[name] = buffer.to(old)
 
     return undo

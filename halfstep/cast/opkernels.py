@@ -13,10 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from halfstep.errors import OpError
 from halfstep.plan.optable import REFUSED, Action
+from halfstep.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    OpOverload,
+    direct_call,
+    excluded_keys,
+    has_kernel_for,
+    kernels_in_python,
+    keyset_after,
+    schema_of,
+)
 
 Act = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -28,22 +38,22 @@ _STATISTICS = ("batch_norm", "instance_norm")
 _MIXED_ON_CPU = ("group_norm",)
 # adds up the gradients of its parameters in the format of its input, whatever theirs is (torch 2.13)
 _LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
-_TRACING = torch._C.DispatchKey.PythonDispatcher
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_TRACING = DispatchKey.PythonDispatcher
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 # refuse low tensors whatever dtype says
 _DTYPE_IN_VAIN = ("linalg_matrix_norm",)
 
 
 def overload_name(overload: OpOverload) -> str:
     """Returns the name that the op table uses, such as "softmax.int"."""
-    schema = overload._schema
+    schema = schema_of(overload)
     name: str = schema.name.removeprefix("aten::")
     return f"{name}.{schema.overload_name}" if schema.overload_name else name
 
 
 def is_composite(name: str) -> bool:
     """Tells whether an overload is made of other ops, to which autocast applies in turn."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _COMPOSITE.name))
+    return bool(has_kernel_for(f"aten::{name}", _COMPOSITE.name))
 
 
 class OpSite:
@@ -52,11 +62,12 @@ class OpSite:
     def __init__(self, overload: OpOverload, device_type: str) -> None:
         self.overload = overload
         self.device_type = device_type
-        self.name: str = overload._schema.name.removeprefix("aten::")
-        self.arguments = [argument.name for argument in overload._schema.arguments]
-        key = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}")
-        self._keys = torch._C.DispatchKeySet(key)
-        self._after = torch._C._dispatch_keyset_full_after(key)
+        self.name: str = schema_of(overload).name.removeprefix("aten::")
+        self.arguments = [argument.name for argument in schema_of(overload).arguments]
+        key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
+        self._keys = DispatchKeySet(key)
+        self._after = keyset_after(key)
+        self._direct = direct_call(overload)
         self._composite = is_composite(overload_name(overload))
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -72,15 +83,15 @@ class OpSite:
         """
         if not self._composite:
             return self.excluded(args, kwargs)
-        decompose = self.overload.py_kernels.get(_COMPOSITE)
+        decompose = kernels_in_python(self.overload).get(_COMPOSITE)
         if decompose is not None:
             return decompose(*args, **kwargs)
         return self.overload.redispatch(keyset & self._after, *args, **kwargs)
 
     def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op and all its parts without autocast."""
-        with torch._C._ExcludeDispatchKeyGuard(self._keys):
-            return self.overload._op(*args, **kwargs)
+        with excluded_keys(self._keys):
+            return self._direct(*args, **kwargs)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns a tensor, or a list of them, with fp32, bf16 and fp16 tensors of this device in `dtype`."""

@@ -8,23 +8,28 @@ compiled graphs, and torch.compile guards on it and keys its caches by it, which
 from __future__ import annotations
 
 import hashlib
-import sys
 import warnings
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.compiler.config
-from torch._ops import OpOverload
 
-from halfstep.cast.backward import ATTENTION, wide_attention
+from halfstep.cast.backward import wide_attention
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
 from halfstep.cast.turns import Turns
 from halfstep.errors import PlanError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
+from halfstep.torch_internals import (
+    FLASH_ATTENTION_CPU_BACKWARD,
+    OpOverload,
+    cache_tag,
+    forget_compiled,
+    has_kernel_for,
+    set_cache_tag,
+    take_kernels_out,
+)
 
 MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
@@ -128,7 +133,7 @@ class Registry:
                 for site in device.sites.values():
                     site.acts = tuple(pair for pair in site.acts if pair[0] != marker)
             if all(other.table.device_type != slot.table.device_type for other in self._slots.values()):
-                self._devices.pop(slot.table.device_type, _Device()).library._destroy()  # type: ignore[no-untyped-call]
+                take_kernels_out(self._devices.pop(slot.table.device_type, _Device()).library)
             self._tag_caches()
             if not self._slots:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
@@ -157,12 +162,11 @@ class Registry:
         for marker in free:
             if marker not in self._last:
                 return marker
-        if "torch._dynamo" in sys.modules:  # graphs compiled under this marker hold another table's casts
-            torch._dynamo.reset()
+        forget_compiled()  # graphs compiled under this marker hold another table's casts
         return next(marker for marker in self._last if marker in free)  # the one that was used longest ago
 
     def _enter_process(self) -> None:
-        self._cache_tag = _cache_tag()
+        self._cache_tag = cache_tag()
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(
             False
@@ -172,7 +176,7 @@ class Registry:
         """Tells torch.compile's caches on disk, which know the markers, which tables these stand for."""
         tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
         before = self._cache_tag if isinstance(self._cache_tag, str) else ""
-        _set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
+        set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
 
     def _install(self, marker: str, table: Table) -> None:
         device = self._devices.setdefault(table.device_type, _Device())
@@ -190,13 +194,11 @@ class Registry:
             device.with_backward = True
 
     def _register_backward(self, device: _Device) -> None:
-        overload = find_overload(ATTENTION)
-        if overload is None:
-            return
-        stock = torch.library.get_kernel(overload, "CPU")
+        stock = torch.library.get_kernel(FLASH_ATTENTION_CPU_BACKWARD, "CPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            device.library.impl(ATTENTION, wide_attention(stock, self._wide_backward), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+            kernel = wide_attention(stock, self._wide_backward)
+            device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
         """Returns what goes backward wide in this thread: what the table says that is on, nothing outside sessions."""
@@ -208,7 +210,7 @@ class Registry:
         if overload is None:
             return None
         key = f"Autocast{device_type.upper()}"
-        taken = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+        taken = has_kernel_for(f"aten::{name}", key)
         stock = torch.library.get_kernel(overload, key) if taken else None
         site = _Site(OpSite(overload, device_type), stock, own)
         with warnings.catch_warnings():
@@ -233,29 +235,6 @@ def _deviates(name: str, action: Action, own: Action | None) -> bool:
     if action == "infer" and own is None:
         return is_composite(name)
     return own == "promote" or action != (own or "pass")
-
-
-def _cache_tag() -> Any:
-    entry = _process_wide_tag()
-    return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
-
-
-def _set_cache_tag(tag: Any) -> None:
-    entry = _process_wide_tag()
-    if entry is None:
-        torch.compiler.config.cache_key_tag = tag
-    else:
-        entry.env_value_default = tag
-
-
-def _process_wide_tag() -> Any:
-    """Returns the config entry whose default holds in every thread; None where setting the config does (torch 2.11).
-
-    A config that is set holds in one context only since torch 2.13, so not in another thread or notebook cell.
-    """
-    entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
-    per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
-    return entry if per_context and hasattr(entry, "env_value_default") else None
 
 
 def _accelerator() -> str | None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from halfstep.diagnose.rewind import is_readable
 from halfstep.errors import SessionError
 from halfstep.observe.nonfinite import unwrapped
 from halfstep.stack import begin_pass
+from halfstep.torch_internals import tree_leaves, without_modes
 
 _NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
 
@@ -87,7 +87,7 @@ class Inputs:
         if self._noted:
             return
         self._noted = True
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             tensors = [unwrapped(leaf) for leaf in tree_leaves(given) if is_readable(leaf)]
             if self._first is None:
                 self._first = [t.clone() for t in tensors]

@@ -15,11 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import WINDOW, Counter, Watched
@@ -35,6 +30,7 @@ from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.records import Kind, NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
 from halfstep.session.stage import Stage
+from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack, pop_mode, push_mode
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
@@ -93,7 +89,7 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
             self.on = False
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if torch._C._current_graph_task_id() != -1:
+        if backward_task() != NO_BACKWARD:
             self.spent = 0
         if len(self.notes) >= _OPERATIONS:
             self.too_many = True
@@ -165,7 +161,7 @@ class Armed:
 
     def leave(self) -> None:
         """Takes the recorder off."""
-        self.lost = threading.get_ident() != self._thread or self.recorder not in _get_current_dispatch_mode_stack()
+        self.lost = threading.get_ident() != self._thread or self.recorder not in mode_stack()
         self._undo.close()
 
 
@@ -378,14 +374,14 @@ def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]
     compile_again()
     if threading.get_ident() != thread:  # it lies on the stack of another
         return
-    stack = _get_current_dispatch_mode_stack()
+    stack = mode_stack()
     if not stack:
         return
     below = next((index for index, mode in enumerate(stack) if mode is recorder), None)
-    later = [] if below is None else [_pop_mode() for _ in stack[below + 1 :]]
+    later = [] if below is None else [pop_mode() for _ in stack[below + 1 :]]
     recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     for mode in reversed(later):
-        _push_mode(mode)
+        push_mode(mode)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from halfstep.errors import SessionError
 from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.session.session import Session
+from halfstep.torch_internals import hooks_of, parameters_of
 
 
 class Rehearsal:
@@ -129,8 +130,8 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
     with ExitStack() as stack:
         for own, twin in pairs:
             stack.callback(give_attributes, own, attributes(own))
-            for name, param in own._parameters.items():
-                stack.callback(_share_hooks(param, twin._parameters.get(name)))
+            for name, param in parameters_of(own).items():
+                stack.callback(_share_hooks(param, parameters_of(twin).get(name)))
         stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
         yield
 
@@ -160,8 +161,8 @@ class _Calls:
 
 
 def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
-    hooks: dict[Any, Any] | None = getattr(param, "_backward_hooks", None)
-    if not hooks or twin is None or twin._backward_hooks:  # the last: shared by two modules, and done
+    hooks = None if param is None else hooks_of(param)
+    if not hooks or twin is None or hooks_of(twin):  # the last: shared by two modules, and done
         return lambda: None
     with ExitStack() as stack:
         for hook in list(hooks.values()):

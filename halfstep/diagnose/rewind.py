@@ -18,6 +18,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from halfstep.cast.enter import OURS, put_in_place
 from halfstep.processes import wrappers_of
+from halfstep.torch_internals import buffers_of, post_accumulate_hooks_of, version_of
 
 _NOT_STATE = frozenset(vars(nn.Module())) | OURS
 CONTAINERS = (list, deque, dict, set)  # what a model may change in place
@@ -52,7 +53,7 @@ def _locally(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any
 class _State:
     def __init__(self, roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
         modules = {id(module): module for root in roots for module in root.modules()}
-        self._buffers = [(m, name, b) for m in modules.values() for name, b in m._buffers.items() if b is not None]
+        self._buffers = [(m, name, b) for m in modules.values() for name, b in buffers_of(m).items() if b is not None]
         tensors = [b for _, _, b in self._buffers] + [p for root in roots for p in root.parameters()]
         distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
         self._values = [(t, t.detach().clone()) for t in distinct.values()]
@@ -60,7 +61,7 @@ class _State:
         reached = _reached(value for _, own in self._attributes for value in own.values())
         self._contents = [(each, copy.copy(each)) for each in reached if isinstance(each, CONTAINERS)]
         kept = [each for each in reached if isinstance(each, Tensor) and _is_kept(each)]
-        self._written = [(t, t._version, t.detach().clone()) for t in kept]
+        self._written = [(t, version_of(t), t.detach().clone()) for t in kept]
         self._grads = [(p, p.grad) for p in params]
         self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -69,8 +70,8 @@ class _State:
         """Brings buffers, weights, attributes and random state back to the start, and clears the gradients."""
         self._rewind_attributes()
         for module, name, buffer in self._buffers:
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer
+            if buffers_of(module).get(name) is not buffer:
+                buffers_of(module)[name] = buffer
         for tensor, value in self._values:
             if tensor.is_floating_point() or tensor.is_complex() or not torch.equal(tensor.detach(), value):
                 tensor.data.copy_(value)  # through .data: the count of writes would look like a change of the user's
@@ -89,7 +90,7 @@ class _State:
         for container, contents in self._contents:
             _put_back(container, contents)
         for tensor, version, value in self._written:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 tensor.data.copy_(value)
 
     def finish(self) -> None:
@@ -148,7 +149,7 @@ def _is_kept(tensor: Tensor) -> bool:
 
 
 def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
-    hooks: dict[Any, Any] | None = getattr(param, "_post_accumulate_grad_hooks", None)
+    hooks = post_accumulate_hooks_of(param)
     if not hooks:
         return lambda: None
     kept = dict(hooks)

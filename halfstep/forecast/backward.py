@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from halfstep.cast.emulate import PRODUCTS
 from halfstep.diagnose.closure import graph_nodes
@@ -24,8 +22,16 @@ from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.places import Places
 from halfstep.plan.matching import uncompiled
+from halfstep.torch_internals import (
+    TorchDispatchMode,
+    next_sequence_number,
+    running_node,
+    schema_of,
+    sequence_number,
+    tree_map_only,
+)
 
-_PRODUCTS = {op._schema.name for op in PRODUCTS}  # on every device; with attention, whose names begin alike
+_PRODUCTS = {schema_of(op).name for op in PRODUCTS}  # on every device; with attention, whose names begin alike
 _ATTENTION = "aten::_scaled_dot_product"
 
 
@@ -43,7 +49,7 @@ class Nodes:
 
     def forward_ended(self) -> None:
         """Counts the nodes that a backward pass makes as the model's."""
-        self.model.append(range(torch._C._autograd._get_sequence_nr(), sys.maxsize))
+        self.model.append(range(next_sequence_number(), sys.maxsize))
 
 
 @contextmanager
@@ -71,10 +77,10 @@ def _note(module: nn.Module, into: list[range], undo: ExitStack) -> None:
     starts: list[int] = []
 
     def before(module: nn.Module, args: Any) -> None:
-        starts.append(torch._C._autograd._get_sequence_nr())
+        starts.append(next_sequence_number())
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        into.append(range(starts.pop(), torch._C._autograd._get_sequence_nr()))
+        into.append(range(starts.pop(), next_sequence_number()))
 
     undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
     undo.callback(module.register_forward_hook(after).remove)
@@ -117,7 +123,7 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     ) -> Any:
         """Runs an operation and shows what it computed."""
         result = as_called(func, args, kwargs or {})
-        if _is_product(func) and func._schema.name != "aten::baddbmm":  # which may have added a mask
+        if _is_product(func) and schema_of(func).name != "aten::baddbmm":  # which may have added a mask
             module = self._places.here().module
             if module is not None and isinstance(result, Tensor) and result.dtype is torch.float32:
                 self._see(module, result.detach())
@@ -125,7 +131,7 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def _is_product(func: Any) -> bool:
-    name: str = func._schema.name
+    name: str = schema_of(func).name
     return name in _PRODUCTS or name.startswith(_ATTENTION)
 
 
@@ -146,8 +152,8 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     ) -> Any:
         """Runs an operation and rounds what it computed."""
         result = as_called(func, args, kwargs or {})
-        node = torch._C._current_autograd_node()
-        if node is None or not self._rounds(func, node._sequence_nr()):
+        node = running_node()
+        if node is None or not self._rounds(func, sequence_number(node)):
             return result
         return tree_map_only(Tensor, lambda t: self._round(func, t), result)
 
@@ -159,8 +165,8 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def _round(self, func: Any, t: Tensor) -> Tensor:
         if t.dtype is not torch.float32:
             return t
-        if any(returned.alias_info is not None for returned in func._schema.returns):
-            return t.copy_(rounded(t, self.fmt)) if func._schema.is_mutable else t
+        if any(returned.alias_info is not None for returned in schema_of(func).returns):
+            return t.copy_(rounded(t, self.fmt)) if schema_of(func).is_mutable else t
         return rounded(t, self.fmt)
 
 

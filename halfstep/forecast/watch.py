@@ -15,6 +15,7 @@ from halfstep.modes import run_uncompiled
 from halfstep.observe.outputs import dense, tensors_in
 from halfstep.observe.window import owned
 from halfstep.plan.matching import uncompiled
+from halfstep.torch_internals import NO_BACKWARD, backward_task, version_of
 
 
 class TensorName(NamedTuple):
@@ -71,11 +72,11 @@ def _hook(
     module: str, see: See, seen: WeakValueDictionary[tuple[int, int], Tensor], undo: ExitStack
 ) -> Callable[..., None]:
     def look(_: nn.Module, args: Any, output: Any) -> None:
-        again = torch._C._current_graph_task_id() != -1
+        again = backward_task() != NO_BACKWARD
         for name, leaf in tensors_in(output):
             if not leaf.is_floating_point():
                 continue
-            version = 0 if leaf.is_inference() else leaf._version  # in-place modules return what they got
+            version = 0 if leaf.is_inference() else version_of(leaf)  # in-place modules return what they got
             if seen.get((id(leaf), version)) is leaf:
                 continue
             seen[id(leaf), version] = leaf

@@ -37,6 +37,7 @@ from halfstep.processes import wrappers_of
 from halfstep.records import Finding, Rounded, WhatIf
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
+from halfstep.torch_internals import mark_stepped, was_stepped
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 # What the scouting backward pass starts with in place of 1: every low format rounds it, so that a gradient which holds
@@ -154,7 +155,7 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
         {key: (value, copy.deepcopy(value)) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    called = getattr(optimizer, "_opt_called", False)
+    called = was_stepped(optimizer)
     try:
         yield
     finally:
@@ -166,7 +167,7 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
                     value.copy_(kept)
                 else:
                     group[key] = kept
-        optimizer._opt_called = called  # type: ignore[attr-defined]  # what schedulers look at
+        mark_stepped(optimizer, called)  # what schedulers look at
 
 
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:

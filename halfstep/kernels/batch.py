@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from halfstep.torch_internals import NO_TORCH_DISPATCH, unflatten
+
 Layout = Literal["full", "low", "copy", "split"]
 T = TypeVar("T")
 _MOST_KEPT = 256  # tables: those of weights and states, asked for in every step, and those of gradients, which move
@@ -110,7 +112,7 @@ class Scratch:
         made = self._views.get(key)
         if made is None:
             flat = self._flat(role, device, dtype, sum(t.numel() for t in like))
-            made = flat, list(torch._C._nn.unflatten_dense_tensors(flat, like))
+            made = flat, list(unflatten(flat, like))
             self._views[key] = made
         return made
 
@@ -160,7 +162,7 @@ def is_dense(t: Tensor) -> bool:
 
 def is_wrapped(t: Tensor) -> bool:
     """Returns whether operations on `t` go to its class (a DTensor's, say), and its own memory holds nothing."""
-    return type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return type(t).__torch_dispatch__ is not NO_TORCH_DISPATCH
 
 
 def resolved(t: Tensor) -> Tensor:

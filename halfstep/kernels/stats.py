@@ -15,6 +15,7 @@ from torch import Tensor
 from halfstep.kernels.batch import is_dense
 from halfstep.kernels.build import check_layout, library
 from halfstep.records import BINS, COUNTS, DOUBLES, MERGES
+from halfstep.torch_internals import sparse_values
 
 # A row is int64: the histogram, the counts, and the bits of the doubles, in the order of the fields of `TensorStats`.
 WIDTH = BINS + len(COUNTS) + len(DOUBLES)
@@ -77,7 +78,7 @@ def is_sampled(t: Tensor, sample: int | None) -> bool:
 
 
 def _stored(t: Tensor) -> Tensor:
-    return t._values() if t.layout is torch.sparse_coo else t.values()
+    return sparse_values(t) if t.layout is torch.sparse_coo else t.values()
 
 
 def _flat(t: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import Scratch
+from halfstep.torch_internals import foreach_add_
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _VECTOR = 16  # bytes: tensors that start at multiples of it are read and written in pieces this wide
@@ -108,7 +109,7 @@ def filled(values: list[int], device: torch.device) -> Tensor:
     tensor([                  1, 4611686018427387904])
     """
     table = torch.zeros(len(values), dtype=torch.int64, device=device)
-    torch._foreach_add_(list(table.unbind()), values)
+    foreach_add_(list(table.unbind()), values)
     return table
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Options, Scratch, is_dense
 from halfstep.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
+from halfstep.torch_internals import foreach_mul_
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
 
@@ -434,7 +435,7 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
             tensors = (tables.owners(ends), table, len(sizes), tables.numbers(group.pick(grads)))
             _LAUNCHES[kernel](tensors, corrections, options, common, _compiled_for(batch, options, group, common))
     if batch.fresh:
-        torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
+        foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
     torch.autograd.graph.increment_version(written)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.observe.outputs import tensors_in
+from halfstep.torch_internals import backward_task, version_of
 
 Found = Sequence[tuple[str, Tensor]]  # the tensors of an output by their place in it
 
@@ -85,7 +86,7 @@ class StepHooks:
         if not found:
             return
         self.saw_any = True
-        self._newest = [(ref(t), t._version) for _, t in found]
+        self._newest = [(ref(t), version_of(t)) for _, t in found]
         if self._saw is not None:
             self._saw(name, found)
         if self._saw_grad is not None:
@@ -95,7 +96,7 @@ class StepHooks:
 
     def _is_repeated(self, name: str) -> bool:
         """Returns whether a checkpoint computes again what was seen: in the forward pass, or in another checkpoint."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task == -1:  # no backward pass is under way
             self._forward.add(name)
             return False
@@ -115,7 +116,7 @@ class StepHooks:
 
     def _is_known(self, t: Tensor) -> bool:
         """Returns whether `t` is what the module before has returned, unchanged."""
-        return any(held() is t and version == t._version for held, version in self._newest)
+        return any(held() is t and version == version_of(t) for held, version in self._newest)
 
 
 def _take_off(handles: list[RemovableHandle]) -> None:

@@ -8,6 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep.torch_internals import (
+    functorch_unwrapped,
+    is_functorch_wrapped,
+    is_zero_tensor,
+    jagged_values,
+    sparse_values,
+    without_modes,
+)
+
 _NARROW = ("float8", "float4")
 
 
@@ -38,7 +47,7 @@ class NonFinite:
 
 def nonfinite(tensor: Tensor) -> NonFinite | None:
     """Returns what is not finite in a tensor, None where all is (or where it holds no floating numbers)."""
-    with torch._C._DisableTorchDispatch():  # past emulation and other modes, whose care it is not
+    with without_modes():  # past emulation and other modes, whose care it is not
         values = _values(tensor)
         if values is None or _is_finite(values):
             return None
@@ -50,7 +59,7 @@ def nonfinite(tensor: Tensor) -> NonFinite | None:
 
 def finite_range(tensor: Tensor) -> tuple[float, float] | None:
     """Returns the smallest and the largest finite element; None where there is none."""
-    with torch._C._DisableTorchDispatch():
+    with without_modes():
         values = _values(tensor)
         if values is None:
             return None
@@ -60,14 +69,14 @@ def finite_range(tensor: Tensor) -> tuple[float, float] | None:
 
 def unwrapped(tensor: Tensor) -> Tensor:
     """Returns the tensor inside those that torch.func's transforms wrap around it, and all elements of a nested one."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped(tensor):
+        tensor = functorch_unwrapped(tensor)
     return elements(tensor) if tensor.is_nested else tensor
 
 
 def elements(nested: Tensor) -> Tensor:
     """Returns the dense tensor that has the elements of a nested one."""
-    values: Tensor = nested._values if nested.layout is torch.jagged else nested.values()  # type: ignore[assignment]
+    values: Tensor = jagged_values(nested) if nested.layout is torch.jagged else nested.values()
     return values
 
 
@@ -79,10 +88,10 @@ def _is_finite(values: Tensor) -> bool:
 
 def _values(tensor: Tensor) -> Tensor | None:
     values = unwrapped(tensor).detach()
-    if values.is_meta or values._is_zerotensor() or not (values.is_floating_point() or values.is_complex()):
+    if values.is_meta or is_zero_tensor(values) or not (values.is_floating_point() or values.is_complex()):
         return None
     if values.layout is not torch.strided:
-        values = values._values() if values.is_sparse else values.values()
+        values = sparse_values(values) if values.is_sparse else values.values()
     if values.numel() == 0:
         return None
     if values.is_complex():

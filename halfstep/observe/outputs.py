@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import is_wrapped
+from halfstep.torch_internals import is_functorch_wrapped
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -30,7 +31,7 @@ def readable(t: Tensor) -> Tensor | None:
     """Returns `t`, or of a DTensor this process's part, where its elements lie in memory, else None."""
     local = getattr(t, "to_local", None)
     t = local() if local is not None else t
-    if is_wrapped(t) or t.is_meta or t.layout not in _LAYOUTS or torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if is_wrapped(t) or t.is_meta or t.layout not in _LAYOUTS or is_functorch_wrapped(t):
         return None
     return t
 

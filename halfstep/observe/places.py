@@ -21,24 +21,21 @@ from halfstep.observe.nonfinite import elements
 from halfstep.plan.fit import unwrap
 from halfstep.plan.matching import uncompiled
 from halfstep.stack import begin_pass, cast_at_boundary
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_BELOW = tuple(
-    os.path.join(_TORCH, *path.split("/"))
-    for path in (
-        "_ops.py",
-        "utils/_python_dispatch.py",
-        "utils/_contextlib.py",
-        "_compile.py",
-        "library.py",
-        "_dynamo/eval_frame.py",
-    )
+from halfstep.torch_internals import (
+    CHECKPOINT_FILE,
+    DISPATCH_FILES,
+    ENGINE,
+    FOLDER,
+    FUNCTIONAL_FILES,
+    NO_BACKWARD,
+    backward_task,
+    sparse_values,
+    storage_identity,
+    without_modes,
 )
-_FUNCTIONAL = tuple(os.path.join(_TORCH, *path.split("/")) for path in ("nn/functional.py", "functional.py"))
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
-_ENGINE = "_engine_run_backward"
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class Places:
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
 
     def _is_run_again(self, frame: FrameType | None) -> bool:
-        if torch._C._current_graph_task_id() == -1:
+        if backward_task() == NO_BACKWARD:
             return False
         while frame is not None:
             kind = self._kind(frame.f_code)
@@ -166,7 +163,7 @@ class Places:
     def _kind(self, code: CodeType) -> str:
         """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" of the search."""
         path = code.co_filename
-        if code is begin_pass.__code__ or (code.co_name == _ENGINE and path.startswith(_TORCH)):
+        if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
             return "end"
         if code is cast_at_boundary.__code__:
             return "cast"
@@ -197,7 +194,7 @@ def memory_of(tensor: Tensor) -> Tensor | None:
     None where they do not lie in memory that can be told apart.
     """
     try:
-        with torch._C._DisableTorchDispatch():
+        with without_modes():
             held = _dense(tensor)
         return held if held is not None and _identity(held) else None
     except (NotImplementedError, RuntimeError):
@@ -217,12 +214,12 @@ def _dense(tensor: Tensor) -> Tensor | None:
         return tensor
     tensor = tensor.detach()
     if tensor.is_sparse:
-        return tensor._values()
+        return sparse_values(tensor)
     return tensor.values() if tensor.layout in _COMPRESSED else None
 
 
 def _identity(held: Tensor) -> int:
-    return int(held.untyped_storage()._cdata)
+    return int(storage_identity(held.untyped_storage()))
 
 
 def _span(held: Tensor) -> tuple[int, int]:
@@ -234,10 +231,10 @@ def _span(held: Tensor) -> tuple[int, int]:
 
 def _kind(path: str) -> str:
     """Returns whose code a file has that defines no module of the models."""
-    if path == _CHECKPOINT:
+    if path == CHECKPOINT_FILE:
         return "checkpoint"
-    if path in _FUNCTIONAL:
+    if path in FUNCTIONAL_FILES:
         return "functional"
-    if path in _BELOW or path.startswith(_OURS):
+    if path in DISPATCH_FILES or path.startswith(_OURS):
         return "below"
-    return "torch" if path.startswith(_TORCH) else "user"
+    return "torch" if path.startswith(FOLDER) else "user"

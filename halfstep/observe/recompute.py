@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.observe.nonfinite import nonfinite, unwrapped
+from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves, tree_map
 
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
     None: (),
@@ -118,7 +118,7 @@ def _computed(
             before = values.get(id(value), value)
             dtype = before.dtype if wide is None or before.dtype not in narrow else wide
             dtype = _WIDER.get(dtype, dtype) if wide is torch.float64 else dtype
-            return before.to(dtype, copy=func._schema.is_mutable)
+            return before.to(dtype, copy=schema_of(func).is_mutable)
         return wide if value in narrow else value
 
     args, kwargs = tree_map(widen, given)
@@ -130,7 +130,7 @@ def _computed(
 
 def _has_poles(func: Any, read: list[Tensor]) -> bool:
     """Tells whether an operation that is infinite in fp64 has no value there, and did not just grow that large."""
-    name = func._schema.name.rpartition("::")[2].rstrip("_")
+    name = schema_of(func).name.rpartition("::")[2].rstrip("_")
     if name in _POWERS:
         return any(t.layout is torch.strided and bool((t == 0).any()) for t in read)
     return name not in _GROWING
@@ -141,7 +141,7 @@ def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tenso
 
     Then a number gave it, or a tensor that needs no gradient, or one that holds it in some places only, as a choice.
     """
-    if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():  # a gradient, no checkpoint's forward
+    if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, no checkpoint's forward
         return False
     if any(isinstance(leaf, (int, float)) and _is_near(leaf, value) for leaf in tree_leaves(given)):
         return True

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from halfstep.modes import as_called
 from halfstep.observe.absorbed import OverflowTrail
@@ -25,6 +23,16 @@ from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.recompute import Exact, recompute, recompute_unmasked
 from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars
 from halfstep.records import OpCall
+from halfstep.torch_internals import (
+    NO_BACKWARD,
+    TorchDispatchMode,
+    backward_task,
+    next_sequence_number,
+    running_node,
+    schema_of,
+    sequence_number,
+    tree_leaves,
+)
 
 OTHERS = "another process"  # kind of a Leaf
 _NO_MASKS = ("parameter", OTHERS)  # kinds
@@ -187,7 +195,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note.scalars = tuple(scalars(args, kwargs))
         if is_view(func):
             return self._compute(func, args, kwargs)
-        writes = func._schema.is_mutable
+        writes = schema_of(func).is_mutable
         read = [_Read.before(t, writes) for t in tensors]
         result = self._compute(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
@@ -209,7 +217,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if bad and not is_uninitialised(func):
             note.bad = sum(bad[1:], bad[0])
             self._trace(note, func, given, read, outputs)
-        fresh_memory = not func._schema.is_mutable
+        fresh_memory = not schema_of(func).is_mutable
         for out, each in found:
             self._wrote(note if not is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
 
@@ -286,7 +294,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
         aten = aten_name(func, args)
         place = self.places.here()
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_task() != NO_BACKWARD
         phase = "backward" if in_backward and not place.again else "forward"
         if self._call[0] != place.call or place.call == (0, 0):
             self._call = (place.call, [])
@@ -302,7 +310,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _enter(self, note: Note) -> None:
         """Ties a forward operation to the autograd nodes that were made since the operation before it."""
-        now = torch._C._autograd._get_sequence_nr()
+        now = next_sequence_number()
         seen = getattr(self._local, "seen", now)
         for number in range(seen, now):
             self._nodes.setdefault(number, []).append(note)
@@ -310,12 +318,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _find_forward(self, note: Note) -> None:
         """Gives a backward operation the place of the forward one that it belongs to."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = running_node()
         if node is None:
             return
         note.node = node.name()
-        number = node._sequence_nr()
-        note.root = self._roots.setdefault(torch._C._current_graph_task_id(), number) == number
+        number = sequence_number(node)
+        note.root = self._roots.setdefault(backward_task(), number) == number
         if note.node == _ACCUMULATE:
             known = self.places.tensor(node.variable)
             note.module = known[1].rpartition(".")[0] if known else note.module
@@ -353,7 +361,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __enter__(self) -> OpRecorder:
         if not hasattr(self._local, "seen"):
-            self._local.seen = torch._C._autograd._get_sequence_nr()
+            self._local.seen = next_sequence_number()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

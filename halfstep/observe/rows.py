@@ -14,6 +14,7 @@ from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
 from halfstep.kernels.update_stats import Updates
 from halfstep.observe.stats import read_rows
 from halfstep.records import Observation, TensorStats
+from halfstep.torch_internals import version_of
 
 _NAMES = {fmt.dtype: fmt.name for fmt in (FP32, BF16, FP16, E4M3, E5M2)} | {torch.float64: "fp64"}
 _FIRST = 128  # rows to begin with
@@ -56,9 +57,9 @@ class StepRows:
     def add_scale(self, scale: Tensor) -> int:
         """Notes the present value of a loss scale, a tensor that is changed in place, and returns its number."""
         source = self._source
-        if source is None or source[0] is not scale or source[1] != scale._version:
+        if source is None or source[0] is not scale or source[1] != version_of(scale):
             self._scales.append(scale.detach().clone())
-            self._source = scale, scale._version
+            self._source = scale, version_of(scale)
         return len(self._scales)
 
     def add(self, tensors: Sequence[Tensor], subjects: Sequence[Subject]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from halfstep.torch_internals import schema_of, tree_leaves
 
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
@@ -22,7 +23,7 @@ _UNINITIALISED = tuple(
 
 def aten_name(func: Any, args: Sequence[Any]) -> str:
     """Returns the name of an operation in the dispatcher; of a convolution one that says of how many dimensions."""
-    name: str = func._schema.name.rpartition("::")[2]
+    name: str = schema_of(func).name.rpartition("::")[2]
     if name == "convolution":
         return f"conv{'_transpose' if args[6] else ''}{args[1].dim() - 2}d"
     return name
@@ -37,7 +38,7 @@ def scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
 
 def is_view(func: Any) -> bool:
     """Tells whether an operation only looks at memory another way."""
-    return bool(func.is_view) and not func._schema.is_mutable
+    return bool(func.is_view) and not schema_of(func).is_mutable
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -55,10 +56,10 @@ def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor:
     As what `out=` gives it, and the running statistics of a batch norm that trains.
     """
     args, kwargs = given
-    if func._schema.name in _OVERWRITING:
+    if schema_of(func).name in _OVERWRITING:
         return bool(args) and args[0] is tensor
-    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    unread = {each.name for each in func._schema.arguments if each.is_out}
+    named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
+    unread = {each.name for each in schema_of(func).arguments if each.is_out}
     if all(named.get(flag, True) for flag in _TRAINING):
         unread.update(_RUNNING)
     return any(named.get(name) is tensor for name in unread)
@@ -71,4 +72,4 @@ def is_collective(func: Any) -> bool:
 
 def is_uninitialised(func: Any) -> bool:
     """Tells whether an operation gives memory that nobody wrote to."""
-    return func._schema.name in _UNINITIALISED
+    return schema_of(func).name in _UNINITIALISED

@@ -15,6 +15,7 @@ from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.outputs import readable
 from halfstep.observe.rows import Pending, StepRows, Subject
 from halfstep.records import UPDATE
+from halfstep.torch_internals import parameters_of
 
 Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first module that has it, and its name there
 
@@ -121,7 +122,7 @@ def owned(modules: Mapping[str, nn.Module]) -> Owners:
     """Returns the floating and complex parameters of modules, each with the first module and name that it has."""
     found: Owners = {}
     for module_name, module in modules.items():
-        for name, p in module._parameters.items():
+        for name, p in parameters_of(module).items():
             if p is not None and (p.is_floating_point() or p.is_complex()):
                 found.setdefault(id(p), (p, module_name, name))
     return found

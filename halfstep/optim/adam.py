@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.kernels.batch import Batch, Options
 from halfstep.optim.eager import decayed, precise, root, widest
 from halfstep.optim.fused import Kernel
+from halfstep.torch_internals import fused_adam_, fused_adamw_
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def fused(options: AdamOptions) -> Kernel:
 
 
 def _fused(batch: Batch, options: AdamOptions, lr: Any, flag: Tensor) -> None:
-    kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+    kernel = fused_adamw_ if options.decoupled else fused_adam_
     kernel(
         batch.weights,
         batch.grads,

@@ -15,6 +15,7 @@ from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
 from halfstep.optim.masters import MasterStore, is_low
 from halfstep.optim.one_pass import check_gradients
+from halfstep.torch_internals import mark_stepped
 
 
 class ForeignStepper:
@@ -48,7 +49,7 @@ class ForeignStepper:
             SessionError: a gradient does not fit its parameter; nothing was changed.
         """
         check_gradients(params, grads, self._name_of)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a skip is no reason for LR schedulers to warn
+        mark_stepped(self._optimizer)  # a skip is no reason for LR schedulers to warn
         if bool(found):
             return None
         self._store.adopt_changed(params)

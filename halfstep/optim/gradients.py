@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep.optim.masters import is_low
+from halfstep.torch_internals import sparse_indices, sparse_values
 
 
 @contextmanager
@@ -35,8 +36,8 @@ def unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     """Returns `grad`, dense or sparse, in `dtype` and times `factor`; its own memory where nothing changes."""
     local = None if factor is None else factor.to(grad.device, non_blocking=True)
     if grad.is_sparse:
-        values = unscaled(grad._values(), dtype, local)
-        indices, coalesced = grad._indices(), grad.is_coalesced()
+        values = unscaled(sparse_values(grad), dtype, local)
+        indices, coalesced = sparse_indices(grad), grad.is_coalesced()
         return torch.sparse_coo_tensor(
             indices, values, grad.shape, device=grad.device, is_coalesced=coalesced, check_invariants=False
         )

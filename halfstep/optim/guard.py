@@ -10,9 +10,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
+from halfstep.torch_internals import SCHEDULED
 
 _ORIGINAL = "_halfstep_original_step"  # functools.wraps carries it on, so the original is found below wrappers
-_TRACKED = "_wrapped_by_lr_sched"  # the mark by which an LR scheduler knows that it has wrapped `step` already
 
 
 def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] | None = None) -> Callable[[], None]:
@@ -38,8 +38,8 @@ def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] 
         raise SessionError(message)
 
     setattr(step, _ORIGINAL, original)
-    if hasattr(optimizer.step, _TRACKED):
-        setattr(step, _TRACKED, True)
+    if hasattr(optimizer.step, SCHEDULED):
+        setattr(step, SCHEDULED, True)
     guard = MethodType(step, optimizer)
     optimizer.step = guard  # type: ignore[method-assign]
 

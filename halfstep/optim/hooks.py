@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
+
+from halfstep.torch_internals import (
+    GLOBAL_STEP_POST_HOOKS,
+    GLOBAL_STEP_PRE_HOOKS,
+    step_post_hooks_of,
+    step_pre_hooks_of,
+)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Returns whether a step of `optimizer` runs any hook, of the instance or of all optimizers."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _all("pre") or _all("post"))
+    own = step_pre_hooks_of(optimizer) or step_post_hooks_of(optimizer)
+    return bool(own or GLOBAL_STEP_PRE_HOOKS or GLOBAL_STEP_POST_HOOKS)
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:
     """Runs the hooks of `register_optimizer_step_pre_hook` and of the instance, in torch's order, with no arguments."""
-    for hook in chain(_all("pre"), optimizer._optimizer_step_pre_hooks.values()):
+    for hook in chain(GLOBAL_STEP_PRE_HOOKS.values(), step_pre_hooks_of(optimizer).values()):
         hook(optimizer, (optimizer,), {})
 
 
@@ -28,7 +34,7 @@ def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
     The first that raises ends this as it would in torch; what it raised is returned, since the step is made.
     """
     try:
-        for hook in chain(optimizer._optimizer_step_post_hooks.values(), _all("post")):
+        for hook in chain(step_post_hooks_of(optimizer).values(), GLOBAL_STEP_POST_HOOKS.values()):
             hook(optimizer, (optimizer,), {})
     except BaseException as error:
         return error
@@ -41,13 +47,13 @@ def run_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> BaseException
     Raises:
         BaseException: what the step itself raised, or a pre-hook.
     """
-    hooks = optimizer._optimizer_step_post_hooks
-    if not hooks and not _all("post"):
+    hooks = step_post_hooks_of(optimizer)
+    if not hooks and not GLOBAL_STEP_POST_HOOKS:
         step()
         return None
     done: list[Optimizer] = []
     note = optimizer.register_step_post_hook(lambda of, *_: done.append(of))
-    hooks.move_to_end(note.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+    hooks.move_to_end(note.id, last=False)  # an OrderedDict
     try:
         step()
     except BaseException as error:
@@ -57,8 +63,3 @@ def run_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> BaseException
     finally:
         note.remove()
     return None
-
-
-def _all(when: str) -> Collection[Any]:
-    hooks: Mapping[int, Any] = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {})
-    return hooks.values()

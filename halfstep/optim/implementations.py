@@ -13,6 +13,7 @@ from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
 from halfstep.optim.table import Row
+from halfstep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
 
 Core = Callable[[Any, Batch, Options, Tensor], None]
 Run = Callable[[Any, Batch, Options, Tensor | None, Tensor, Scratch], None]
@@ -70,10 +71,10 @@ def counted(run: Run) -> Run:
         kernel: Any, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
     ) -> None:
         if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
-            torch._foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
+            foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
         run(kernel, batch, options, factor, found, scratch)
         if batch.fresh:
-            torch._foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
+            foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
 
     return with_counts
 
@@ -102,10 +103,10 @@ def _open(part: Batch, scratch: Scratch) -> list[Tensor]:
     if part.layout == "copy":
         return part.extras
     flat, full = scratch.views("full", torch.float32, part.weights)
-    torch._foreach_copy_(full, part.weights)  # bf16 to fp32 is the shift by 16 bits
+    foreach_copy_(full, part.weights)  # bf16 to fp32 is the shift by 16 bits
     if part.layout == "split":
         low_bits, views = scratch.views("bits", torch.int32, part.extras)
-        torch._foreach_copy_(views, part.extras)
+        foreach_copy_(views, part.extras)
         flat.view(torch.int32).add_(low_bits)
     return full
 
@@ -115,7 +116,7 @@ def _unscaled(part: Batch, factor: Tensor | None, scratch: Scratch) -> list[Tens
     if ready and factor is None:
         return part.grads
     flat, grads = scratch.views("grads", part.dtype, part.grads)
-    torch._foreach_copy_(grads, part.grads)
+    foreach_copy_(grads, part.grads)
     if factor is not None:
         flat.mul_(factor)
     return grads
@@ -126,17 +127,17 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
         return
     dtype = part.weights[0].dtype
     if dtype is not torch.bfloat16:
-        torch._foreach_copy_(part.weights, full)
+        foreach_copy_(part.weights, full)
         return
     flat, views = scratch.views("full", torch.float32, full)
     if part.layout == "copy":
-        torch._foreach_copy_(views, full)
+        foreach_copy_(views, full)
     bits = flat.view(torch.int32)
     _, bit_views = scratch.views("full", torch.int32, full)
     if part.layout == "split":
-        torch._foreach_copy_(part.extras, bit_views)  # integers are cast by dropping the high bits
+        foreach_copy_(part.extras, bit_views)  # integers are cast by dropping the high bits
     bits.add_(0x8000).bitwise_right_shift_(16)  # round_half_away, as bits: a cast of floats would make all NaN one
-    torch._foreach_copy_([weight.view(torch.int16) for weight in part.weights], bit_views)
+    foreach_copy_([weight.view(torch.int16) for weight in part.weights], bit_views)
 
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Layout
 from halfstep.optim.split import join, round_half_away, split
+from halfstep.torch_internals import version_of
 
 MasterKind = Literal["none", "copy", "split"]
 _LAYOUTS: dict[MasterKind, Layout] = {"none": "low", "copy": "copy", "split": "split"}
@@ -61,7 +62,7 @@ class MasterStore:
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
         weight, extra = self._stored(full)
         _set_data(p, weight)
-        self._entries[id(p)] = _Entry(p, extra, p._version)
+        self._entries[id(p)] = _Entry(p, extra, version_of(p))
 
     def layout(self, p: Parameter) -> Layout:
         """Returns how the value of `p` is kept: `full` in itself, `low` without a master, as `copy` or `split`.
@@ -143,7 +144,7 @@ class MasterStore:
         """
         for p in params:
             entry = self._entries.get(id(p))
-            if entry is not None and p._version != entry.version:
+            if entry is not None and version_of(p) != entry.version:
                 self.adopt(p)
 
     @torch.no_grad()
@@ -164,8 +165,8 @@ class MasterStore:
     def loaded(self, p: Parameter) -> None:
         """Takes one write to `p` since `load` for torch's copy of what `load` returned; more are a change of `p`."""
         entry = self._entries.get(id(p))
-        if entry is not None and p._version == entry.version + 1:
-            entry.version = p._version
+        if entry is not None and version_of(p) == entry.version + 1:
+            entry.version = version_of(p)
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
@@ -185,7 +186,7 @@ class MasterStore:
         for p in params:
             entry = self._entries.get(id(p))
             if entry is not None:
-                entry.version = p._version + writes_to_come
+                entry.version = version_of(p) + writes_to_come
 
     def bytes(self) -> int:
         """Returns how many bytes the masters or remainders take."""
@@ -213,7 +214,7 @@ class MasterStore:
         if extra is None or extra.shape != weight.shape:
             return current
         extra = self.extra(p)
-        changed = p._version != entry.version
+        changed = version_of(p) != entry.version
         if self.kind == "copy":
             same = round_half_away(extra, self.low).to(weight.dtype) == weight
             return torch.where(same, extra, current) if changed else extra

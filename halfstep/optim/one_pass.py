@@ -19,6 +19,7 @@ from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, upda
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.sparse import SparseRows, touched_rows, widened
 from halfstep.optim.table import Row
+from halfstep.torch_internals import mark_stepped
 
 StateDict = dict[str, Any]
 Member = tuple[Parameter, Tensor]  # a parameter and its gradient
@@ -124,7 +125,7 @@ class OnePassStepper:
             else:
                 self._cache = None
         self._store.note(params)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn
+        mark_stepped(optimizer)  # or LR schedulers warn
 
     def _sorted(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> BatchCache:
         """Sorts parameters and gradients into what is updated together, and makes the state that is missing."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.kernels.batch import Batch, Options
 from halfstep.optim.eager import decayed, rounded
 from halfstep.optim.fused import Kernel
+from halfstep.torch_internals import fused_sgd_
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def fused(options: SgdOptions) -> Kernel | None:
 
 
 def _fused(batch: Batch, options: SgdOptions, lr: Any, flag: Tensor) -> None:
-    torch._fused_sgd_(
+    fused_sgd_(
         batch.weights,
         batch.grads,
         batch.states["momentum_buffer"] if options.momentum else [],

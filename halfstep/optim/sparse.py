@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Layout, Options
 from halfstep.optim.masters import is_low
+from halfstep.torch_internals import sparse_indices, sparse_values
 
 
 @dataclass(frozen=True)
@@ -48,5 +49,5 @@ def widened(grad: Tensor) -> Tensor:
     """Returns a sparse gradient with low values in fp32, so that the values of one row add up in fp32."""
     if not is_low(grad) or grad.is_coalesced():
         return grad
-    indices, values = grad._indices(), grad._values().float()
+    indices, values = sparse_indices(grad), sparse_values(grad).float()
     return torch.sparse_coo_tensor(indices, values, grad.shape, device=grad.device, check_invariants=False)

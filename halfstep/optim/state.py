@@ -16,6 +16,7 @@ from halfstep.errors import StateError
 from halfstep.optim.masters import is_low
 from halfstep.optim.rehearsal import can_rehearse, rehearse, small_state
 from halfstep.optim.table import TABLE
+from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
 StateDict = dict[str, Any]
 LARGEST_COUNT = 2**63 - 1
@@ -70,7 +71,7 @@ def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: Removabl
     """
     held = vars(optimizer).get("load_state_dict")
     load = optimizer.load_state_dict
-    pre, post = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
     released = False
 
     @functools.wraps(load)

@@ -16,6 +16,7 @@ from halfstep.optim.hooks import run_own_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import OnePassStepper
 from halfstep.optim.table import row_of
+from halfstep.torch_internals import mark_stepped
 
 
 class Stepper(Protocol):
@@ -60,7 +61,7 @@ class PlainStepper:
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
         """Steps the optimizer; no argument is used, because nothing is scaled and nothing is skipped."""
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler's wrapper may stand above the guard
+        mark_stepped(self._optimizer)  # a scheduler's wrapper may stand above the guard
         return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SetupError, StateError
 from halfstep.kernels.batch import is_wrapped
 from halfstep.plan.plan import Plan
+from halfstep.torch_internals import compiled_module
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 STATE_SCHEMA = 1
@@ -41,7 +42,7 @@ def as_list(value: Any, kind: type, what: str) -> list[Any]:
 def unwrap(model: nn.Module) -> nn.Module:
     """Returns the user's own module inside torch.compile's, DataParallel's or DistributedDataParallel's wrapper."""
     while True:
-        inner = model._modules.get("_orig_mod") if hasattr(model, "_orig_mod") else None
+        inner = compiled_module(model)
         if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = model.module
         if not isinstance(inner, nn.Module):

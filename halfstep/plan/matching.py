@@ -10,8 +10,7 @@ from torch import nn
 from halfstep.checks import near_miss
 from halfstep.edits import TYPE_PREFIX, Rule
 from halfstep.errors import PlanError
-
-_COMPILED = "_orig_mod"  # torch.compile puts the module under this name; rules need not spell it
+from halfstep.torch_internals import COMPILED, buffers_of, parameters_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ def uncompiled(path: str) -> str:
     >>> uncompiled("blocks._orig_mod.attn")
     'blocks.attn'
     """
-    return ".".join(part for part in path.split(".") if part != _COMPILED)
+    return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def find_sites(root: nn.Module, model: int) -> list[Site]:
@@ -94,7 +93,7 @@ def nearest(rule: Rule, sites: Iterable[Site]) -> str:
         return f"; did you mean {deeper.pattern!r}?"
     owner, _, leaf = rule.pattern.rpartition(".")
     for site in sites:
-        if owner in site.names and leaf in (*site.module._parameters, *site.module._buffers):
+        if owner in site.names and leaf in (*parameters_of(site.module), *buffers_of(site.module)):
             return f"; it is a tensor of module {owner!r}: put the rule on the module"
     if rule.pattern in types:
         return f"; did you mean {TYPE_PREFIX + rule.pattern!r}?"

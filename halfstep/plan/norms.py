@@ -6,11 +6,12 @@ import re
 from typing import Literal
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from halfstep.torch_internals import BatchNormBase, parameters_of
 
 NormKind = Literal["torch", "own"]
 
-_TORCH_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_TORCH_NORMS = (BatchNormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _NAMED_NORM = re.compile(r".*Norm(\d+d?)?")  # T5LayerNorm, LlamaRMSNorm, FrozenBatchNorm2d, GroupNorm32
 
 
@@ -36,7 +37,7 @@ def has_running_stats(module: nn.Module) -> bool:
 
     Its kernel takes low weights only with low statistics and fp32 weights only with fp32 statistics.
     """
-    return isinstance(module, _NormBase) and bool(module.affine) and module.running_mean is not None
+    return isinstance(module, BatchNormBase) and bool(module.affine) and module.running_mean is not None
 
 
 def _runs_torch_forward(module: nn.Module) -> bool:
@@ -46,4 +47,4 @@ def _runs_torch_forward(module: nn.Module) -> bool:
 
 def _holds_layers(module: nn.Module) -> bool:
     below = (each for each in module.modules() if each is not module and not isinstance(each, _TORCH_NORMS))
-    return any(p is not None for each in below for p in each._parameters.values())
+    return any(p is not None for each in below for p in parameters_of(each).values())

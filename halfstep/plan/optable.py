@@ -16,6 +16,7 @@ import torch
 from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
 from halfstep.plan.plan import Plan
+from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
 Category = Literal["allow", "deny", "infer", "promote"]
 Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]
@@ -327,24 +328,24 @@ def _registered(overload: str, key: str | None = None) -> bool:
     name = f"aten::{overload}"
     try:
         if key is None:
-            return bool(torch._C._dispatch_has_kernel(name))
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+            return bool(has_kernel(name))
+        return bool(has_kernel_for(name, key))
     except RuntimeError:  # this torch has no such op, or no such device
         return False
 
 
-def _schemas(packet: str) -> list[torch._C.FunctionSchema]:
+def _schemas(packet: str) -> list[FunctionSchema]:
     """Returns the schemas of an op's overloads that have kernels, without the variants that write into `out`."""
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{packet}")
+    schemas = schemas_of_op(f"aten::{packet}")
     return [s for s in schemas if _registered(_overload_name(s)) and not any(a.is_out for a in s.arguments)]
 
 
-def _overload_name(schema: torch._C.FunctionSchema) -> str:
+def _overload_name(schema: FunctionSchema) -> str:
     name: str = schema.name.removeprefix("aten::")
     return f"{name}.{schema.overload_name}" if schema.overload_name else name
 
 
-def _obstacle(schema: torch._C.FunctionSchema) -> str:
+def _obstacle(schema: FunctionSchema) -> str:
     """Returns why an overload cannot be cast, "" where it can."""
     name = schema.name.removeprefix("aten::")
     if "Dimname" in str(schema):
@@ -375,7 +376,7 @@ def _unknown(public_name: str, name: str) -> str:
                 f'op {public_name!r} is a Python function made of several ops; name it "{path}:{short}", '
                 "or the ops that it calls"
             )
-    known = {op.partition(".")[0] for op in torch._C._dispatch_get_all_op_names() if op.startswith("aten::")}
+    known = {op.partition(".")[0] for op in all_op_names() if op.startswith("aten::")}
     public = sorted(op.removeprefix("aten::") for op in known if not op.startswith("aten::_"))
     near = difflib.get_close_matches(name, public, n=3)
     hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""

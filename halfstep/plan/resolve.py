@@ -19,6 +19,7 @@ from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
+from halfstep.torch_internals import compiled_module, parameters_of
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
@@ -170,7 +171,7 @@ def _is_uncalled(module: nn.Module) -> bool:
     """Returns whether nothing goes through the class's forward: lists and dicts of modules, torch.compile's wrapper."""
     if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
         return False
-    return type(module).forward is nn.Module.forward or "_orig_mod" in module._modules
+    return type(module).forward is nn.Module.forward or compiled_module(module) is not None
 
 
 def _of_plan(plan: Plan) -> _Decision:
@@ -295,7 +296,7 @@ def _model_output(plan: Plan) -> Format | None:
 
 
 def _own_fp32(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module._parameters.items() if p is not None and p.dtype is torch.float32]
+    return [(name, p) for name, p in parameters_of(module).items() if p is not None and p.dtype is torch.float32]
 
 
 def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Module, caller: _Decision | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from halfstep.plan.matching import uncompiled
+from halfstep.torch_internals import parameters_of
 
 
 def together(name: str, model: nn.Module) -> tuple[str, ...]:
@@ -24,7 +25,7 @@ def together(name: str, model: nn.Module) -> tuple[str, ...]:
     others = (
         known
         for known, module in modules.items()
-        if any(parameter is not None and id(parameter) in own for parameter in module._parameters.values())
+        if any(parameter is not None and id(parameter) in own for parameter in parameters_of(module).values())
         and not f"{known}.".startswith(f"{name}.")
     )
     return (name, *others)

@@ -24,6 +24,7 @@ from halfstep.preflight.trace import trace_step
 from halfstep.records import SEVERITIES, Finding
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session.session import Session
+from halfstep.torch_internals import buffers_of, parameters_of
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
@@ -96,7 +97,7 @@ def check(
 def _parameters(setup: Setup) -> Iterator[Finding]:
     """Parameters whose dtype is not the one that the plan stores them in, or that nobody updates well."""
     for part in setup.parts:
-        for name, parameter in part.module._parameters.items():
+        for name, parameter in parameters_of(part.module).items():
             if parameter is None or not parameter.is_floating_point():
                 continue
             place = f"{part.name}.{name}".removeprefix(".")
@@ -134,7 +135,7 @@ def _values(setup: Setup) -> Iterator[Finding]:
     bad = [
         f"{part.name}.{name}".removeprefix(".")
         for part in setup.parts
-        for name, parameter in part.module._parameters.items()
+        for name, parameter in parameters_of(part.module).items()
         if parameter is not None and parameter.is_floating_point() and not bool(parameter.detach().isfinite().all())
     ]
     if bad:
@@ -154,7 +155,7 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
     halves = [
         f"{part.name}.{name}".removeprefix(".")
         for part in setup.parts
-        for name, parameter in part.module._parameters.items()
+        for name, parameter in parameters_of(part.module).items()
         if parameter is not None and parameter.requires_grad and parameter.dtype is torch.float16
     ]
     if halves and not isinstance(setup.scaler, GradScaler):
@@ -179,7 +180,7 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
 def _buffers(setup: Setup) -> Iterator[Finding]:
     """Buffers that a rule, or the user, stores low and that should stay full; masks that do not fit the format."""
     for part in setup.parts:
-        for name, buffer in part.module._buffers.items():
+        for name, buffer in buffers_of(part.module).items():
             if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
                 continue
             place = f"{part.name}.{name}".removeprefix(".")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from halfstep.diagnose.absorbed import absorbed_findings
 from halfstep.diagnose.cures import edited, is_op, rules_around
@@ -28,6 +27,7 @@ from halfstep.preflight.streams import Streams
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
+from halfstep.torch_internals import BEYOND, NO_BACKWARD, backward_task, schema_of, sequence_number, tree_leaves
 
 FLOATS = (*LOW_DTYPES, torch.float32, torch.float64)
 # Where a huge constant becomes a value of the result, and a tiny one keeps it off zero.
@@ -40,7 +40,6 @@ GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fma
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
 UNTRIED = "so no edit could be tried: let it compute the loss of the same batch each time"
-BEYOND = "without overflow"  # torch's words for a constant that the format of the result does not have
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
                 self._failed = (self.notes[-1], _formats(args, kwargs), error)
             raise
         note = self.notes[-1]
-        if torch._C._current_graph_task_id() == -1:  # what a checkpoint runs again was seen
+        if backward_task() == NO_BACKWARD:  # what a checkpoint runs again was seen
             self._look_at_constants(note, func, args, kwargs, result)
             self._streams.look(note, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         return result
@@ -117,7 +116,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         out = result if isinstance(result, Tensor) else None
         if out is None or out.dtype not in LOW_DTYPES:
             return
-        name, fmt = func._schema.name.rpartition("::")[2], as_format(out.dtype)
+        name, fmt = schema_of(func).name.rpartition("::")[2], as_format(out.dtype)
         if name in CASTS:
             source = next((a for a in reversed(args) if isinstance(a, Tensor)), None)
             value = _overflow(source, out)
@@ -171,7 +170,7 @@ def _node_of(error: Exception) -> int:
     while trace is not None:
         context = trace.tb_frame.f_locals.get("ctx")
         if isinstance(context, torch.autograd.function.BackwardCFunction):
-            number = context._sequence_nr()
+            number = sequence_number(context)
         trace = trace.tb_next
     return number
 

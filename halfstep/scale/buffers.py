@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halfstep.torch_internals import buffers_of, foreach_copy_, unflatten, version_of
+
 Buffers = dict[str, Tensor | None]
 _SMALL = 2**16  # elements
 
@@ -43,7 +45,7 @@ class BufferGuard:
         So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
         the load.
         """
-        held = [(module._buffers, name) for module in self._modules for name, _ in module._buffers.items()]
+        held = [(buffers_of(module), name) for module in self._modules for name, _ in buffers_of(module).items()]
         if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
             self._arrange(held)
         for group in self._groups:
@@ -88,9 +90,9 @@ class BufferGuard:
             return True
         seen = self._first_seen.setdefault(id(buffer), (buffer, -1))
         if seen[1] < 0:
-            self._first_seen[id(buffer)] = (buffer, buffer._version)
+            self._first_seen[id(buffer)] = (buffer, version_of(buffer))
             return True
-        return seen[1] != buffer._version
+        return seen[1] != version_of(buffer)
 
 
 class _Slot:
@@ -125,20 +127,20 @@ class _Group:
         first = self._aliases[0]
         self.snapshot = torch.empty(sum(t.numel() for t in self._aliases), dtype=first.dtype, device=first.device)
         self._after = torch.empty_like(self.snapshot)
-        self._kept = torch._C._nn.unflatten_dense_tensors(self.snapshot, self._aliases)
-        self._chosen = torch._C._nn.unflatten_dense_tensors(self._after, self._aliases)
+        self._kept = unflatten(self.snapshot, self._aliases)
+        self._chosen = unflatten(self._after, self._aliases)
 
     @torch.no_grad()
     def take(self) -> None:
-        torch._foreach_copy_(self._kept, self._aliases)
+        foreach_copy_(self._kept, self._aliases)
 
     @torch.no_grad()
     def restore(self, found: Tensor) -> None:
         found = found.to(self.snapshot.device, non_blocking=True)
         buffers = [self._now(slot, alias) for slot, alias in zip(self._slots, self._aliases, strict=True)]
-        torch._foreach_copy_(self._chosen, buffers)
+        foreach_copy_(self._chosen, buffers)
         torch.where(found, self.snapshot, self._after, out=self._after)
-        torch._foreach_copy_(buffers, self._chosen)
+        foreach_copy_(buffers, self._chosen)
 
     def _now(self, slot: _Slot, alias: Tensor) -> Tensor:
         """Returns what is to be put back: the buffer, or the one that forward has put in its place."""

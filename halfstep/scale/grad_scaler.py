@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from halfstep.errors import PlanError, StateError
 from halfstep.scale.scaling import Schedule, adapt_
+from halfstep.torch_internals import OpenGradScaler, takes_found_inf
 
 _MIN, _MAX, _HYSTERESIS = 1.0, 2.0**24, 1
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(OpenGradScaler):
     """`torch.amp.GradScaler` with its behaviour and state format, and these differences.
 
     - `update` keeps the scale within [`min_scale`, `max_scale`]; torch's falls to subnormals, where gradients vanish.
@@ -78,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a closure was given, or `step` was called twice without `update`.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         kwargs = dict(kwargs)
         keyword = kwargs.pop("closure", None)
@@ -97,40 +96,38 @@ class GradScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale to the overflows of the steps since the last `update`, or sets it to `new_scale`."""
-        if not self._enabled:
+        if not self.is_enabled():
             return
         if new_scale is not None:
             super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
             return
-        scale, growth_tracker = self._check_scale_growth_tracker("update")
-        found = [
-            found for state in self._per_optimizer_states.values() for found in state["found_inf_per_device"].values()
-        ]
+        scale, growth_tracker = self.scale_and_tracker()
+        found = self.found_by_all()
         if not found:
             raise AssertionError("No inf checks were recorded prior to update; call step or unscale_ before it.")
         overflowed = torch.stack([one.to(scale.device, non_blocking=True) for one in found]).any()
         schedule = Schedule(
-            growth=self._growth_factor,
-            backoff=self._backoff_factor,
-            growth_interval=self._growth_interval,
+            growth=self.get_growth_factor(),
+            backoff=self.get_backoff_factor(),
+            growth_interval=self.get_growth_interval(),
             min=self._min_scale,
             max=self._max_scale,
             hysteresis=self._hysteresis,
         )
         assert self._overflows_left is not None  # it is made together with the scale
         adapt_(scale, growth_tracker, self._overflows_left, overflowed, schedule)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self.forget_found()
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the number of clean steps in a row after which the scale grows."""
         super().set_growth_interval(new_interval)
-        if self._growth_tracker is not None:
-            self._growth_tracker.clamp_(max=max(new_interval - 1, 0))
+        if self.growth_tracker is not None:
+            self.growth_tracker.clamp_(max=max(new_interval - 1, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's five entries, and halfstep's own where one is not the default; {} where disabled."""
         state = super().state_dict()
-        if self._enabled and (self._min_scale, self._max_scale, self._hysteresis) != (_MIN, _MAX, _HYSTERESIS):
+        if self.is_enabled() and (self._min_scale, self._max_scale, self._hysteresis) != (_MIN, _MAX, _HYSTERESIS):
             state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
             state["hysteresis"], state["_overflows_left"] = self._hysteresis, self._get_overflows_left()
         return state
@@ -143,10 +140,10 @@ class GradScaler(torch.amp.GradScaler):
             StateError: an entry is missing; nothing was changed.
         """
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
-        if self._enabled and state_dict and missing:
+        if self.is_enabled() and state_dict and missing:
             raise StateError(f"the state of the GradScaler misses {missing}; it has {sorted(state_dict)}")
         super().load_state_dict(dict(state_dict))
-        if not self._enabled:
+        if not self.is_enabled():
             return
         self._min_scale = float(state_dict.get("min_scale", self._min_scale))
         self._max_scale = float(state_dict.get("max_scale", self._max_scale))
@@ -157,19 +154,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self._enabled:
+        if self.is_enabled():
             state["_init_overflows_left"], state["_overflows_left"] = self._get_overflows_left(), None
         return state
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._overflows_left = torch.full((), self._init_overflows_left, dtype=torch.int32, device=dev)
+    def on_device(self, device: torch.device) -> None:
+        """Puts the overflows left beside the scale."""
+        self._overflows_left = torch.full((), self._init_overflows_left, dtype=torch.int32, device=device)
 
     def _get_overflows_left(self) -> int:
         return self._init_overflows_left if self._overflows_left is None else int(self._overflows_left)
 
     def _found(self, optimizer: Optimizer) -> bool:
-        return any(bool(found) for found in self._found_inf_per_device(optimizer).values())
+        return any(bool(found) for found in self.found(optimizer))
 
 
 def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
@@ -180,7 +177,7 @@ def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
     kernel does not write it where found_inf is set.
     """
     with_dampening = []
-    if isinstance(optimizer, torch.optim.SGD) and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if isinstance(optimizer, torch.optim.SGD) and takes_found_inf(optimizer):
         for group in (group for group in optimizer.param_groups if group["fused"] and group["momentum"] != 0):
             for param in (param for param in group["params"] if param.grad is not None):
                 state = optimizer.state[param]

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from halfstep.kernels.batch import Scratch, resolved
 from halfstep.scale.norm import read
+from halfstep.torch_internals import foreach_mul_, version_of
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -185,11 +186,11 @@ class GradientLedger:
     def _carry(self, scale: Tensor) -> None:
         """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""
         if not self._is_carried(scale):
-            self._scale, self._source = scale.clone(), (scale, scale._version)
+            self._scale, self._source = scale.clone(), (scale, version_of(scale))
         self._true = self._stale = False
 
     def _is_carried(self, scale: Tensor) -> bool:
-        return self._source is not None and self._source[0] is scale and self._source[1] == scale._version
+        return self._source is not None and self._source[0] is scale and self._source[1] == version_of(scale)
 
     def _may_join(self, loss_id: int, scale: Tensor) -> bool:
         same_loss = self._losses == (loss_id,) and not self._true
@@ -282,7 +283,7 @@ class GradientLedger:
     def _marked(self) -> tuple[int, int] | None:
         """Returns the first gradient and its count of in-place writes, to see whether somebody writes to it."""
         grad = next((param.grad for param in self._params() if param.grad is not None), None)
-        return None if grad is None else (id(grad), grad._version)
+        return None if grad is None else (id(grad), version_of(grad))
 
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:
         """Forgets noted overflows where all gradients are zero now: `zero_grad(set_to_none=False)` dropped them.
@@ -321,7 +322,7 @@ def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
         else:
             groups.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), grads in groups.items():
-        torch._foreach_mul_(grads, factor.to(device, non_blocking=True))
+        foreach_mul_(grads, factor.to(device, non_blocking=True))
 
 
 def _sum(old: Tensor, new: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Scratch
+from halfstep.torch_internals import foreach_norm
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
@@ -135,7 +136,7 @@ def _units(largest: Tensor) -> Tensor:
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns each piece's norm and whether it is finite, from sums so wide that no finite element overflows them."""
     wide = torch.float32 if dtype is torch.float16 else torch.float64
-    norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=wide)))
+    norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)
 
 

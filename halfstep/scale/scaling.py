@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError, StateError
+from halfstep.torch_internals import update_scale_
 
 
 class Scale(Protocol):
@@ -201,7 +202,7 @@ def adapt_(
     """
     if schedule.hysteresis == 1 and count and value.device.type in _ONE_KERNEL:
         numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)
-        torch._amp_update_scale_(value, clean, found.to(torch.float32), *numbers)
+        update_scale_(value, clean, found.to(torch.float32), *numbers)
         value.clamp_(min=schedule.min, max=schedule.max)
     else:
         _adapt_any_(value, clean, left, found, schedule, count)

@@ -12,6 +12,7 @@ from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
 from halfstep.scale.ledger import Collected, GradientLedger
+from halfstep.torch_internals import sparse_indices, sparse_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def memory_of(
 
 def _bytes(t: Tensor) -> int:
     """Returns the bytes of a dense tensor, and of the entries and their indices of a sparse one."""
-    return t._indices().nbytes + t._values().nbytes if t.is_sparse else t.nbytes
+    return sparse_indices(t).nbytes + sparse_values(t).nbytes if t.is_sparse else t.nbytes
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:

@@ -67,6 +67,7 @@ from halfstep.session.parts import LastStep, Part, StepFacts, last_steps, make_p
 from halfstep.session.stage import Stage
 from halfstep.session.together import SharedState, agree
 from halfstep.stack import begin_pass
+from halfstep.torch_internals import parameters_of
 
 Sink = Callable[[StepRecord], None]
 Stepped = tuple[StepRecord, list[Part], BaseException | None]  # which parts, and what a hook raised afterwards
@@ -205,7 +206,7 @@ class Session:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
         if formats.param is None or formats.param is FP32:
             return
-        own = [p for p in module._parameters.values() if p is not None and p.dtype is torch.float32]
+        own = [p for p in parameters_of(module).values() if p is not None and p.dtype is torch.float32]
         for parameter in own:
             self._store.track(parameter)
         if isinstance(module, nn.RNNBase):

@@ -1,0 +1,240 @@
+"""One file alone names private names of torch's, and what it names is there and does as it did."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep import torch_internals
+from halfstep.observe.opnames import PUBLIC
+from halfstep.torch_internals import missing
+
+PACKAGE = Path(torch_internals.__file__).parent
+BOUNDARY = PACKAGE / "torch_internals.py"
+FILES = sorted(set(PACKAGE.rglob("*.py")) - {BOUNDARY})
+TAKERS = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
+
+# private attributes of torch's objects, which halfstep has used or was about to, and which classes of its own may have
+OF_OBJECTS = {
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_register_load_state_dict_pre_hook", "_register_state_dict_hook", "_metadata", "_orig_mod"),
+    *("_version", "_values", "_indices", "_is_zerotensor", "_cdata", "_base", "_grad", "_local_tensor"),
+    *("_schema", "_op", "_op_dk", "_overloadpacket", "_sequence_nr", "_raw_saved_self"),
+    *("_opt_called", "_wrapped_by_lr_sched", "_step_supports_amp_scaling"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+    *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    *("_join_config", "_destroy", "_config", "_enabled", "_growth_tracker", "_growth_factor", "_per_optimizer_states"),
+    *("_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker", "_found_inf_per_device"),
+}
+STATE_KEYS = {"_growth_tracker"}  # also a key in the states that torch's GradScaler documents
+METHODS = {name for name in OF_OBJECTS if hasattr(torch.amp.GradScaler, name)}  # not to be overridden elsewhere
+STANDARD = {"_make", "_replace", "_fields", "_asdict", "_getframe"}  # of Python's tuples and its stack
+LIBRARY = {"_name", "_fields_"}  # of ctypes
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("_halfstep_") and not name.endswith("__")
+
+
+def is_own(node):
+    return ast.unparse(node) in ("self", "cls", "super()")
+
+
+def own_names(tree):
+    """Returns the names that a file defines: of functions, classes and variables, and attributes it sets."""
+    nodes = list(ast.walk(tree))
+    set_here = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    return {
+        *(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)),
+        *(node.id for node in set_here if isinstance(node, ast.Name)),
+        *(node.attr for node in set_here if isinstance(node, ast.Attribute) and is_own(node.value)),
+    }
+
+
+def in_import(node, own, here):
+    paths = [alias.name for alias in node.names]
+    module = getattr(node, "module", None) or paths[0]
+    parts = ".".join((module, *paths)).split(".")
+    return [part for part in parts if is_private(part)] if module.partition(".")[0] == "torch" else []
+
+
+def in_attribute(node, own, here):
+    name = node.attr
+    of_torch = ast.unparse(node).startswith(("torch.", "aten."))
+    of_object = name in OF_OBJECTS and not (is_own(node.value) and name in here)
+    return [name] if is_private(name) and (of_torch or of_object or name not in own | STANDARD | LIBRARY) else []
+
+
+def in_constant(node, own, here):
+    text = node.value if isinstance(node.value, str) else ""
+    return [text] if text in OF_OBJECTS - STATE_KEYS or text.startswith("torch._") else []
+
+
+def in_call(node, own, here):
+    if ast.unparse(node.func).rpartition(".")[2] not in TAKERS:
+        return []
+    given = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return [name for name in given if is_private(name) and name not in own | STANDARD]
+
+
+def in_function(node, own, here):
+    return [node.name] if node.name in METHODS else []
+
+
+IN = {
+    ast.Import: in_import,
+    ast.ImportFrom: in_import,
+    ast.Attribute: in_attribute,
+    ast.Constant: in_constant,
+    ast.Call: in_call,
+    ast.FunctionDef: in_function,
+}
+
+
+def foreign_names(tree, own):
+    """Returns each private name in a file that is none of halfstep's `own`, with its line."""
+    here = own_names(tree)
+    nodes = [node for node in ast.walk(tree) if type(node) in IN]
+    return [f"{node.lineno} {name}" for node in nodes for name in IN[type(node)](node, own, here)]
+
+
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+OWN = {name for path in FILES for name in own_names(parsed(path)) if is_private(name)}
+
+
+def test_no_other_file_names_a_private_name_of_torch():
+    found = [f"{path.relative_to(PACKAGE)}:{each}" for path in FILES for each in foreign_names(parsed(path), OWN)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch._C._current_graph_task_id()",
+        "x = torch._foreach_norm",
+        "from torch._ops import OpOverload",
+        "from torch.utils._pytree import tree_leaves",
+        "from torch.utils import _pytree",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "import torch._dynamo",
+        "tensor._version",
+        "module._parameters.items()",
+        "part.module._buffers[name]",
+        "self._parameters",
+        "optimizer._opt_called = True",
+        "getattr(param, '_backward_hooks', None)",
+        "getattr(found, '_something_new', None)",
+        "operator.attrgetter('_something_new')",
+        "node._something_new()",
+        "aten._trilinear.default",
+        "'_orig_mod' in names",
+        "'torch._dynamo' in sys.modules",
+        "def _lazy_init_scale_growth_tracker(self, dev): ...",
+    ],
+)
+def test_a_private_name_is_found(code):
+    assert foreign_names(ast.parse(code), OWN)
+
+
+@pytest.mark.parametrize("code", ["self._buffers = []; self._buffers", "place._replace(a=1)", "x.__dict__", "own._run"])
+def test_a_name_of_halfsteps_own_is_none_of_torchs(code):
+    assert foreign_names(ast.parse(code), OWN) == []
+
+
+def test_this_torch_has_all_of_it():
+    assert missing() == []
+
+
+def test_this_torch_does_as_the_others_did():
+    assert missing(run=True) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "path"),
+    [
+        (torch._C, "_current_graph_task_id", "torch._C._current_graph_task_id"),
+        (torch, "_foreach_norm", "torch._foreach_norm"),
+        (torch.library.Library, "_destroy", "torch.library.Library._destroy"),
+        (
+            sys.modules["torch.optim.optimizer"],
+            "_global_optimizer_pre_hooks",
+            "torch.optim.optimizer._global_optimizer_pre_hooks",
+        ),
+        (torch.amp.GradScaler, "_found_inf_per_device", "torch.amp.GradScaler._found_inf_per_device"),
+    ],
+)
+def test_a_name_that_a_release_takes_away_is_missing(monkeypatch, owner, name, path):
+    monkeypatch.delattr(owner, name)
+    assert missing() == [path]
+
+
+@pytest.mark.parametrize("name", ["_parameters", "_buffers", "_modules", "_state_dict_hooks"])
+def test_an_attribute_that_modules_no_longer_have_is_missing(monkeypatch, name):
+    monkeypatch.delitem(torch.nn.Module.__annotations__, name)
+    assert missing() == [f"torch.nn.Module.{name}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("AVERAGING", (lambda: None).__code__, "AveragedModel"),
+        ("GLOBAL_STEP_PRE_HOOKS", {}, "step hooks of all optimizers"),
+        ("GLOBAL_STEP_POST_HOOKS", {}, "step hooks of all optimizers"),
+        ("_STEPPED", "_was_called", "LR schedulers"),
+        ("SCHEDULED", "_wrapped", "LR schedulers"),
+        ("_FUSED", "_takes_found_inf", "fused optimizers"),
+        ("hooks_of", lambda tensor: None, "hooks of a tensor"),
+        ("post_accumulate_hooks_of", lambda tensor: {}, "hooks of a tensor"),
+        ("BEYOND", "out of range", "the error for a constant"),
+        ("COMPILED", "_inner", "torch.compile keeps"),
+        ("end_stance", lambda stance: None, "what torch.compiler.set_stance returned"),
+        ("set_cache_tag", lambda tag: None, "the tag of torch.compile's caches"),
+        ("sequence_number", lambda node: 0, "autograd nodes"),
+        ("NO_BACKWARD", 0, "autograd nodes"),
+        ("ENGINE", "_run_engine", "files and functions"),
+        ("CHECKPOINT_FILE", os.path.join(torch_internals.FOLDER, "utils", "checkpoints.py"), "files and functions"),
+        ("DISPATCH_FILES", (os.path.join(torch_internals.FOLDER, "_operators.py"),), "files and functions"),
+        ("_JOIN", "_joined", "DistributedDataParallel"),
+        ("_SYNCS", "sync", "DistributedDataParallel"),
+        ("jagged_values", lambda tensor: tensor.offsets(), "nested tensors"),
+        ("metadata_of", lambda state: {}, "state dicts"),
+    ],
+)
+def test_what_a_release_does_otherwise_is_told(monkeypatch, name, value, told):
+    monkeypatch.setattr(torch_internals, name, value)
+    (found,) = missing(run=True)
+    assert found.startswith(told)
+
+
+def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works():
+    program = "import torch; del torch._C._current_graph_task_id, torch._foreach_norm; import halfstep"
+    run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1] == (
+        f"ImportError: torch {torch.__version__} lacks torch._C._current_graph_task_id, torch._foreach_norm, on which "
+        f"this halfstep stands; install torch {torch_internals.WORKS_WITH}, or a newer halfstep"
+    )
+
+
+def test_an_import_does_not_load_the_compiler():
+    program = "import sys, halfstep; print('torch._dynamo' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_operations_that_are_called_otherwise_in_public_are_torchs(name):
+    assert hasattr(torch.ops.aten, name)
