@@ -323,7 +323,7 @@ def _weak(value: T | None) -> Callable[[], T | None]:
 
 
 def _sends_weights(frame: FrameType | None) -> bool:
-    """Tells whether the wrapper that is being made sends weights: its constructor's `init_sync`, which it keeps not."""
+    """Tells whether the wrapper being made sends weights: its constructor's `init_sync`, which it does not keep."""
     while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
         frame = frame.f_back
     return frame is None or bool(frame.f_locals.get("init_sync", True))

@@ -263,4 +263,4 @@ def _accelerator() -> str | None:
 
 
 REGISTRY = Registry()
-"""Torch's dispatcher is one a process, and so is the count of who has kernels in it; empty while no engine is open."""
+"""Torch has one dispatcher per process, so there is one count of its kernels; empty while no engine is open."""

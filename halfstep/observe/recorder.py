@@ -87,7 +87,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class _Writes:
-    """Who wrote to a piece of memory, and who wrote there what is not finite; keeps its identity from being reused."""
+    """The operations that wrote to a memory, and those that wrote non-finite values; keeps its identity from reuse."""
 
     reference: StorageWeakRef
     last: Note

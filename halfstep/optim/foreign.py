@@ -48,7 +48,7 @@ class ForeignStepper:
             SessionError: a gradient does not fit its parameter; nothing was changed.
         """
         check_gradients(params, grads, self._name_of)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # a skip is no reason for LR schedulers to warn
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # LR schedulers should not warn about a skip
         if bool(found):
             return None
         self._store.adopt_changed(params)

@@ -95,7 +95,7 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
                 {BF16: "none", FP16: "none"},
                 {BF16: _OFF, FP16: _ONE},
                 "full",
-                "speed of light",
+                "upper bound on speed",
             ),
         )
     }

@@ -71,11 +71,11 @@ from halfstep.stack import begin_pass
 Sink = Callable[[StepRecord], None]
 Stepped = tuple[StepRecord, list[Part], BaseException | None]  # which parts, and what a hook raised afterwards
 STEP_IS_OURS = (
-    "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
-    "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
+    "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
+    "gradients and miss the masters (after session.close() optimizer.step() works again)"
 )
 IN_A_CLOSURE = (
-    "a closure for blame or check is to compute the loss and return it: they run the backward pass, and no step"
+    "a closure for blame or check only computes and returns the loss: they run the backward pass, and no step"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -294,7 +294,7 @@ class Session:
         self._awaiting = list(self._parts)
 
     def _carry(self, scale: Tensor) -> None:
-        """Says which loss scale the gradients of the next backward pass carry to those who look at the step."""
+        """Tells the watchers and probes the loss scale of the next backward pass."""
         self._probes.carry(scale)
         for watcher in self.watchers:
             watcher.carry(scale)
@@ -635,7 +635,7 @@ class Session:
         self._skips.fill_(state["skipped"])
 
     def close(self) -> None:
-        """Puts back all that the session changed: the model is an ordinary fp32 one again, trained; twice is once."""
+        """Puts back all that the session changed: the model is an ordinary fp32 one again, trained. Idempotent."""
         self.closed = True
         self._undo.close()
 

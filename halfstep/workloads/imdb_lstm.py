@@ -166,7 +166,7 @@ def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
         DataError: nothing of the kind is there, a file is broken or holds no review, or a line is not in its layout.
     """
     if path is None or not path.is_dir():
-        raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is no folder'}; {HOW_TO_GET}")
+        raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is not a folder'}; {HOW_TO_GET}")
     for folder in (path, path / "aclImdb", path / "imdb"):
         if (folder / "train" / "pos").is_dir():
             return _read_folder(folder / "train"), _read_folder(folder / "test")
