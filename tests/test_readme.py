@@ -56,6 +56,13 @@ class Model(nn.Module):
         return self.head(torch.nn.functional.gelu(self.norm(self.body(inputs))))
 
 
+def test_every_result_that_is_kept_is_quoted():
+    results = ROOT / "benchmarks" / "results"
+    kept = [*results.glob("*.json"), *results.glob("*/table.md")]
+    told = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [path.name for path in kept if path.relative_to(results).as_posix() not in told] == []
+
+
 @pytest.fixture
 def names(tmp_path, monkeypatch):
     """What the pages take as given: a model, an optimizer, data, a loss, a schedule and a path."""
