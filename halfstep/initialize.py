@@ -125,7 +125,7 @@ def _guarded(session: Session, on_failure: OnFailure) -> Session:
 
 @functools.cache
 def _say_that_it_steps_itself(name: str) -> None:
-    """Says, once a process, what an optimizer of this name costs."""
+    """Says, once per process, what an optimizer of this name costs."""
     _LOG.warning(
         "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
         "(2 bytes per parameter more than split masters take), and waits for the device at each step; "

@@ -86,7 +86,7 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
     or in one process.
 
     Raises:
-        SessionError: the session is closed, or the closure is no function that computes and returns the loss.
+        SessionError: the session is closed, or the closure is not a function that computes and returns the loss.
     """
     check_given("blame", session, closure)
     last = session.last_step(loss_id)

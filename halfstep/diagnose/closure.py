@@ -22,7 +22,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
     """Calls the closure and returns the loss that it computed.
 
     Raises:
-        SessionError: it returned no scalar tensor that needs a gradient, or ran the backward pass itself.
+        SessionError: it did not return a scalar tensor that needs a gradient, or ran the backward pass itself.
     """
     loss = begin_pass(closure)
     what = "give a function without arguments that computes the loss and returns it, as lambda: loss_fn(model(x), y)"

@@ -140,8 +140,8 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     check_optimizers([optimizer], [model])
     if needs_closure(optimizer):
         raise SetupError(
-            f"{type(optimizer).__name__} calls the closure itself, several times a step; leave the optimizer out, and "
-            "the steps are of the same weights"
+            f"{type(optimizer).__name__} calls the closure itself, several times per step; leave the optimizer out, "
+            "and the steps are of the same weights"
         )
 
 

@@ -221,7 +221,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         why = (
             "its closure would need the low weights while the update needs the masters"
             if plan.param == "low"
-            else "it evaluates the loss several times a step, and the loss scale may not change between"
+            else "it evaluates the loss several times per step, and the loss scale may not change between"
         )
         raise SetupError(
             f"{type(optimizer).__name__} needs a closure, which does not go with {plan.name} and {plan.scale.kind} "

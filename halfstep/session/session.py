@@ -259,7 +259,7 @@ class Session:
         `loss_id` have loss scales of their own. A non-finite loss makes the next step a skipped one.
 
         Raises:
-            SessionError: the session is closed or for inference, or `loss` is no scalar tensor that needs a gradient.
+            SessionError: the session is closed or for inference, or `loss` is not a scalar that needs a gradient.
         """
         self._check_training()
         if not self._parts:
@@ -317,7 +317,7 @@ class Session:
         overflow. `kwargs` are those of `torch.autograd.grad`.
 
         Raises:
-            SessionError: the session is closed, or an output is no tensor, or no scalar and has no `grad_outputs`.
+            SessionError: the session is closed, an output is not a tensor, or a non-scalar has no `grad_outputs`.
         """
         self._check_open()
         outputs, directions = pair_outputs(outputs, grad_outputs)
@@ -336,7 +336,7 @@ class Session:
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
     def unscale_(self) -> None:
-        """Makes the gradients in `p.grad` true fp32 ones, for callers who read or change them before `step`."""
+        """Makes the gradients in `p.grad` true fp32 ones, to be read or changed before `step`."""
         self._check_training()
         for part in () if self._plain else self._parts:
             part.ledger.unscale_()
@@ -382,7 +382,7 @@ class Session:
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Gives a record that is no step's to the sinks that take such (`Recorder`): a run log, for one."""
+        """Gives a record other than a step's to the sinks that take them (`Recorder`), such as a run log."""
         for sink in self._recorders:
             sink.record(record)
 
@@ -467,7 +467,7 @@ class Session:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Keeps what a closure does inside out of the books: nobody looks, and it cannot take a step.
+        """Runs a closure unobserved: no watcher or probe sees it, and it cannot take a step.
 
         Raises:
             SessionError: the session is closed, or the closure itself calls this.
