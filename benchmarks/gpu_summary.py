@@ -60,8 +60,8 @@ def step_figures(found: Found) -> Iterator[Figure]:
     yield Figure("optimizer step, split: times parts", split.get("vs_peer"), 1.5)
     yield Figure("optimizer step, split, clipping: times parts", clipped.get("vs_peer"), 2.0)
     yield Figure("optimizer step, split: share of copy bandwidth", split.get("of_copy_bandwidth"), 0.85)
-    yield Figure("bytes a parameter, O2 split AdamW", split.get("bytes_held"), 14.1, at_most=True)
-    yield Figure("bytes a parameter, O2 copy AdamW", copy.get("bytes_held"), 16.1, at_most=True)
+    yield Figure("bytes per parameter, O2 split AdamW", split.get("bytes_held"), 14.1, at_most=True)
+    yield Figure("bytes per parameter, O2 copy AdamW", copy.get("bytes_held"), 16.1, at_most=True)
 
 
 def train_figures(workload: str, found: Found) -> Iterator[Figure]:

@@ -286,7 +286,7 @@ def gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def held_bytes(tensors: list[Tensor], optimizer: torch.optim.Optimizer) -> float:
-    """Returns the bytes of tensors and optimizer state a parameter."""
+    """Returns the bytes of tensors and optimizer state per parameter."""
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     numel = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return sum(t.nbytes for t in [*tensors, *states]) / numel

@@ -79,7 +79,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):
-        raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that go on being skipped")
+        raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that keep being skipped")
     if emulate not in (None, True, False):
         raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
     device = device_of(models, chosen)
@@ -100,7 +100,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         chosen = replace(chosen, master="copy")
     for session in earlier:
         _LOG.warning(
-            "the model was still in a session (%s); it left that one, trained as far as it was", session.plan.name
+            "the model was still in a session (%s), now closed; the weights keep their training so far",
+            session.plan.name,
         )
         session.close()
     if notice:
@@ -122,10 +123,10 @@ def _guarded(session: Session, on_failure: OnFailure) -> Session:
 
 @functools.cache
 def _say_that_it_steps_itself(name: str) -> None:
-    """Says, once a process, what an optimizer of this name costs."""
+    """Says, once per process, what an optimizer of this name costs."""
     _LOG.warning(
         "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
-        "(2 bytes a parameter more than split masters take), and waits for the device at each step; torch.optim.Adam, "
-        "AdamW and SGD and halfstep's Lion have one",
+        "(2 bytes per parameter more than split masters take), and waits for the device at each step; "
+        "torch.optim.Adam, AdamW and SGD and halfstep's Lion have one",
         name,
     )

@@ -119,11 +119,11 @@ class _Uncompiled:
 
 
 _UNCOMPILED = _Uncompiled()
-"""torch.compile's stance is one a process; empty while nobody asks for eager code."""
+"""torch.compile has one stance per process; empty while nobody asks for eager code."""
 
 
 def run_uncompiled() -> Callable[[], None]:
-    """Makes compiled code run as it was written until the returned function is called; twice is once.
+    """Makes compiled code run as it was written until the returned function is called, which is idempotent.
 
     Several may ask at a time, in any thread, and end in any order. Nothing is compiled anew afterwards: what was
     compiled is used again.

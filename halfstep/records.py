@@ -437,8 +437,8 @@ class ScaleRange:
 class WhatIf:
     """What training in other formats would do, predicted from `steps` steps in fp32.
 
-    `plan` names the plan whose low and full tensors are told apart, `rows` has an entry a format, module and kind,
-    `scales` one a format. `stay_full` has by format what is found of modules that should compute in fp32: the `cure` of
+    `plan` names the plan whose low and full tensors are told apart, `rows` has an entry per format, module and kind,
+    `scales` one per format. `stay_full` has by format the findings on modules that should be fp32: the `cure` of
     each finding is the edit that keeps the module full.
     """
 

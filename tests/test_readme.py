@@ -1,4 +1,4 @@
-"""The code of the README runs as it stands there."""
+"""The code of the README and of docs/ runs as it stands there; links and quoted result files exist."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,40 @@ from torch import nn
 
 import halfstep
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-BLOCKS = dict(
-    zip(
-        ("first lines", "plan", "observe", "seeing", "before", "blame", "average", "schedule"),
-        re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL),
-        strict=True,
-    )
-)
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+# The Python blocks of each page, in order. A new block fails here until it has a name, and a test below that runs it.
+NAMES = {
+    "README.md": ("first lines",),
+    "diagnosis.md": ("before", "blame"),
+    "guide.md": ("plan", "average", "schedule"),
+    "seeing.md": ("observe", "seeing"),
+}
+
+
+def blocks(page: Path) -> dict[str, str]:
+    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return dict(zip(NAMES.get(page.name, ()), code, strict=True))
+
+
+BLOCKS = {name: code for page in PAGES for name, code in blocks(page).items()}
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that a page's headings get, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, which has no such heading"
 
 
 class Model(nn.Module):
@@ -30,9 +56,16 @@ class Model(nn.Module):
         return self.head(torch.nn.functional.gelu(self.norm(self.body(inputs))))
 
 
+def test_every_result_that_is_kept_is_quoted():
+    results = ROOT / "benchmarks" / "results"
+    kept = [*results.glob("*.json"), *results.glob("*/table.md")]
+    told = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [path.name for path in kept if path.relative_to(results).as_posix() not in told] == []
+
+
 @pytest.fixture
 def names(tmp_path, monkeypatch):
-    """What the README takes as given: a model, an optimizer, data, a loss, a schedule and a path."""
+    """What the pages take as given: a model, an optimizer, data, a loss, a schedule and a path."""
     monkeypatch.chdir(tmp_path)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))

@@ -117,7 +117,7 @@ def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values
         entry = state[name]
         if not isinstance(entry, Tensor) or entry.layout is not torch.strided or entry.is_meta or entry.is_quantized:
             raise StateError(
-                f"the entry {name!r} of the state is {_described(entry)}; load dense tensors that hold their numbers"
+                f"the entry {name!r} of the state is {_described(entry)}; load dense tensors with plain storage"
             )
 
 

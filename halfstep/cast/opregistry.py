@@ -1,4 +1,4 @@
-"""The one place where halfstep's kernels stand in torch's dispatcher, which like it is one a process.
+"""The one place where halfstep's kernels stand in torch's dispatcher; there is one of each per process.
 
 It is empty while no engine is open. Kernels act only where their table's marker is on: the autocast bit of a device
 type of which this process has no tensors. Such a bit belongs to a thread, travels into autograd's threads, is saved in
@@ -214,7 +214,7 @@ class Registry:
         stock = torch.library.get_kernel(overload, key) if taken else None
         site = _Site(OpSite(overload, device_type), stock, own)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says once a process that a kernel is overridden
+            warnings.simplefilter("ignore")  # torch says once per process that a kernel is overridden
             device.library.impl(name, site.kernel(), key, with_keyset=True)  # type: ignore[no-untyped-call]
         device.sites[name] = site
         return site
@@ -243,4 +243,4 @@ def _accelerator() -> str | None:
 
 
 REGISTRY = Registry()
-"""Torch's dispatcher is one a process, and so is the count of who has kernels in it; empty while no engine is open."""
+"""Torch has one dispatcher per process, so there is one count of its kernels; empty while no engine is open."""

@@ -36,7 +36,7 @@ class Switch:
 
 
 class OpEngine:
-    """Casts ops by a table inside its regions; one a session, and engines with equal tables share their kernels.
+    """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels.
 
     `actions` says what happens to aten overloads, `low` is bf16 or fp16, `device_type` is where the tensors are, and
     `wide_backward` which attention goes backward in fp32 on a CPU.

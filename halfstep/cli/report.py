@@ -27,7 +27,7 @@ def report(run: Log, output: Output = None, low: Low = None) -> None:
     found = read_log(run)
     page = found.path.with_suffix(".html") if output is None else output
     if page.resolve() == found.path.resolve():
-        raise LogError(f"the page would take the place of the log {page}; name another file with --output")
+        raise LogError(f"the page would overwrite the log {page}; name another file with --output")
     text = page_html(found, low)
     try:
         page.write_text(text, encoding="utf-8")

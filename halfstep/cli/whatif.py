@@ -20,7 +20,9 @@ HORIZON = 100  # steps of a training whose first ones are made, for the schedule
 Formats = Annotated[str, typer.Option("--formats", help="Formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps in fp32.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose low tensors are predicted.")]
-Modules = Annotated[bool, typer.Option("--modules", help="Show every module, not only the whole and what stays full.")]
+Modules = Annotated[
+    bool, typer.Option("--modules", help="Show every module, not only totals and what should stay full.")
+]
 LossScale = Annotated[float | None, typer.Option("--loss-scale", help="Predict for this loss scale.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure and histogram to this file.")]
 

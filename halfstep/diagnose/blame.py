@@ -43,8 +43,9 @@ from halfstep.session.session import Session
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (
-    "the loss or its gradients are not finite, but what made them so ran where it could not be recorded (in another "
-    "thread, or in compiled code): run the model in one thread, uncompiled, and call halfstep.blame(session, closure)"
+    "the loss or its gradients are not finite, but the operation that caused it could not be recorded (it ran in "
+    "another thread, or in compiled code): run the model in one thread, uncompiled, and call "
+    "halfstep.blame(session, closure)"
 )
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises that looks at its numbers
 _TRIES = 24  # plans that are tried on the closure, each by one more run
@@ -88,7 +89,7 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
     or in one process.
 
     Raises:
-        SessionError: the session is closed, or the closure is no function that computes and returns the loss.
+        SessionError: the session is closed, or the closure is not a function that computes and returns the loss.
     """
     check_given("blame", session, closure)
     last = session.last_step(loss_id)
@@ -139,7 +140,7 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
 def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> _Run:
     """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed.
 
-    Where none passes, what fails at the least one is the fault: what a lower scale cures would be gone by then.
+    If no scale passes, the failure at the lowest one is the fault: a dynamic scale would come down and cure any other.
     """
     recorder = recorder or OpRecorder(Places(rehearsal.roots))
     with rehearsal.recording(recorder):

@@ -22,7 +22,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
     """Calls the closure and returns the loss that it computed.
 
     Raises:
-        SessionError: it returned no scalar tensor that needs a gradient, or ran the backward pass itself.
+        SessionError: it did not return a scalar tensor that needs a gradient, or ran the backward pass itself.
     """
     loss = begin_pass(closure)
     what = "give a function without arguments that computes the loss and returns it, as lambda: loss_fn(model(x), y)"
@@ -32,8 +32,8 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
         raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
     if any(param.grad is not None for param in params):
         raise SessionError(
-            "the closure ran the backward pass; leave it out, it is run by what calls the closure, which is to compute "
-            "and return the loss only"
+            "the closure ran the backward pass; leave it out: the closure only computes and returns the loss, and its "
+            "caller runs the backward pass"
         )
     if not loss.requires_grad:
         raise SessionError(

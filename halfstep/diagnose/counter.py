@@ -28,7 +28,7 @@ class _Streak:
 
 
 class Counter:
-    """Counts the skipped steps in a row, apart for each who steps and each loss, without waiting for the device.
+    """Counts skipped steps in a row, separately per set of optimizers and per loss, without waiting for the device.
 
     `WINDOW` steps are looked at together, when the next one comes or when they have come to the host.
     """

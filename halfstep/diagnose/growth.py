@@ -1,4 +1,4 @@
-"""How what a backward pass computed grows with the loss scale, told from the operations that led to it."""
+"""How a result of the backward pass depends on the loss scale, derived from the operations that led to it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CONSTANT = (
 
 
 def degree(note: Note) -> float:
-    """Returns k such that a result is proportional to scale**k: 1 for a gradient, 0 for what no scale changes.
+    """Returns k such that a result is proportional to scale**k: 1 for a gradient, 0 for a result that no scale changes.
 
-    Sums of parts that grow unlike go with what grows most. What is not known to do otherwise grows with its arguments.
+    A sum has the largest k of its terms. An operation that is not listed has that of its arguments.
     """
     known: dict[int, float] = {}
     waiting = [note]

@@ -34,13 +34,12 @@ from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack, pop
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
-    "steps go on being skipped, and what makes them so could not be recorded: a step takes too many operations (long "
-    "rollouts before its backward pass); call halfstep.blame(session, closure) with a closure that computes the loss "
-    "of a part"
+    "steps keep being skipped, and the cause could not be recorded: a step has too many operations (long rollouts "
+    "before its backward pass); call halfstep.blame(session, closure) with a closure that computes the loss of a part"
 )
 PASSED = (
-    "what a model computed without gradients before, in the same step, was not recorded and may have made it: "
-    "halfstep.blame(session, closure) with that in the closure tells"
+    "an earlier forward without gradients in the same step was not recorded and may be the cause: "
+    "call halfstep.blame(session, closure) with that forward in the closure"
 )
 _OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
 _BEFORE = 2**12  # notes before a forward
@@ -128,12 +127,12 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
 
 
 class Armed:
-    """A recorder that waits for the next training forward and is taken off at the end of that step.
+    """A recorder that waits for the next training forward and is removed at the end of that step.
 
     It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
-    is `lost` where the caller's own modes, or threads, took it off before. A forward without gradients has `passed`
-    where one came first, and was not recorded. Where forwards go on without a backward pass and `patience` ends, or the
-    recording has, it gives up: the step is a long one, or none is coming since the caller was interrupted.
+    is `lost` if the caller's own modes or threads removed it early. `passed` is True if a forward without gradients
+    came first, which was not recorded. If forwards go on without a backward pass until `patience` or the recording
+    ends, it gives up: the step is a long one, or none is coming since the caller was interrupted.
     """
 
     def __init__(self, stage: Stage, patience: int, give_up: Callable[[], None]) -> None:

@@ -109,7 +109,7 @@ def trainable(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 @contextmanager
 def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
-    """Makes copies stand in for models: who calls a module of a model calls that of its copy.
+    """Makes copies stand in for models: a call of a module of a model calls that of its copy.
 
     Hooks on the gradients of the models' parameters act on those of the copies. What a copy's forward leaves in an
     attribute, as a loss that is added to the others', its model has too.

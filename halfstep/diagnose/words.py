@@ -93,7 +93,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     if not found.repeats:
         parts.append(
             "the closure does not repeat: another run of it got other inputs, or did not fail in the same place (an "
-            "iterator that moved on, or a model with a state of its own), so that nothing could be tried"
+            "iterator that moved on, or a model with a state of its own), so nothing could be tried"
         )
     elif found.tried:
         parts.append(
@@ -180,7 +180,7 @@ def _inputs(call: OpCall | None) -> str:
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
     if found.grown is not None:
-        return f"training has diverged, in fp32 too, which no edit mends: {_SLOWER}"
+        return f"training has diverged, in fp32 too, which no edit cures: {_SLOWER}"
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
         words.insert(0, spell(cure))
@@ -189,7 +189,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
     if found.loss_has_grown:
-        words.append(f"where the weights have grown so far, which no edit mends, {_SLOWER}")
+        words.append(f"where the weights have grown so far, which no edit cures, {_SLOWER}")
     if not cure and found.untried and found.kind not in _OF_TENSORS:
         words.append(f"no edit is known to cure it, since none was tried ({found.untried})")
     return "; ".join(words)
@@ -216,14 +216,14 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
         return [_in_every_format(found, found.full)]
     words = []
     if found.kind == Kind.INVALID and found.tried:
-        words.append(f"what {found.operator} gets is rounded to where it has no value; in fp32 it is not")
+        words.append(f"rounded to the low format, the inputs of {found.operator} leave its domain; in fp32 they do not")
     if found.mask is not None:
         words.append(f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}")
     elif found.infinity:
         words.append(_met(found))
     if found.tried and found.cured_loss is None:
         words.append(
-            f"no edit that was tried reaches it: cast what {found.operator} gets to fp32 in the code (.float())"
+            f"no edit that was tried helps: cast the inputs of {found.operator} to fp32 in the code (.float())"
         )
     return words
 
@@ -231,7 +231,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
 def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
-        return "memory that nobody wrote to was read: make it with torch.zeros, or write all of it"
+        return "uninitialized memory was read: make it with torch.zeros, or write all of it"
     given = () if note is None else note.scalars
     own = [s for s in given if math.isnan(s) or (math.isinf(s) and note is not None and note.of_gradient)]
     if own:
@@ -241,8 +241,8 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         return _met(found)
     if full.low in (FP16, BF16) and found.exact is not None:
         return (
-            f"no edit reaches it: the code itself casts what {name} gets to {found.low}, or takes weights as they are "
-            "stored; leave that cast out, or give it .float()"
+            f"no edit helps: the code itself casts the inputs of {name} to {found.low}, or uses weights as they are "
+            "stored; remove that cast, or add .float()"
         )
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
         return f"{_TWO_MASKS}: join masks as booleans, and leave each row one entry"
@@ -250,11 +250,14 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
     if found.phase == "backward":
         return (
-            f"no format helps: keep what {name} gets away from where its gradient has no value (an eps in it, or "
-            "torch.where before it: one behind it leaves the gradient NaN)"
+            f"no format helps: the gradient of {name} is not finite at these inputs; keep them away from there (an eps "
+            "inside, or torch.where before it: a torch.where after it leaves the gradient NaN)"
         )
     known = next((words for names, words in _NO_VALUE if name in names), None)
-    return known or f"no format helps: keep what {name} gets away from where it has no value (an eps, a clamp)"
+    return (
+        known
+        or f"no format helps: {name} has no finite value at these inputs; keep them in its domain (an eps, a clamp)"
+    )
 
 
 def _adds_masks(found: Diagnosis) -> bool:
@@ -273,8 +276,8 @@ def _about_infinity(name: str) -> str:
     if name in _LOSSES:
         return "a target that is masked has an infinite loss (label smoothing makes every class a target)"
     if name in ("sub", "add", *NORMALISERS):
-        return "inf minus inf is NaN: mask with -inf, and leave each row an entry that is finite"
-    return "0 times inf is NaN: mask with masked_fill or torch.where, and let nothing multiply what is masked"
+        return "inf minus inf is NaN: mask with -inf, and leave each row a finite entry"
+    return "0 times inf is NaN: mask with masked_fill or torch.where, and do not multiply masked values"
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
@@ -297,7 +300,7 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
 
 def _about_both(other: Diagnosis) -> str:
     return (
-        f"there are two faults, and no edit cures the other, {_place(other)}, as it is in fp32 too: mend that one first"
+        f"there are two faults, and no edit cures the other, {_place(other)}, as it is in fp32 too: fix that one first"
     )
 
 

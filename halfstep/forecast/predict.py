@@ -125,7 +125,7 @@ def _backward_again(loss: Tensor, scale: float) -> None:
     except Exception as error:  # whatever a user's own autograd function raises
         raise SessionError(
             f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it "
-            "once for each format: let the autograd functions of the model keep what they saved"
+            "once for each format: the autograd functions of the model must keep what they saved"
         ) from error
 
 

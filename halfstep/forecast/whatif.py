@@ -85,7 +85,7 @@ def whatif(
     if low_plan.param == "low" and wrappers_of([model]):
         raise SetupError(
             "the model is wrapped in DistributedDataParallel, which stops reducing gradients where weights are stored "
-            f"low for a while, as {low_plan.name} does; ask what if before it is wrapped, or of plan='O1'"
+            f"low for a while, as {low_plan.name} does; call whatif before it is wrapped, or with plan='O1'"
         )
     closure = _fed(closure)
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
@@ -128,7 +128,7 @@ def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: 
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise SetupError(f"steps is {steps!r}; give a count of fp32 steps, 1 or more")
     if any(isinstance(owner, Session) and not owner.closed for owner in owners(model.modules())):
-        raise SetupError("the model is in a session; ask what if before initialize, or after session.close()")
+        raise SetupError("the model is in a session; call whatif before initialize, or after session.close()")
 
 
 def _check_optimizer(optimizer: object, model: nn.Module) -> None:
@@ -139,8 +139,8 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     check_optimizers([optimizer], [model])
     if needs_closure(optimizer):
         raise SetupError(
-            f"{type(optimizer).__name__} calls the closure itself, several times a step; leave the optimizer out, and "
-            "the steps are of the same weights"
+            f"{type(optimizer).__name__} calls the closure itself, several times per step; leave the optimizer out, "
+            "and the steps are of the same weights"
         )
 
 

@@ -67,7 +67,7 @@ def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | N
         loaded = _loaded(source, compiler, time.monotonic() + limit)
         missing = [name for name in names if not hasattr(loaded, name)]
         if missing:
-            raise _CannotCompileError(f"what it made has no {', '.join(missing)}")
+            raise _CannotCompileError(f"the compiled library has no {', '.join(missing)}")
     except (OSError, _CannotCompileError) as error:
         _LOG.warning(
             "%s could not compile %s: it runs as torch operations on this CPU, about half as fast. Reason: %s",
@@ -97,7 +97,7 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
         told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
         raise HalfstepError(
             f"halfstep's Python and C++ code disagree about memory: {function} in {loaded._name} is {' '.join(told)}, "
-            f"Python {' '.join(own)}; restart this process if halfstep was installed anew while it ran, else report it"
+            f"Python {' '.join(own)}; restart this process if halfstep was reinstalled while it ran, else report it"
         )
 
 
@@ -155,7 +155,7 @@ def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
             return loaded
     with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as room:
         kept = put(Path(room), stem, made or _compile(source, compiler, deadline))
-        loaded = _opened(kept, refused, "a folder that goes with this process")
+        loaded = _opened(kept, refused, "a folder that is removed with this process")
     if loaded is None:
         raise OSError("; ".join(refused))
     return loaded
@@ -234,7 +234,7 @@ def _run(command: list[str], deadline: float, room: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         _stop(process)
         _GIVEN_UP.add(command[0])
-        raise _OutOfTimeError("it did not end in time and was stopped") from None
+        raise _OutOfTimeError("it did not finish in time and was stopped") from None
     except BaseException:
         _stop(process)
         raise

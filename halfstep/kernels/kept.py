@@ -193,6 +193,6 @@ def _fault(path: Path, status: os.stat_result, *, trusted: tuple[int, ...] = (),
         mend = "" if trusted else f" (if it should be yours: sudo chown {user} {name})"  # not what is above: a home
         return f"{path} belongs to the user with id {status.st_uid}{mend}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_open:
-        mend = f" (mend it: chmod go-w {name})" if status.st_uid == user else ""
+        mend = f" (fix: chmod go-w {name})" if status.st_uid == user else ""
         return f"other users can write to {path}{mend}"
     return ""

@@ -1,6 +1,6 @@
 // The update of one block by each optimizer that compiled loops know.
 //
-// An optimizer is a struct of coefficients, made once a step, and a call that updates one block. Its name, and how many
+// An optimizer is a struct of coefficients, made once per step, and a call that updates one block. Its name, and how many
 // numbers it takes, stand in the optimizer's row (halfstep/optim/table.py); `find_optimizer` lists it. The loops over a
 // block are not inlined, or the compiler forgets that the pointers do not overlap.
 

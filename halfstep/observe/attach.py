@@ -35,7 +35,7 @@ def make_probe(
     """
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
-        raise ObserveError(f"every is {every!r}; give how many steps lie between two that are observed, 1 for each")
+        raise ObserveError(f"every is {every!r}; give an integer of 1 or more: every how many steps one is observed")
     if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
         raise ObserveError(f"sample is {sample!r}; give how many elements to read of each tensor, or None for all")
     kinds = _kinds(tensors)

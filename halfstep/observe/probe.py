@@ -139,7 +139,7 @@ class Probe:
         for name in sorted(window.unread):
             self._say(
                 name,
-                f"a probe cannot read some tensors, of type {name}: their elements do not lie in memory as such "
+                f"a probe cannot read some tensors, of type {name}: they have no plain storage "
                 "(torch.func, nested, meta, fake or, for updates, distributed tensors)",
             )
         if window.hooks is not None and window.hooks.closed_to_hooks:

@@ -98,7 +98,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class _Writes:
-    """Who wrote to a piece of memory, and who wrote there what is not finite; keeps its identity from being reused."""
+    """The operations that wrote to a memory, and those that wrote non-finite values; keeps its identity from reuse."""
 
     reference: StorageWeakRef
     last: Note
@@ -160,11 +160,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._local.inside = False
 
     def writers(self, tensor: Tensor) -> list[Note]:
-        """Returns who wrote to a tensor's memory what is not finite, in order."""
+        """Returns the operations that wrote non-finite values to a tensor's memory, in order."""
         return [note for key in _memory(tensor) if key in self._writes for note in self._writes[key].bad]
 
     def last_writer(self, tensor: Tensor) -> Note | None:
-        """Returns who wrote last to a tensor's memory; None where it came from outside."""
+        """Returns the operation that last wrote to a tensor's memory; None if it came from outside."""
         return next((self._writes[key].last for key in _memory(tensor) if key in self._writes), None)
 
     def leaf(self, tensor: Tensor) -> Leaf | None:
@@ -284,7 +284,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
     def _never_written(self, tensor: Tensor, bad: NonFinite) -> list[Note]:
-        """Returns who allocated the memory of a tensor that was read before anybody wrote to it."""
+        """Returns the operation that allocated memory which was read before anything was written to it."""
         last = self.last_writer(tensor)
         if last is None or not last.aten.removeprefix("new_").startswith("empty"):
             return []

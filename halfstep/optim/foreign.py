@@ -49,7 +49,7 @@ class ForeignStepper:
             SessionError: a gradient does not fit its parameter; nothing was changed.
         """
         check_gradients(params, grads, self._name_of)
-        mark_stepped(self._optimizer)  # a skip is no reason for LR schedulers to warn
+        mark_stepped(self._optimizer)  # LR schedulers should not warn about a skip
         if bool(found):
             return None
         self._store.adopt_changed(params)

@@ -264,8 +264,8 @@ def check_gradients(
     for p, grad in zip(params, grads, strict=True):
         if type(grad) is not Tensor and is_wrapped(grad):
             raise SessionError(
-                f"the gradient of {named(p, name_of)} is of type {type(grad).__name__}, whose numbers do not lie in "
-                "its own memory; give the parameter a plain tensor (.to_local(), .full_tensor())"
+                f"the gradient of {named(p, name_of)} is of type {type(grad).__name__}, which has no plain "
+                "storage; give the parameter a plain tensor (.to_local(), .full_tensor())"
             )
         if grad.shape != p.shape or grad.device != p.device:
             raise SessionError(

@@ -159,12 +159,12 @@ def _is_number(value: Any, *, tensor: bool) -> bool:
 
 
 def _check_values(what: str, entry: Any) -> None:
-    """Refuses what is no state of any optimizer: no dict, tensors that hold no numbers, impossible counts."""
+    """Refuses what cannot be the state of an optimizer: not a dict, tensors that hold no numbers, impossible counts."""
     if not isinstance(entry, dict):
         raise StateError(f"the optimizer state of {what} is {entry!r:.40}; a dict is needed")
     for name, value in entry.items():
         if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta or value.is_quantized):
-            raise StateError(f"the optimizer state {name!r} of {what} is no dense tensor that holds its numbers")
+            raise StateError(f"the optimizer state {name!r} of {what} is not a dense tensor with plain storage")
     step = entry.get("step", 0)
     if isinstance(step, Tensor):
         if step.numel() != 1:
@@ -172,7 +172,7 @@ def _check_values(what: str, entry: Any) -> None:
         step = step.item()
     count = isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step <= LARGEST_COUNT
     if not count or step != int(step):
-        raise StateError(f"the step count of {what} is {step!r:.40}; it must be a whole number from 0 up")
+        raise StateError(f"the step count of {what} is {step!r:.40}; it must be a non-negative integer")
 
 
 def _wrong(

@@ -40,7 +40,7 @@ class Stepper(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Makes the state that a first update of the parameters with a gradient needs, for who reads or loads it."""
+        """Makes the state that a first update of the parameters with a gradient needs, to be read or loaded."""
         ...
 
     def close(self) -> None:

@@ -198,15 +198,15 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         wrapped = [f"{name or 'the model'} ({type(m).__name__})" for name, m in _modules(models) if _shards(m)]
     if wrapped:
         raise SetupError(
-            f"what is sharded over processes, or of another class whose numbers do not lie in memory as they are, "
+            f"parameters that are sharded over processes or have no plain storage (DTensor, ...) "
             f"cannot be trained at {plan.name}: {named(wrapped)}; use O0, whose steps are the optimizer's own, or wrap "
             "in DistributedDataParallel after halfstep.initialize"
         )
     frozen = [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")]
     if frozen:
         raise SetupError(
-            f"parameters were made under torch.inference_mode(): {named(frozen)}; torch trains and changes no such "
-            "tensors: build the model outside of it, and run it under inference_mode as you like"
+            f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change "
+            "such tensors: build the model outside of it; running it under inference_mode is fine"
         )
 
 
@@ -222,7 +222,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         why = (
             "its closure would need the low weights while the update needs the masters"
             if plan.param == "low"
-            else "it evaluates the loss several times a step, and the loss scale may not change between"
+            else "it evaluates the loss several times per step, and the loss scale may not change between"
         )
         raise SetupError(
             f"{type(optimizer).__name__} needs a closure, which does not go with {plan.name} and {plan.scale.kind} "

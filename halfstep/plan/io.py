@@ -248,7 +248,7 @@ def _explain(message: str, entries: Mapping[str, Any]) -> str:
         value = _value(path, entries)
         return f"at `{path}`: {value!r}; allowed are {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
     if found and found[1]:
-        return f"at `{path}`: a key in it is no text; keys are names, such as 'low'"
+        return f"at `{path}`: a key in it is not text; keys are names, such as 'low'"
     for theirs, ours in _WORDS:
         text = text.replace(theirs, ours)
     return f"at `{path}`: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"at `{path}`: {text}"

@@ -55,7 +55,7 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
                 scale=_DYNAMIC,
             ),
             _row(
-                "speed of light",
+                "upper bound on speed",
                 Plan("O3", BF16, param="low", ops="table", norms="low", master="none", scale=_OFF),
                 scale=_ONE,
             ),

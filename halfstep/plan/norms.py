@@ -20,7 +20,7 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 
     "torch": torch's own kernels, which take low inputs with fp32 weights. "own": code of the model's, in which low and
     fp32 values would mix; that is a class named as a norm, or derived from torch's with another forward. A class that
-    holds other layers with weights (PreNorm with its attention) is no norm of its own: its parts count.
+    holds other layers with weights (PreNorm with its attention) is not a norm itself: its parts count.
 
     >>> norm_kind(nn.GroupNorm(1, 4))
     'torch'

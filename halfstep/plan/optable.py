@@ -381,6 +381,6 @@ def _unknown(public_name: str, name: str) -> str:
     near = difflib.get_close_matches(name, public, n=3)
     hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     return (
-        f"op {public_name!r} is no torch op{hint}; give the name of a torch function, such as 'softmax', "
+        f"op {public_name!r} is not a torch op{hint}; give the name of a torch function, such as 'softmax', "
         'or "module:function" for a Python function'
     )

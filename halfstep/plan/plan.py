@@ -86,7 +86,7 @@ class Plan:
             elif isinstance(edit, Scaling):
                 plan = replace(plan, scale=edit)
             else:
-                raise PlanError(f"edit {edit!r} is no edit; give a Rule, an OpChange or a Scaling")
+                raise PlanError(f"edit {edit!r} is not an edit; give a Rule, an OpChange or a Scaling")
         return plan
 
 

@@ -39,7 +39,7 @@ WRITES = (
 GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
-UNTRIED = "so no edit could be tried: let it compute the loss of the same batch each time"
+UNTRIED = "so no edit could be tried; make the closure use the same batch on every call"
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _constant(
             "warning",
             "constant vanishes",
             place,
-            f"{tracer.operator(note)} of {fmt} values and {value:g}, which is 0 in {fmt}: it keeps no zero away",
+            f"{tracer.operator(note)} of {fmt} values and {value:g}, which is 0 in {fmt}: it guards against nothing",
             f"give {fmt.usable_eps:g} or more, or compute there in fp32",
             rule,
         )
@@ -238,7 +238,7 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
         return _failed(
             failure, (), f"no edit could be tried, as the model cannot be copied: {type(error).__name__}: {error}"
         )
-    return _failed(failure, (), "it fails in fp32 as well, so no format is the reason: mend the step, then check again")
+    return _failed(failure, (), "it fails in fp32 as well, so no format is the reason: fix the step, then check again")
 
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:

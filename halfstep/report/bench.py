@@ -134,7 +134,7 @@ def _below(result: BenchResult) -> Iterator[str]:
         "Speed: how many times as fast, the median over rounds in which every run makes a step in turn"
         f" (the first {result.warmup} rounds are not timed)."
     )
-    yield f"Peak memory: {result.peak_method}, weights included. Bytes a parameter: what stays between two steps."
+    yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: what is held between two steps."
     yield from result.notes
     yield from _showed(result)
 

@@ -241,4 +241,4 @@ def check_start(line: bytes, path: object) -> None:
     try:
         msgspec.convert(found, Start)
     except msgspec.ValidationError as error:
-        raise LogError(f"{path} is damaged in its first line ({error}); mend that line, or name another file") from None
+        raise LogError(f"{path} is damaged in its first line ({error}); fix that line, or name another file") from None

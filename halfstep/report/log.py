@@ -66,7 +66,7 @@ class RunLog:
         match record:
             case SessionStart(plan, device, emulated, modules):
                 if self._has_session:
-                    raise LogError(f"this RunLog of {self.path} has a session; give each session a RunLog of its own")
+                    raise LogError(f"this RunLog of {self.path} has a session; give each session its own RunLog")
                 self._has_session = True
                 self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device))))
             case Observation():
@@ -145,10 +145,10 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     """Returns a path that a caller gave.
 
     Raises:
-        LogError: it is no path.
+        LogError: it is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise LogError(f"{path!r:.60} is no path; give that of the file, or of its folder, as a str or a Path")
+        raise LogError(f"{path!r:.60} is not a path; give the file, or its folder, as a str or Path")
     return Path(path)
 
 

@@ -184,7 +184,7 @@ class _Found:
         if len(self.wentback) > _SHOWN:
             notes.append(
                 f"the run went back {len(self.wentback)} times in all; if several processes wrote this log at once, "
-                "give each of them a log of its own"
+                "give each process its own log"
             )
         if self.damaged:
             shown = "; ".join(self.damaged[:_SHOWN]) + ("; ..." if len(self.damaged) > _SHOWN else "")

@@ -62,10 +62,10 @@ class GradScaler(OpenGradScaler):
         if enabled and not 0 < self._min_scale <= init_scale <= self._max_scale < math.inf:
             raise PlanError(
                 f"init_scale {init_scale:g} with min_scale {self._min_scale:g} and max_scale {self._max_scale:g};"
-                " needed is 0 < min_scale <= init_scale <= max_scale < inf"
+                " they must satisfy 0 < min_scale <= init_scale <= max_scale < inf"
             )
         if type(hysteresis) is not int or hysteresis < 1:
-            raise PlanError(f"hysteresis {hysteresis!r}; needed is a whole number of overflows from 1 up")
+            raise PlanError(f"hysteresis {hysteresis!r}; it must be an integer of 1 or more")
         self._init_overflows_left = hysteresis
         self._overflows_left: Tensor | None = None
 

@@ -67,7 +67,7 @@ class GradientLedger:
     Where they are `reduced` over processes, in buckets of the parameters' own dtype as torch does, they add up in that,
     and none is held apart: it may be one that only a later backward reduces.
 
-    `left_over` says that the last backward added to gradients that nobody had written to since a step: no `zero_grad`.
+    `left_over` is True if the last backward added to the previous step's gradients, which were never zeroed.
     `params` is called each time, so that parameter groups added later take part. Around each backward call
     `before_backward`, and then `after_backward`, or `undo_backward` where it raised.
     """

@@ -48,7 +48,9 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
         raise SessionError(f"{len(paired)} outputs have {len(directions)} grad_outputs; give one for each output")
     for out, direction in zip(paired, directions, strict=True):
         if direction is None and out.numel() != 1:
-            raise SessionError(f"an output has shape {tuple(out.shape)}; give grad_outputs for what is no scalar")
+            raise SessionError(
+                f"an output has shape {tuple(out.shape)}; give grad_outputs for an output that is not a scalar"
+            )
     return paired, directions
 
 

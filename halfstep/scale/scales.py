@@ -36,7 +36,7 @@ class LossScales:
         """Returns the scale of a loss.
 
         Raises:
-            SessionError: `loss_id` is no integer from 0 up.
+            SessionError: `loss_id` is not a non-negative int.
         """
         _check(loss_id)
         if loss_id not in self._scales:
@@ -87,7 +87,7 @@ class LossScales:
         """Returns what the scale of a loss is, or would start with; waits for the device.
 
         Raises:
-            SessionError: `loss_id` is no integer from 0 up.
+            SessionError: `loss_id` is not a non-negative int.
         """
         _check(loss_id)
         if loss_id in self._scales:
@@ -117,4 +117,4 @@ class LossScales:
 
 def _check(loss_id: int) -> None:
     if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
-        raise SessionError(f"loss_id is {loss_id!r}; give each loss an integer from 0 up")
+        raise SessionError(f"loss_id is {loss_id!r}; it must be a non-negative int")

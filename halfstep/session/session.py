@@ -72,11 +72,11 @@ from halfstep.torch_internals import parameters_of
 Sink = Callable[[StepRecord], None]
 Stepped = tuple[StepRecord, list[Part], BaseException | None]  # which parts, and what a hook raised afterwards
 STEP_IS_OURS = (
-    "a halfstep session owns the step: call session.step() in place of optimizer.step(), which would read scaled "
-    "gradients and miss the masters (after session.close() optimizer.step() works as ever)"
+    "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
+    "gradients and miss the masters (after session.close() optimizer.step() works again)"
 )
 IN_A_CLOSURE = (
-    "a closure for blame or check is to compute the loss and return it: they run the backward pass, and no step"
+    "a closure for blame or check only computes and returns the loss: they run the backward pass, and no step"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -260,7 +260,7 @@ class Session:
         `loss_id` have loss scales of their own. A non-finite loss makes the next step a skipped one.
 
         Raises:
-            SessionError: the session is closed or for inference, or `loss` is no scalar tensor that needs a gradient.
+            SessionError: the session is closed or for inference, or `loss` is not a scalar that needs a gradient.
         """
         self._check_training()
         if not self._parts:
@@ -295,7 +295,7 @@ class Session:
         self._awaiting = list(self._parts)
 
     def _carry(self, scale: Tensor) -> None:
-        """Says which loss scale the gradients of the next backward pass carry to those who look at the step."""
+        """Tells the watchers and probes the loss scale of the next backward pass."""
         self._probes.carry(scale)
         for watcher in self.watchers:
             watcher.carry(scale)
@@ -318,7 +318,7 @@ class Session:
         overflow. `kwargs` are those of `torch.autograd.grad`.
 
         Raises:
-            SessionError: the session is closed, or an output is no tensor, or no scalar and has no `grad_outputs`.
+            SessionError: the session is closed, an output is not a tensor, or a non-scalar has no `grad_outputs`.
         """
         self._check_open()
         outputs, directions = pair_outputs(outputs, grad_outputs)
@@ -337,7 +337,7 @@ class Session:
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
     def unscale_(self) -> None:
-        """Makes the gradients in `p.grad` true fp32 ones, for callers who read or change them before `step`."""
+        """Makes the gradients in `p.grad` true fp32 ones, to be read or changed before `step`."""
         self._check_training()
         for part in () if self._plain else self._parts:
             part.ledger.unscale_()
@@ -383,7 +383,7 @@ class Session:
         return record
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Gives a record that is no step's to the sinks that take such (`Recorder`): a run log, for one."""
+        """Gives a record other than a step's to the sinks that take them (`Recorder`), such as a run log."""
         for sink in self._recorders:
             sink.record(record)
 
@@ -468,7 +468,7 @@ class Session:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Keeps what a closure does inside out of the books: nobody looks, and it cannot take a step.
+        """Runs a closure unobserved: no watcher or probe sees it, and it cannot take a step.
 
         Raises:
             SessionError: the session is closed, or the closure itself calls this.
@@ -636,7 +636,7 @@ class Session:
         self._skips.fill_(state["skipped"])
 
     def close(self) -> None:
-        """Puts back all that the session changed: the model is an ordinary fp32 one again, trained; twice is once."""
+        """Puts back all that the session changed: the model is an ordinary fp32 one again, trained. Idempotent."""
         self.closed = True
         self._undo.close()
 

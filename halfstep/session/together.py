@@ -30,7 +30,7 @@ class SharedState:
     replaced: Callable[[], None]
 
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """Returns the plan, an entry a line, and the parameters."""
+        """Returns the plan, one entry per line, and the parameters."""
         plan = [f"the plan's {key} = {value!r}" for key, value in to_dict(self.plan).items()]
         return [*plan, *(f"{self.name_of(p)} of shape {tuple(p.shape)} stored as {p.dtype}" for p in parameters)]
 

@@ -229,7 +229,7 @@ def _read_npz(path: Path) -> Images:
         with np.load(path, allow_pickle=False) as packed:
             arrays = {key: packed[key] for key in Images._fields if key in packed}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"cifar_resnet: {path} is no whole .npz file ({error}); {HOW_TO_GET}") from error
+        raise DataError(f"cifar_resnet: {path} is not a complete .npz file ({error}); {HOW_TO_GET}") from error
     missing = [key for key in Images._fields if key not in arrays]
     if missing:
         raise DataError(f"cifar_resnet: {path} lacks {', '.join(missing)}; {HOW_TO_GET}")
@@ -265,7 +265,7 @@ def _read_pickle(path: Path) -> Split:
             content = _ArraysOnly(handle, encoding="bytes").load()
         return content[b"data"].reshape(-1, 3, 32, 32), np.asarray(content[b"labels"])
     except (OSError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"cifar_resnet: {path} is no CIFAR-10 batch ({error}); {HOW_TO_GET}") from error
+        raise DataError(f"cifar_resnet: {path} is not a CIFAR-10 batch ({error}); {HOW_TO_GET}") from error
 
 
 def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:

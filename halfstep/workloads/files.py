@@ -25,8 +25,8 @@ def read_bytes(path: Path, workload: str) -> bytes:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{workload}: {path} is no whole gzip file ({error}); pack or download it anew, or name it without .gz if"
-            " it is not packed"
+            f"{workload}: {path} is not a complete gzip file ({error}); pack or download it again, or name it without "
+            ".gz if it is not packed"
         ) from error
 
 

@@ -22,8 +22,8 @@ PAD, UNKNOWN = 0, 1
 LABELS = {"0": 0.0, "1": 1.0, "neg": 0.0, "pos": 1.0}
 HOW_TO_GET = (
     "give the folder aclImdb of https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz, or a folder with a"
-    " train and a test file (names ending in train.tsv and test.tsv, plain or .gz) of one review a line: 0 or 1, a tab,"
-    " the text"
+    " train and a test file (names ending in train.tsv and test.tsv, plain or .gz) of one review per line: 0 or 1, a "
+    "tab, the text"
 )
 
 Review = tuple[float, str]
@@ -158,7 +158,7 @@ def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Ten
 
 
 def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
-    """Returns the training and the test reviews of aclImdb's folder, or of two files of one review a line.
+    """Returns the training and the test reviews of aclImdb's folder, or of two files of one review per line.
 
     `path` is the folder itself or one that holds it as `aclImdb` or `imdb`.
 
@@ -166,7 +166,7 @@ def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
         DataError: nothing of the kind is there, a file is broken or holds no review, or a line is not in its layout.
     """
     if path is None or not path.is_dir():
-        raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is no folder'}; {HOW_TO_GET}")
+        raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is not a folder'}; {HOW_TO_GET}")
     for folder in (path, path / "aclImdb", path / "imdb"):
         if (folder / "train" / "pos").is_dir():
             return _read_folder(folder / "train"), _read_folder(folder / "test")

@@ -85,7 +85,7 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
     except (ValueError, KeyError):
         allowed = " or none" if type(None) in kinds else ""
         raise WorkloadError(
-            f"{workload}: {key}={text!r} is no {base.__name__}; give a {base.__name__}{allowed}"
+            f"{workload}: {key}={text!r} is not of type {base.__name__}; give a {base.__name__}{allowed}"
         ) from None
 
 

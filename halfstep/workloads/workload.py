@@ -21,7 +21,7 @@ class Workload(ABC):
     """A training job whose settings are its fields, so that equal fields and seeds give equal weights and batches.
 
     `data` is the folder or file that the job reads (None: where the workload looks by itself); `batch` is the number of
-    examples a step, `lr` the peak learning rate and `max_norm` the largest gradient norm (None: not clipped). A job
+    examples per step, `lr` the peak learning rate and `max_norm` the largest gradient norm (None: not clipped). A job
     that reads no data says so with `reads_data`.
     """
 

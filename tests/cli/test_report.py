@@ -58,7 +58,7 @@ def test_another_format_can_judge(report, log):
     [
         (("nowhere",), "there is no file nowhere"),
         (("LOG", "--output", "NOWHERE/page.html"), "cannot be written"),
-        (("LOG", "--output", "LOG"), "would take the place of the log"),
+        (("LOG", "--output", "LOG"), "would overwrite the log"),
         (("LOG", "--low", "fp12"), "unknown format 'fp12'"),
         (("EMPTY",), "is empty"),
         (("OTHER",), "schema 7"),

@@ -293,9 +293,9 @@ def test_a_normal_skip_is_called_normal():
 def test_a_closure_may_not_run_the_backward_pass_or_a_step():
     model, optimizer, session, closure = tower()
     before = snapshot(model, optimizer, session)
-    with pytest.raises(SessionError, match="compute the loss"):
+    with pytest.raises(SessionError, match="computes and returns the loss"):
         halfstep.blame(session, lambda: (session.backward(closure()), closure())[1])
-    with pytest.raises(SessionError, match="compute the loss"):
+    with pytest.raises(SessionError, match="computes and returns the loss"):
         halfstep.blame(session, lambda: (session.step(), closure())[1])
     with pytest.raises(SessionError, match="ran the backward pass"):
         halfstep.blame(session, lambda: (closure().backward(), closure())[1])
@@ -654,7 +654,7 @@ def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16")
     verdict = halfstep.blame(session, lambda: (model.weight * 1e6).square().mean() + model(inputs).mean())
     assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", ())
-    assert "or takes weights as they are stored" in verdict.advice
+    assert "or uses weights as they are stored" in verdict.advice
     session.close()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
     assert halfstep.blame(session, lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None

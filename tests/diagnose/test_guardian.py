@@ -750,7 +750,7 @@ def test_a_step_that_is_too_long_to_be_recorded_is_said_to_be_once(monkeypatch, 
     monkeypatch.setattr(guardian, "_OPERATIONS", 100)
     with caplog.at_level(logging.WARNING, "halfstep"):
         rollouts(with_gradients(30), steps=10 * WINDOW)
-    assert caplog.text.count("a step takes too many operations") == 1
+    assert caplog.text.count("a step has too many operations") == 1
     assert "halfstep.blame(session, closure)" in caplog.text
 
 

@@ -670,7 +670,7 @@ def test_a_step_that_fails_under_the_plan_is_a_clear_error_and_the_cured_plan_pr
 def test_a_model_in_a_session_is_refused_and_stays_in_it():
     model = nn.Linear(4, 4)
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16") as session:
-        with pytest.raises(SetupError, match="ask what if before initialize"):
+        with pytest.raises(SetupError, match="call whatif before initialize"):
             halfstep.whatif(lambda: model(torch.ones(1, 4)).sum(), model)
         assert not session.closed
     halfstep.whatif(lambda: model(torch.ones(1, 4)).sum(), model)

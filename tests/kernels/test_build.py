@@ -335,7 +335,7 @@ class TestTime:
             assert machine.load(machine.source("one", 1), limit=0.5) is None
             assert machine.load(machine.source("two", 2), limit=0.5) is None
         assert len(caplog.records) == 1
-        assert "did not end in time" in caplog.text
+        assert "did not finish in time" in caplog.text
         assert all(ends(pid) for pid in pids.read_text().split())
         assert machine.compilations() == (1 if version else 0)
         assert not list(machine.temporary.glob("halfstep-*/*.so"))

@@ -248,8 +248,8 @@ RULE = {"pattern": "head", "policy": "full"}
             "at `$.rules[0].policy`: unknown key 'params'; known are param, compute, output; did you mean 'param'?",
         ),
         ({"a - at b": {}}, "at `$`: unknown key 'a - at b'; *"),
-        ({3: 4}, "at `$`: a key in it is no text; *"),
-        ({"scale": {3: 4}}, "at `$.scale`: a key in it is no text; *"),
+        ({3: 4}, "at `$`: a key in it is not text; *"),
+        ({"scale": {3: 4}}, "at `$.scale`: a key in it is not text; *"),
     ],
 )
 def test_an_unknown_key_is_named_with_its_path_and_the_nearest(changes, message):

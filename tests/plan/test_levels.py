@@ -199,7 +199,7 @@ def test_rules_are_a_list(rules):
 
 
 def test_what_is_no_rule_is_refused():
-    with pytest.raises(PlanError, match=r"is no edit"):
+    with pytest.raises(PlanError, match=r"is not an edit"):
         customize(level("O2", BF16), rules=["head"])
 
 

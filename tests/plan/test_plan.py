@@ -212,7 +212,7 @@ def test_an_op_change_names_an_unknown_list():
 
 
 def test_an_op_change_checks_its_op():
-    with pytest.raises(PlanError, match=r"op '1x' in deny is no function name"):
+    with pytest.raises(PlanError, match=r"op '1x' in deny is not a function name"):
         OpChange("deny", "1x")
 
 
@@ -260,7 +260,7 @@ def test_the_last_scale_wins():
 
 @pytest.mark.parametrize("edit", ["head", None, FULL, OpChanges(deny=("softmax",)), O1])
 def test_what_is_no_edit_is_refused(edit):
-    with pytest.raises(PlanError, match=r"is no edit; give a Rule, an OpChange or a Scaling"):
+    with pytest.raises(PlanError, match=r"is not an edit; give a Rule, an OpChange or a Scaling"):
         O2.edit(edit)
 
 

@@ -499,7 +499,7 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
 @pytest.mark.parametrize("path", [3, None, b"run.jsonl", ["run.jsonl"]])
 def test_what_is_no_path_is_refused(path):
     for use in (RunLog, read_log):
-        with pytest.raises(LogError, match="is no path"):
+        with pytest.raises(LogError, match="is not a path"):
             use(path)
 
 
@@ -583,7 +583,7 @@ def test_a_log_takes_one_session(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[log]).close()
-    with pytest.raises(LogError, match="has a session; give each session a RunLog of its own"):
+    with pytest.raises(LogError, match="has a session; give each session its own RunLog"):
         halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[log])
     halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[RunLog(tmp_path / "run.jsonl")]).close()
 

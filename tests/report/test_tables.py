@@ -47,7 +47,7 @@ def test_levels_are_the_table_of_the_design():
             "fp32",
             "fastest that keeps accuracy",
         ],
-        ["O3", "low", stored, "low", "none", "none / 1", "as given", "fp32", "speed of light"],
+        ["O3", "low", stored, "low", "none", "none / 1", "as given", "fp32", "upper bound on speed"],
     ]
 
 

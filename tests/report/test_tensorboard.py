@@ -78,7 +78,7 @@ def test_shares_are_those_of_the_statistics_where_all_values_lie_on_the_limit(tm
 
 @pytest.mark.parametrize("folder", [3, None])
 def test_what_is_no_path_is_refused(folder):
-    with pytest.raises(LogError, match="is no path"):
+    with pytest.raises(LogError, match="is not a path"):
         TensorBoard(folder)
 
 

@@ -29,7 +29,7 @@ def test_dynamic_scales_are_one_a_loss_and_a_constant_is_one_for_all():
 @pytest.mark.parametrize("loss_id", [-1, True, 1.0, "0"])
 def test_a_loss_id_is_an_integer_from_0_up(loss_id):
     for ask in (dynamic().of, dynamic().read):
-        with pytest.raises(SessionError, match="give each loss an integer from 0 up"):
+        with pytest.raises(SessionError, match="it must be a non-negative int"):
             ask(loss_id)
 
 

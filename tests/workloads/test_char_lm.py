@@ -130,7 +130,7 @@ def test_an_empty_text_is_an_error(tmp_path, name):
 @pytest.mark.parametrize("content", [b"some text", gzip.compress(b"some text" * 9)[:-10]], ids=["plain", "cut"])
 def test_a_gz_that_is_no_whole_gzip_is_named(tmp_path, content):
     (tmp_path / "text.txt.gz").write_bytes(content)
-    with pytest.raises(DataError, match=r"text\.txt\.gz is no whole gzip file"):
+    with pytest.raises(DataError, match=r"text\.txt\.gz is not a complete gzip file"):
         read_text(tmp_path)
 
 

@@ -100,7 +100,7 @@ def test_a_file_that_is_no_whole_npz_is_named(npz, cut):
         "one array": (npz.parent / "one.npy").read_bytes(),
     }  # fmt: skip
     npz.write_bytes(content[cut])
-    with pytest.raises(DataError, match=r"cifar\.npz is no whole \.npz file \(.*give a folder"):
+    with pytest.raises(DataError, match=r"cifar\.npz is not a complete \.npz file \(.*give a folder"):
         read_images(npz)
 
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_whole_npz_is_named(npz, cut):
         ({"y_test": np.zeros(2)}, "test labels should be an integer for each of 2 images, they are float64 of 2"),
         ({"y_train": np.full(10, 10)}, "train labels should be 0 to 9, they are 10 to 10"),
         ({"y_train": np.full(10, -1)}, "train labels should be 0 to 9, they are -1 to -1"),
-        ({"y_train": np.array([None] * 10)}, r"cifar\.npz is no whole \.npz file \(Object arrays"),
+        ({"y_train": np.array([None] * 10)}, r"cifar\.npz is not a complete \.npz file \(Object arrays"),
     ],
 )
 def test_arrays_that_are_no_images_are_an_error_that_says_what_came(npz, arrays, message):
@@ -163,7 +163,7 @@ class Calls:
 )
 def test_a_pickle_that_is_no_batch_is_refused_and_runs_nothing(torchvision_folder, content, capsys):
     (torchvision_folder / "test_batch").write_bytes(content)
-    with pytest.raises(DataError, match="test_batch is no CIFAR-10 batch"):
+    with pytest.raises(DataError, match="test_batch is not a CIFAR-10 batch"):
         read_images(torchvision_folder)
     assert capsys.readouterr().out == ""
 

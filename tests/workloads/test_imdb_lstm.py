@@ -86,7 +86,7 @@ def test_a_review_of_the_original_folder_that_is_not_utf8_is_named(tmp_path):
 def test_a_gz_that_is_no_whole_gzip_is_named(plain, content):
     (plain / "test.tsv").unlink()
     (plain / "test.tsv.gz").write_bytes(content)
-    with pytest.raises(DataError, match=r"test\.tsv\.gz (is no whole gzip file|holds no reviews)"):
+    with pytest.raises(DataError, match=r"test\.tsv\.gz (is not a complete gzip file|holds no reviews)"):
         read_reviews(plain)
 
 

@@ -42,7 +42,7 @@ HOSTS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     "compiled transformer": (Transformer, "compiled"),
 }
 
-EPS, CLAMP, GRADIENT = "give 1e-6 or more", "(an eps, a clamp)", "where its gradient has no value"
+EPS, CLAMP, GRADIENT = "give 1e-6 or more", "(an eps, a clamp)", "is not finite at these inputs"
 ENTRY = "leave each row that is masked at least one entry"
 GUARD = "or give it scores of zero by torch.where before the softmax and drop what comes of it"
 # what it is, what a verdict says of it (None: nothing), whether an edit cures it, else the words and what they do to it

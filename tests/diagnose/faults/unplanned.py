@@ -16,7 +16,7 @@ from tests.diagnose.faults.hosts import WIDTH, Stacked, rows
 from tests.diagnose.faults.plants import CustomBackward, SqrtOfZero, Steep
 
 INVALID, OVERFLOW, MASKED = "invalid", "overflow", "masked row"
-GRADIENT = "where its gradient has no value"
+GRADIENT = "is not finite at these inputs"
 NOWHERE = "(an eps, a clamp)"
 
 
@@ -169,7 +169,7 @@ MASKS = (
     no_edit("an empty row minus its largest",
             lambda x: torch.softmax(less_largest(x.masked_fill(first_row(x), -math.inf)), -1),
             lambda x: torch.softmax(less_largest(x), -1), ("sub", FORWARD, INVALID),
-            "leave each row an entry"),
+            "leave each row a finite entry"),
     no_edit("an infinity times zero", lambda x: x + torch.full_like(x, math.inf) * first_row(x).to(x.dtype) * 0,
             lambda x: x, ("mul", FORWARD, INVALID), "0 times inf is NaN"),
     healthy("the largest where not masked", lambda x: x - x.masked_fill(x < 0, -math.inf).amax(-1, keepdim=True)),
