@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.diagnose.cures import FULL_OUT
 from halfstep.diagnose.rehearsal import check_given
 from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
@@ -27,6 +28,7 @@ from halfstep.session.session import Session
 from halfstep.torch_internals import buffers_of, parameters_of
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 
 
@@ -54,6 +56,7 @@ class Setup:
     device: torch.device
     traced: bool
     scaler: torch.amp.GradScaler | None
+    full: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach  # the fp32 value of a stored parameter
 
 
 def check(
@@ -84,6 +87,7 @@ def check(
         device=session.stage.device,
         traced=closure is not None,
         scaler=scaler,
+        full=session.stage.full,
     )
     found = [finding for look in CHECKS for finding in look(setup)]
     if closure is not None:
@@ -130,14 +134,17 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                 )
 
 
+def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Tensor]]:
+    """Yields each floating weight with its module, its name and its fp32 value."""
+    for part in setup.parts:
+        for name, parameter in parameters_of(part.module).items():
+            if parameter is not None and parameter.is_floating_point() and parameter.numel():
+                yield part, f"{part.name}.{name}".removeprefix("."), parameter, setup.full(parameter).detach()
+
+
 def _values(setup: Setup) -> Iterator[Finding]:
     """Weights that are not finite before the first step."""
-    bad = [
-        f"{part.name}.{name}".removeprefix(".")
-        for part in setup.parts
-        for name, parameter in parameters_of(part.module).items()
-        if parameter is not None and parameter.is_floating_point() and not bool(parameter.detach().isfinite().all())
-    ]
+    bad = [name for _, name, _, value in _weights(setup) if not bool(value.isfinite().all())]
     if bad:
         yield Finding(
             "error",
@@ -146,6 +153,37 @@ def _values(setup: Setup) -> Iterator[Finding]:
             f"not finite: {named(bad)}",
             f"load or initialize them again; values beyond {setup.plan.low.max:g} are infinite in {setup.plan.low}",
         )
+
+
+def _ranges(setup: Setup) -> Iterator[Finding]:
+    """Weights whose fp32 values the low format does not hold: too large, or so small that most of them become 0."""
+    low, beyond, lost = setup.plan.low, {}, {}
+    for part, name, parameter, value in _weights(setup):
+        if not _is_rounded(setup.plan, part, parameter) or not bool(value.isfinite().all()):
+            continue
+        sizes = value.abs()
+        if float(sizes.max()) > low.max:
+            beyond[name] = part
+        elif 2 * int((sizes > low.smallest_subnormal / 2).sum()) < int((sizes > 0).sum()):
+            lost[name] = part
+    if beyond:
+        what = f"beyond {low.max:g}, where {low} ends: {named(beyond)}"
+        yield Finding("error", "weights beyond the format", next(iter(beyond)), what, *_kept_full(beyond.values()))
+    if lost:
+        what = f"most values are 0 in {low}, whose smallest number is {low.smallest_subnormal:.0e}: {named(lost)}"
+        yield Finding("warning", "weights vanish", next(iter(lost)), what, *_kept_full(lost.values()))
+
+
+def _is_rounded(plan: Plan, part: Part, parameter: nn.Parameter) -> bool:
+    """Tells whether a weight is stored in the low format, or cast to it wherever it is used."""
+    cast = isinstance(part.module, PRODUCTS) and part.formats.compute is plan.low
+    return plan.ops != "none" and (parameter.dtype is plan.low.dtype or cast)
+
+
+def _kept_full(parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
+    """Returns the advice to keep modules full, and the rules that do; the model itself gets none."""
+    rules = tuple(Rule(name, FULL_OUT) for name in dict.fromkeys(part.name for part in parts) if name)
+    return "compute there in fp32, with a rule that keeps the module full, or rescale the weights", rules
 
 
 def _scalers(setup: Setup) -> Iterator[Finding]:
@@ -313,7 +351,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
     odd = [
         f"{part.place} {tuple(part.module.weight.shape)}"
         for part in setup.parts
-        if isinstance(part.module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if isinstance(part.module, PRODUCTS)
         and part.formats.compute is setup.plan.low
         and any(size % ALIGNED for size in part.module.weight.shape[:2])
     ]
@@ -330,6 +368,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
     _parameters,
     _values,
+    _ranges,
     _scalers,
     _buffers,
     _constants,

@@ -16,7 +16,7 @@ from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import HalfstepError, OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
-from halfstep.observe.nonfinite import unwrapped
+from halfstep.observe.nonfinite import finite_range, unwrapped
 from halfstep.observe.outputs import dense
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
@@ -123,6 +123,9 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             if value is not None:
                 note.scalars = (value,)
                 self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
+            lost = None if source is None else self._lost(note, source, fmt)
+            if lost is not None:
+                self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
             return
         args = [self._constant(note, tensor) if isinstance(tensor, Tensor) else tensor for tensor in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
@@ -139,8 +142,19 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         """Returns the number in a 0-dim tensor that no operation of the step has computed, else the tensor."""
         if tensor.dim() or not tensor.is_floating_point() or tensor.requires_grad:
             return tensor
+        return float(tensor) if self._is_made(note, tensor) else tensor
+
+    def _is_made(self, note: Note, tensor: Tensor) -> bool:
+        """Tells whether no operation of the step has computed a tensor."""
         writer = self.last_writer(tensor)
-        return float(tensor) if writer is None or writer is note or writer.aten in MADE else tensor
+        return writer is None or writer is note or writer.aten in MADE
+
+    def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
+        """Returns the largest number in a constant all of which a cast makes 0, as in a buffer with an eps, or None."""
+        fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
+        span = finite_range(tensor) if fixed and tensor.dtype not in LOW_DTYPES else None
+        largest = 0.0 if span is None else max(map(abs, span))
+        return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
 
     def failure(self, error: Exception) -> Failure:
         """Returns where an error came from: the operation that raised it, or else the line and module on its stack."""
@@ -183,11 +197,12 @@ def _constant(
     name_in_model = (note.module or "").rpartition(":")[2]  # of several models, rules match the names in each
     rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
+        what = f"a cast to {fmt} of" if name == "cast" else f"{tracer.operator(note)} of {fmt} values and"
         return Finding(
             "warning",
             "constant vanishes",
             place,
-            f"{tracer.operator(note)} of {fmt} values and {value:g}, which is 0 in {fmt}: it guards against nothing",
+            f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing",
             f"give {fmt.usable_eps:g} or more, or compute there in fp32",
             rule,
         )

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, LOW, OpChange, Rule, Scaling
+from halfstep.diagnose.cures import FULL_OUT
 from halfstep.errors import SessionError
 from halfstep.machine import DeviceFacts
 from halfstep.preflight.check import Part, Setup, _shapes
@@ -617,10 +618,57 @@ def test_an_eps_of_a_module_is_a_note_where_no_step_is_traced():
 def test_weights_that_are_not_finite_are_an_error():
     model = Two(nn.Linear(8, 8))
     with torch.no_grad():
-        model.planted.weight[0, 0] = 1e5  # beyond fp16
-    found, _ = checked(model, trace=False)
-    assert (only(found).place, only(found).code) == ("planted.weight", "non-finite weights")
-    assert checked(model, "O1", trace=False)[0] == []
+        model.planted.weight[0, 0] = torch.inf
+    for plan in ("O1", "O2"):
+        found, _ = checked(model, plan, trace=False)
+        assert (only(found).place, only(found).code) == ("planted.weight", "non-finite weights")
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("fill", "code"),
+    [
+        (lambda weight: weight[0].fill_(1e5), "weights beyond the format"),
+        (lambda weight: weight[0].fill_(-65504.0), None),
+        (lambda weight: weight.fill_(1e-9), "weights vanish"),
+        (lambda weight: weight.fill_(2.0**-24), None),
+        (lambda weight: weight[:4].fill_(1e-9), None),  # the half of them
+        (lambda weight: weight.fill_(0.0), None),
+    ],
+)
+def test_weights_that_the_low_format_does_not_hold_get_a_rule_that_keeps_them(plan, fill, code):
+    model = Two(nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        fill(model.planted.weight)
+    found, plan_ = checked(model, plan, trace=False)
+    assert [finding.code for finding in found] == ([] if code is None else [code])
+    if code is not None:
+        assert found[0].place == "planted.weight"
+        assert found[0].cure == (Rule("planted", FULL_OUT),)
+        assert "load" not in found[0].advice
+        assert checked(model, plan_.edit(*found[0].cure), None, trace=False)[0] == []
+    assert checked(model, plan, "bf16", trace=False)[0] == []
+
+
+class Holds(nn.Module):
+    def __init__(self, eps, use):
+        super().__init__()
+        self.register_buffer("eps", eps)
+        self.use = use
+
+    def forward(self, x):
+        return x / (self.use(self.eps, x) + x.abs())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,)])
+def test_an_eps_in_a_buffer_that_a_cast_makes_0_is_named(shape):
+    def found(value, low="fp16"):
+        return checked(Two(Holds(torch.full(shape, value), lambda eps, x: eps.to(x.dtype))), low=low)[0]
+
+    finding = only(found(1e-9))
+    assert (finding.code, finding.place.split(",")[0]) == ("constant vanishes", "planted")
+    assert "a cast to fp16 of 1e-09, which is 0 in fp16" in finding.evidence
+    assert found(1e-9, "bf16") == found(1e-6) == []
 
 
 def test_a_loss_that_is_not_finite_is_an_error_that_names_blame():
