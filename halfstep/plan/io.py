@@ -33,7 +33,8 @@ def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -
     may be left out.
     """
     optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
-    kinds = dict(changed or {}) | {k: v for k, v in get_type_hints(of).items() if k not in (changed or {})}
+    hints, changed = get_type_hints(of), dict(changed or {})
+    kinds = {name: kind for name, kind in changed.items() if name not in hints} | hints | changed
     given = [(k, Union[v, UnsetType], UNSET) if k in optional else (k, v) for k, v in kinds.items()]  # noqa: UP007
     return msgspec.defstruct(of.__name__, given, forbid_unknown_fields=True, kw_only=True, **options)
 
@@ -55,7 +56,6 @@ _PLAN = _partial(
         {
             "schema": int,
             "base": str,
-            "name": str,
             "low": Literal["bf16", "fp16"],
             "scale": _SCALE,
             "op_changes": _OPS,
@@ -71,12 +71,11 @@ _KEYS: Mapping[str, type[Struct]] = {
     "$.rules[...].policy": _POLICY,
 }
 # An edit on its own says which it is.
-_EDITS: Mapping[str, type[Struct]] = {
-    "rule": _table(Rule, _IN_RULES, tag_field="edit", tag="rule"),
-    "op_change": _table(OpChange, tag_field="edit", tag="op_change"),
-    "scale": _table(Scaling, tag_field="edit", tag="scale"),
+_EDITS: Mapping[type[Edit], type[Struct]] = {
+    Rule: _table(Rule, _IN_RULES, tag_field="edit", tag="rule"),
+    OpChange: _table(OpChange, tag_field="edit", tag="op_change"),
+    Scaling: _table(Scaling, tag_field="edit", tag="scale"),
 }
-_TAGS: Mapping[type, str] = {Rule: "rule", OpChange: "op_change", Scaling: "scale"}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -108,8 +107,8 @@ def edit_to_dict(edit: Edit) -> dict[str, Any]:
     >>> edit_to_dict(OpChange("deny", "softmax"))
     {'edit': 'op_change', 'list': 'deny', 'op': 'softmax'}
     """
-    kind = next(kind for kind in _TAGS if isinstance(edit, kind))
-    return {"edit": _TAGS[kind], **_entries(edit)}
+    table = next(table for kind, table in _EDITS.items() if isinstance(edit, kind))
+    return {"edit": table.__struct_config__.tag, **_entries(edit)}
 
 
 def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
@@ -122,9 +121,8 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
         entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
     except msgspec.ValidationError as error:
         raise PlanError(f"{entries!r:.80} is no edit: {error}; an edit is what edit_to_dict gives") from None
-    if isinstance(entry, _EDITS["rule"]):
-        return _rule(_given(entry))
-    return OpChange(**_given(entry)) if isinstance(entry, _EDITS["op_change"]) else Scaling(**_given(entry))
+    kind = next(kind for kind, table in _EDITS.items() if isinstance(entry, table))
+    return _rule(_given(entry)) if kind is Rule else kind(**_given(entry))
 
 
 def _given(table: Any) -> dict[str, Any]:
