@@ -134,7 +134,7 @@ def _op_name(where: str, op: object) -> None:
     parts = [module, function] if colon else [module]
     if not all(part and all(word.isidentifier() for word in part.split(".")) for part in parts):
         raise PlanError(
-            f"op {name!r} in {where} is no function name; give a public torch name such as 'softmax', "
+            f"op {name!r} in {where} is not a function name; give a public torch name such as 'softmax', "
             "or 'module:function' such as 'my_ops:swish'"
         )
 

@@ -148,7 +148,7 @@ def test_torch_norm_finds_what_it_calls_in_this_torch():
         ("reshape", "returns a view"),
         ("zeros", "takes no tensor"),
         ("size", "returns no tensor"),
-        ("", "no torch op"),
+        ("", "not a torch op"),
     ],
 )
 def test_a_name_that_cannot_be_cast_is_refused_with_the_reason(name, says):
