@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -67,6 +67,7 @@ class Gate:
     before: Callable[[], None] | None = None
     begin: Callable[[], None] | None = None
     active: bool = True
+    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
     marker: str = ""
     first: Gate | None = None
     uncompiled: Callable[..., Any] | None = None
@@ -201,10 +202,11 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if own is not None:
         copied: nn.Module = own(self, memo)
         return copied
-    plain = _plain_class(type(self))  # the copy is in no session: what goes by a module's exact class knows it
-    twin: nn.Module = plain.__new__(plain)  # type: ignore[call-overload]
+    twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
-    twin.__dict__.update(copy.deepcopy({name: held for name, held in self.__dict__.items() if name not in OURS}, memo))
+    twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    if gate is not None:
+        gate.copies.add(twin)
     return twin
 
 
@@ -422,8 +424,9 @@ class Entrances:
 
         def undo() -> None:
             gate.active = False
-            if module.__class__ is swapped:  # else somebody (FSDP2) put a class on top: ours stays, as a pass-through
-                module.__class__ = base
-                del module.__dict__[GATE]
+            for each in (module, *gate.copies):
+                if each.__class__ is swapped:  # else somebody (FSDP2) put a class on top: ours stays, a pass-through
+                    each.__class__ = base
+                    each.__dict__.pop(GATE, None)
 
         return undo

@@ -23,8 +23,8 @@ _OF_TENSORS: Mapping[Kind | None, str] = {
         "out)"
     ),
     Kind.WEIGHTS: (
-        "load the last checkpoint whose weights are finite, and find the step that spoiled them (a learning rate "
-        "that is too high does)"
+        "load the last checkpoint whose weights are finite, and find the step that spoiled them (a learning rate that "
+        "is too high or NaN does, and an optimizer whose eps is 0)"
     ),
     Kind.ANOTHER_PROCESS: "see the verdict of the other processes: one of them has the fault, or its batch has",
 }
@@ -36,7 +36,7 @@ _NO_DATA = {
     ),
     "below": (
         f"where this is a mask, leave each row one entry that is finite ({_TWO_MASKS}: join masks as booleans); "
-        "where it is data, leave the sample out, or give it a finite value"
+        "where it is data, clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"
     ),
 }  # by which infinities alone a tensor holds: what a mask excludes is not to be replaced by 0
 _SLOWER = "load a checkpoint from before, and take a lower learning rate, a warm-up or max_norm"
@@ -97,7 +97,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         )
     elif found.tried:
         parts.append(
-            f"in fp32 the same closure fails too{_elsewhere(found)}"
+            f"{_fails_in_full(found.full)}{_elsewhere(found)}"
             if found.full is not None
             else f"in fp32 its loss is {found.full_loss:g}"
         )
@@ -114,6 +114,12 @@ def _at_lower(found: Diagnosis, lower: float) -> str:
     if found.exact is None:
         return f"what it gives at {lower:g} was not seen"
     return f"it needs at most {lower:g}, and what comes later in the backward pass may need less"
+
+
+def _fails_in_full(full: Diagnosis) -> str:
+    if full.low in (FP16, BF16):  # as of weights that the code takes as they are stored, or of its own cast
+        return f"with the models in fp32 the same closure fails too, in an operation that is {full.low} all the same"
+    return "in fp32 the same closure fails too"
 
 
 def _elsewhere(found: Diagnosis) -> str:
@@ -170,6 +176,8 @@ def _seen(found: Diagnosis) -> str:
 def _inputs(call: OpCall | None) -> str:
     if call is None:
         return ""
+    if call.operator == "div" and call.input_ranges == ((0.0, 0.0), (0.0, 0.0)):
+        return " from 0/0"
     said = [
         f"{name} in [{span[0]:.4g}, {span[1]:.4g}]"
         for name, span in zip(call.input_formats, call.input_ranges, strict=True)

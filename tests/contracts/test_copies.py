@@ -123,8 +123,8 @@ def test_a_pickled_model_goes_on_in_its_session(protocol, pickler):
 
 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2"])
-def test_a_deep_copy_has_plain_classes_all_over(name):
-    """What goes by a module's exact class, as `quantize_dynamic` does, knows the modules of a copy."""
+def test_a_deep_copy_has_plain_classes_after_the_session(name):
+    """What goes by a module's exact class, as `quantize_dynamic` does, knows the modules of a copy then."""
     model = nn.Sequential(Named(), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name):
         twins = [copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module]

@@ -655,6 +655,7 @@ def test_weights_that_the_loss_takes_as_they_are_stored_are_out_of_reach():
     verdict = halfstep.blame(session, lambda: (model.weight * 1e6).square().mean() + model(inputs).mean())
     assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", ())
     assert "or uses weights as they are stored" in verdict.advice
+    assert "with the models in fp32 the same closure fails too, in an operation that is fp16" in verdict.evidence
     session.close()
     session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16", loss_scale=16.0)
     assert halfstep.blame(session, lambda: (model.weight.float() * 10).square().mean() + model(inputs).mean()) is None
@@ -1116,4 +1117,25 @@ def test_two_masks_that_are_added_are_named_and_not_to_be_scaled_down(dtype):
     verdict = halfstep.blame(session, lambda: (model(torch.ones(4, 8)) + (one + two)).float().softmax(-1)[:, 0].mean())
     assert (verdict.operator, verdict.phase) == ("add", "forward")
     assert "join masks as booleans" in verdict.advice
+    session.close()
+
+
+def test_zero_by_zero_reads_as_that():
+    model = nn.Linear(8, 4)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O1", low="bf16")
+    nothing = torch.zeros(4, 4)
+    verdict = halfstep.blame(session, lambda: (nothing / nothing + model(torch.ones(4, 8))).mean())
+    assert verdict.evidence.startswith("div gave 16 NaN of 16 elements from 0/0")
+    session.close()
+
+
+def test_weights_that_are_not_finite_name_what_spoils_them():
+    model = nn.Linear(8, 4)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O1", low="bf16")
+    with torch.no_grad():
+        model.weight.fill_(torch.nan)
+    verdict = halfstep.blame(session, lambda: model(torch.ones(4, 8)).mean())
+    assert verdict.kind == "weights"
+    assert "too high or NaN" in verdict.advice
+    assert "eps is 0" in verdict.advice
     session.close()
