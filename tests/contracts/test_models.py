@@ -442,28 +442,15 @@ class Detector(nn.Module):
         if not bool((low < high).all()):
             raise ValueError("all boxes should have positive height and width")
         pooled = self.features(torch.stack(images)).mean((2, 3))
-        return {"boxes": nn.functional.smooth_l1_loss(low.mean(1, keepdim=True) + self.head(pooled)[:, None], boxes)}
+        return {"boxes": nn.functional.smooth_l1_loss(low.repeat(1, 1, 2) + self.head(pooled)[:, None], boxes)}
 
 
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 def test_boxes_and_targets_arrive_as_given(name):
     model = Detector()
     images = [torch.randn(3, 8, 8) for _ in range(2)]
-    targets = [
-        {
-            "boxes": torch.tensor(
-                [
-                    [
-                        512.0,
-                        512.0,
-                        513.0,
-                        513.0,
-                    ]
-                ]
-            )
-        }
-        for _ in range(2)
-    ]  # 513 is 512 in bf16
+    boxes = torch.tensor([[512.0, 512.0, 513.0, 513.0]])  # 513 is 512 in bf16
+    targets = [{"boxes": boxes} for _ in range(2)]
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-6), name, low="bf16") as session:
         session.backward(sum(model(images, targets).values()))
         assert not bool(session.step().skipped)
