@@ -9,13 +9,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.modes import as_called
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.outputs import readable
 from halfstep.observe.schemas import is_collective, is_uninitialised, is_view, written
+from halfstep.torch_internals import in_backward, schema_of, storage_identity, tree_leaves, tree_map
 
 TOLERANCE = 0.05
 """Relative difference to fp32 above which an overflow has done harm; rounding alone makes some 0.001."""
@@ -85,8 +85,8 @@ class OverflowTrail(Generic[T]):
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
         """Runs an operation that came to a dispatch mode and returns its result; `here` gives what stands for it."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        in_backward = torch._C._current_graph_task_id() != -1
-        blind = in_backward or is_view(func) or is_uninitialised(func) or is_collective(func)
+        backward = in_backward()
+        blind = backward or is_view(func) or is_uninitialised(func) or is_collective(func)
         if blind or not all(map(_is_plain, given)):
             return as_called(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
@@ -115,7 +115,7 @@ class OverflowTrail(Generic[T]):
             if isinstance(value, Tensor):
                 value = values.get(id(value), value)
                 dtype = torch.float32 if value.dtype in LOW_DTYPES else value.dtype
-                return value.to(dtype, copy=func._schema.is_mutable)
+                return value.to(dtype, copy=schema_of(func).is_mutable)
             return torch.float32 if value in LOW_DTYPES else value
 
         self.reruns += 1
@@ -174,7 +174,7 @@ class OverflowTrail(Generic[T]):
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_identity(tensor.untyped_storage())
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -43,10 +43,10 @@ def is_view(func: Any) -> bool:
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the tensors among the arguments that an operation writes to."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
-    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    into = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
+    into = [each.name for each in schema_of(func).arguments if each.alias_info is not None and each.alias_info.is_write]
     return [leaf for name in into for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
 
 
