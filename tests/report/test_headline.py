@@ -8,7 +8,7 @@ import pytest
 from halfstep.formats import BF16, FP16
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
-from halfstep.records import VERDICT_KINDS, Finding, OpCall, SessionStart, StepRecord, Verdict
+from halfstep.records import Finding, Kind, OpCall, SessionStart, StepRecord, Verdict
 from halfstep.report.gather import gather
 from halfstep.report.headline import SENTENCES, headline, sentence
 from halfstep.report.log import RunLog
@@ -259,8 +259,8 @@ def test_a_log_without_a_plan_has_no_floor(say):
 
 
 def test_every_kind_of_verdict_has_a_sentence():
-    assert set(SENTENCES) == set(VERDICT_KINDS)
-    for kind in VERDICT_KINDS:
+    assert set(SENTENCES) == set(Kind)
+    for kind in Kind:
         assert "{" not in sentence(verdict(kind), "fp16")
 
 
