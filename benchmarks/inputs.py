@@ -20,11 +20,11 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from halfstep.plan.machine import read_machine
 from torch import Tensor, nn
 
 import halfstep
 from halfstep.bench.figures import spread
+from halfstep.machine import read_machine
 
 WIDTH = 256
 INPUTS = ("keep", "low")
