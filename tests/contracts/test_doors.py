@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, LOW, Rule
+from halfstep.cast.enter import put_in_place
 from tests.contracts.cases import mixed_plans
 
 F = nn.functional
@@ -340,3 +341,12 @@ def test_blame_and_check_see_a_module_called_first():
     verdict = halfstep.blame(session, lambda: model.dec[0].a(model.enc[0](x) * 10).square().mean())
     assert verdict is not None
     session.close()
+
+
+def test_a_stand_in_is_called_inside_the_plan_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with halfstep.initialize(model, None, "O2", low="bf16") as session:
+        undo = put_in_place([(model[0], lambda x: x * 0 + 7)])
+        with session.autocast():
+            assert set(model[0](torch.ones(2, 4)).flatten().tolist()) == {7.0}
+        undo()
