@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -13,29 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
-from halfstep.cast.functions import check_functions
 from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
-from halfstep.optim.steppers import needs_closure
-from halfstep.optim.table import row_of
-from halfstep.plan.choose import choose_plan, needs_emulation
+from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import (
     as_list,
-    check_closures,
-    check_models,
-    check_optimizers,
-    check_parameters,
-    device_of,
     first_device,
     unwrap,
 )
-from halfstep.plan.forwards import check_forwards
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
-from halfstep.plan.resolve import resolve
+from halfstep.session.decide import decide
 from halfstep.session.session import Session, Sink
 
 _LOG = logging.getLogger("halfstep")
@@ -82,22 +72,14 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that keep being skipped")
     if emulate not in (None, True, False):
         raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
-    device = device_of(models, chosen)
-    roots = [unwrap(m) for m in models]
     if emulate is not None and chosen.ops == "none":
         raise SetupError(
             f"emulate={emulate} at {chosen.name}, which runs everything as written; leave it out or use O1 to O3"
         )
-    earlier = [owner for owner in owners(m for root in roots for m in root.modules()) if isinstance(owner, Session)]
-    check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
-    check_optimizers(optimizers, models)
-    check_parameters(optimizers, models, chosen)
-    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
-    check_forwards(roots, resolve(chosen, roots))
-    check_functions(chosen.op_changes)
-    foreign = [optimizer for optimizer in optimizers if row_of(optimizer) is None]
-    if foreign and chosen.master == "split":
-        chosen = replace(chosen, master="copy")
+    inside = owners(module for model in models for module in unwrap(model).modules())
+    earlier = [owner for owner in inside if isinstance(owner, Session)]
+    made_low = [p for session in earlier for p in session.low_parameters()]
+    decision = decide(models, optimizers, chosen, emulate=emulate, facts=facts, made_low=made_low)
     for session in earlier:
         _LOG.warning(
             "the model was still in a session (%s), now closed; the weights keep their training so far",
@@ -106,12 +88,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         session.close()
     if notice:
         _LOG.warning(notice)
-    for optimizer in foreign if chosen.param == "low" or (chosen.ops != "none" and device.type != "cpu") else ():
-        _say_that_it_steps_itself(type(optimizer).__name__)
-    if emulate is None:
-        emulate = chosen.ops != "none" and needs_emulation(chosen.low, facts)
-    session = Session(models, optimizers, chosen, emulate=emulate, processor=facts.processor, sinks=sinks)
-    return _guarded(session, on_failure)
+    if chosen.param == "low" or (decision.mixed and decision.device.type != "cpu"):
+        for optimizer in decision.foreign:
+            _say_that_it_steps_itself(type(optimizer).__name__)
+    return _guarded(Session(decision, sinks=sinks), on_failure)
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:

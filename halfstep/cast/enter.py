@@ -158,15 +158,21 @@ def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
     given = args, kwargs
     if gate.cast_in is not None:
         args, kwargs = gate.cast_in(args, kwargs)
-    with ExitStack() as stack:
-        if gate.around is not None:
-            stack.enter_context(gate.around())
-        token = gate.enter()
-        try:
-            out = forward(module, *args, **kwargs)
-        finally:
-            gate.leave(token)
-        return out if gate.cast_out is None else gate.cast_out(out, *given)
+    if gate.around is None:
+        return _run_inside(gate, forward, module, args, kwargs, given)
+    with gate.around():
+        return _run_inside(gate, forward, module, args, kwargs, given)
+
+
+def _run_inside(
+    gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, given: tuple[Any, Any]
+) -> Any:
+    token = gate.enter()
+    try:
+        out = forward(module, *args, **kwargs)
+    finally:
+        gate.leave(token)
+    return out if gate.cast_out is None else gate.cast_out(out, *given)
 
 
 def _run_uncompiled() -> Callable[..., Any]:

@@ -88,6 +88,7 @@ class GradientLedger:
         self._losses_before: tuple[int, ...] = ()
         self._scales: dict[int, Tensor] = {}
         self._source: tuple[Tensor, int] | None = None
+        self._copied: tuple[Tensor, int, Tensor] | None = None  # a scale, the count of writes to it, and what it was
         self._mark: tuple[int, int] | None = None
         self.left_over = False
         self._scratch = Scratch()
@@ -186,7 +187,9 @@ class GradientLedger:
     def _carry(self, scale: Tensor) -> None:
         """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""
         if not self._is_carried(scale):
-            self._scale, self._source = scale.clone(), (scale, version_of(scale))
+            if self._copied is None or self._copied[0] is not scale or self._copied[1] != version_of(scale):
+                self._copied = scale, version_of(scale), scale.clone()
+            self._source, self._scale = self._copied[:2], self._copied[2]
         self._true = self._stale = False
 
     def _is_carried(self, scale: Tensor) -> bool:

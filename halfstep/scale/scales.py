@@ -32,12 +32,20 @@ class LossScales:
         """What `limit` keeps all scales at or below; None where it was not called."""
         return self._ceiling
 
+    @property
+    def active(self) -> bool:
+        """Whether a scale can differ from 1."""
+        return self._scaling.kind != "none"
+
     def of(self, loss_id: int) -> Scale:
         """Returns the scale of a loss.
 
         Raises:
             SessionError: `loss_id` is not a non-negative int.
         """
+        known = self._scales.get(loss_id) if type(loss_id) is int else None
+        if known is not None:
+            return known
         _check(loss_id)
         if loss_id not in self._scales:
             shared = self._scaling.kind != "dynamic" and self._scales
@@ -63,6 +71,8 @@ class LossScales:
 
     def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
         """Adapts the scales to one step: the gradients of each optimizer, and whether those overflowed."""
+        if not self.active:
+            return
         overflowed: dict[int, Tensor] = {}
         for held, now in zip(collected, found, strict=True):
             for loss_id, flag in held.overflowed(now).items():

@@ -14,6 +14,9 @@ from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
 from halfstep.scale.ledger import Collected, GradientLedger
 from halfstep.torch_internals import sparse_indices, sparse_values
 
+Flags = tuple[list[nn.Parameter], Tensor]  # parameters, and for each whether its gradient is not finite
+Update = Callable[[], BaseException | None]
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -123,22 +126,23 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     return found
 
 
-def step_each(parts: Sequence[Part], step: Callable[[Part], BaseException | None]) -> tuple[int, BaseException | None]:
-    """Steps the parts in their order; returns how many of them stepped, and the first error of a hook on the way.
+def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
+    """Makes updates in their order; returns how many were made, and the first error of a hook on the way.
 
-    `step` returns what was raised after the update of a part, and raises what was before it: that part and the ones
-    after it have not stepped then. Where that is the first one, nothing has, and it is raised here.
+    An update returns what was raised after it, and raises what was before it: it and those that follow are not made
+    then. Where that is the first one, nothing was, and it is raised here.
     """
-    failed: BaseException | None = None
-    for count, part in enumerate(parts):
-        try:
-            error = step(part)
-        except BaseException as raised:
-            if not count:
-                raise
-            return count, failed or raised
+    count, failed = 0, None
+    try:
+        for update in updates:
+            raised = update()
+            failed = failed or raised
+            count += 1
+    except BaseException as error:
+        if not count:
+            raise
         failed = failed or error
-    return len(parts), failed
+    return count, failed
 
 
 def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:

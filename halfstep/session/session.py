@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -20,26 +20,17 @@ from halfstep.cast.enter import CheckpointHook, mark, plain_copies
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full, keep_parameters
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
-from halfstep.kernels.batch import Scratch
-from halfstep.machine import Processor
 from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import needs_closure
-from halfstep.optim.update_watch import UpdateWatch
-from halfstep.plan.fit import (
-    STATE_SCHEMA,
-    check_state,
-    device_of,
-    unwrap,
-)
+from halfstep.plan.fit import STATE_SCHEMA, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
-from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
-from halfstep.processes import LateNumbers, Replicas
+from halfstep.plan.resolve import Assignment, ModuleFormats
+from halfstep.processes import Replicas
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -51,26 +42,17 @@ from halfstep.records import (
     Verdict,
 )
 from halfstep.scale.buffers import BufferGuard
-from halfstep.scale.ledger import Collected
-from halfstep.scale.loss import (
-    FP16_LOSS_CEILING,
-    check_loss,
-    overflowed,
-    pair_outputs,
-    poisoned,
-    scaled,
-    true_gradient,
-)
+from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, true_gradient
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
-from halfstep.session.parts import LastStep, Part, StepFacts, last_steps, make_part, memory_of, parts_to_step, step_each
+from halfstep.session.decide import Decision, decide_for_copies
+from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.stage import Stage
-from halfstep.session.together import SharedState, agree
-from halfstep.stack import begin_pass
+from halfstep.session.together import SharedState
+from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training
 from halfstep.torch_internals import parameters_of
 
 Sink = Callable[[StepRecord], None]
-Stepped = tuple[StepRecord, list[Part], BaseException | None]  # which parts, and what a hook raised afterwards
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
     "gradients and miss the masters (after session.close() optimizer.step() works again)"
@@ -110,40 +92,28 @@ class Session:
     `plan` is what was asked, `assignment` what each module got. Several sessions may live in one process.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        plan: Plan,
-        *,
-        emulate: bool,
-        processor: Processor,
-        sinks: Sequence[Sink] = (),
-    ) -> None:
-        roots = [unwrap(model) for model in models]
+    def __init__(self, decision: Decision, *, sinks: Sequence[Sink] = ()) -> None:
+        plan, device, roots = decision.plan, decision.device, decision.roots
         self.plan = plan
-        self.assignment: Assignment = resolve(plan, roots)
+        self.assignment: Assignment = decision.assignment
         self.closed = False
         self.watchers: list[Watcher] = []
+        self._decision = decision
         self._roots = roots
         self._sinks = tuple(sinks)
         self._recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
-        self._device = device_of(models, plan)
-        self._plain = plan.ops == "none"
-        self._constant_one = plan.scale.kind == "none"
+        self._device = device
         self._undo = ExitStack()
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
-        self._processor = processor
-        self._casting = Casting(plan, self._device, emulate=emulate, wide_backward=processor.wide_backward)
-        self._scales = LossScales(plan.scale, self._device)
+        self._casting = Casting(plan, device, emulate=decision.emulate, wide_backward=decision.processor.wide_backward)
+        self._scales = LossScales(plan.scale, device)
         self._awaiting: list[Part] = []  # parts with a backward since their last step
-        self._scratch = Scratch()  # of the read of the gradients
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
-        self._overflows: list[tuple[list[nn.Parameter], Tensor]] = []  # of the last step: which gradients overflowed
-        self._skips = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._overflows: Sequence[Flags] = ()  # of the last step: which gradients overflowed
+        self._skips = torch.zeros((), dtype=torch.int64, device=device)
         self._rehearsing = False
         self._trial: Session | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
@@ -151,33 +121,25 @@ class Session:
         shared = SharedState(plan, self._store, self._scales, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
-        self._late = LateNumbers()
-        self._stopping: list[int] = []  # processes whose verdict ends the step
-        self.stage = Stage(
-            plan, roots, self._device, self._casting, self._scales, self._store.full, self._replicas.summing
-        )
+        self.stage = Stage(plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing)
         try:
-            self._open(optimizers)
-            self.tell(SessionStart(to_dict(plan), str(self._device), emulate, self.assignment.names()))
+            self._open()
+            self.tell(SessionStart(to_dict(plan), str(device), decision.emulate, self.assignment.names()))
         except BaseException:
             self.close()
             raise
 
-    def _open(self, optimizers: Sequence[Optimizer]) -> None:
+    def _open(self) -> None:
         self._undo.callback(self._casting.open())
         self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
         pairs = list(self.modules())
         for module, formats in pairs:
             self._cast_module(module, formats)
-        self._parts = [self._make_part(optimizer) for optimizer in optimizers]
+        self._parts = [self._make_part(optimizer) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
-        self._buffers = BufferGuard([] if self._plain else self._roots)
-        for root in () if self._plain else self._roots:
-            hook = CheckpointHook(lambda *_: self._buffers.after_step())
-            handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-            self._undo.callback(handle.remove)
-        caps = self.plan.low is FP16 and self.plan.scale.kind != "none"
+        self._buffers = BufferGuard(self._roots if self._decision.mixed else [])
+        caps = self.plan.low is FP16 and self._scales.active
         gates = self._casting.install(
             pairs,
             full=self._store.full,
@@ -185,10 +147,30 @@ class Session:
             look=self._look_for_fp16_losses if caps else None,
         )
         self._undo.callback(gates)
-        if not self._plain:
-            self._undo.callback(self._replicas.close)
-            self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
+        self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
+
+    def _plain(self) -> Training:
+        return PlainTraining(self._roots, self._probes, self._device)
+
+    def _mixed(self) -> Training:
+        for root in self._roots:
+            hook = CheckpointHook(lambda *_: self._buffers.after_step())
+            handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+            self._undo.callback(handle.remove)
+        self._undo.callback(self._replicas.close)
+        self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
+        return MixedTraining(
+            parts=self._parts,
+            casting=self._casting,
+            scales=self._scales,
+            store=self._store,
+            buffers=self._buffers,
+            replicas=self._replicas,
+            probes=self._probes,
+            device=self._device,
+            name_of=self._name_of,
+        )
 
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module once with what the assignment gives it; models may share modules."""
@@ -200,7 +182,7 @@ class Session:
                 yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
-        if not self._plain and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hooks
+        if self._decision.mixed and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hooks
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
@@ -221,13 +203,13 @@ class Session:
         part = make_part(
             optimizer,
             self._store,
-            plain=self._plain,
+            plain=not self._decision.mixed,
             full_accumulate=self.plan.param == "low",
             reduced=lambda: self._replicas.reduced,
             name_of=self._name_of,
         )
         self._undo.callback(part.stepper.close)
-        if not self._plain:
+        if self._decision.mixed:
             self._undo.callback(part.ledger.close)
             self._undo.callback(exact_state_loading(optimizer))
             if not part.needs_closure:
@@ -272,27 +254,9 @@ class Session:
         if loss.dtype == torch.float16:
             scale.limit(FP16_LOSS_CEILING)
         self._carry(scale.value)
-        if self._plain:
-            begin_pass(lambda: loss.backward(**kwargs))  # type: ignore[no-untyped-call]
-            self._add_loss(loss, loss_id)
-            self._awaiting = list(self._parts)
-            return
-        for part in self._parts:
-            part.ledger.before_backward(loss_id, scale.value)
-        try:
-            with self._casting.backward():
-                sent = poisoned(loss) if self._replicas.joining else loss
-                begin_pass(lambda: scaled(sent, scale).backward(**kwargs))  # type: ignore[no-untyped-call]
-        except BaseException:
-            for part in self._parts:
-                part.ledger.undo_backward()
-            raise
-        not_finite = overflowed(loss)
-        for part in self._parts:
-            part.ledger.after_backward(loss_id, scale.value, not_finite)
-        self._scales.went_backward(loss_id)
+        self._training.backward(loss, loss_id, kwargs)
         self._add_loss(loss, loss_id)
-        self._awaiting = list(self._parts)
+        self._awaiting = self._parts
 
     def _carry(self, scale: Tensor) -> None:
         """Tells the watchers and probes the loss scale of the next backward pass."""
@@ -339,8 +303,7 @@ class Session:
     def unscale_(self) -> None:
         """Makes the gradients in `p.grad` true fp32 ones, to be read or changed before `step`."""
         self._check_training()
-        for part in () if self._plain else self._parts:
-            part.ledger.unscale_()
+        self._training.unscale_()
 
     def step(self, optimizer: Optimizer | None = None, *, max_norm: float | None = None) -> StepRecord:
         """Updates the weights from the gradients of the `backward` calls since the last step, unless one is non-finite.
@@ -357,107 +320,46 @@ class Session:
             NumericsError: steps go on being skipped for what no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_training()
-        number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
-        if max_norm is not None and not (number and max_norm > 0):
-            raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
+        if max_norm is not None:
+            _check_max_norm(max_norm)
         parts = parts_to_step(self._parts, self._awaiting, optimizer)
+        stop = any([watcher.pending is not None for watcher in self.watchers])
+        stepped = self._training.step(parts, self._steps + 1, max_norm=max_norm, loss=self._loss, stop=stop)
         self._steps += 1
-        try:
-            record, parts, failed = self._plain_step(parts, max_norm) if self._plain else self._step(parts, max_norm)
-        except BaseException:
-            self._steps -= 1
-            raise
+        self._skips += stepped.record.skipped  # in place: a CUDA graph counts its replays
+        self._overflows, self._spoiled = stepped.flags, stepped.spoiled
+        self._last.update(stepped.last)
         self._loss = None
-        self._awaiting = [part for part in self._awaiting if part not in parts]
+        self._awaiting = [part for part in self._awaiting if part not in stepped.parts]
         if not self._awaiting:
             self._buffers.after_step()
-        with ExitStack() as told:  # all of them, the last first, also where one raises
-            for watcher in self.watchers:
-                scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
-                told.callback(watcher.after_step, record, parts, scales, self._stopping)
-            told.callback(self._probes.stepped, self._steps, parts, self._stepping)
-            for sink in reversed(self._sinks):
-                told.callback(sink, record)
-            if failed is not None:
-                raise failed
-        return record
+        self._tell_of(stepped)
+        return stepped.record
+
+    def _tell_of(self, stepped: Stepped) -> None:
+        """Shows a step to all that look at steps, also where one raises; what was raised last comes out in the end."""
+        failed, record = stepped.failed, stepped.record
+        scales = {loss_id: last.scale for loss_id, last in stepped.last.items()}
+        for tell in (
+            *(partial(sink, record) for sink in self._sinks),
+            partial(self._probes.stepped, record.step, stepped.parts, self._stepping),
+            *(
+                partial(watcher.after_step, record, stepped.parts, scales, stepped.stopping)
+                for watcher in self.watchers
+            ),
+        ):
+            try:
+                tell()
+            except BaseException as error:
+                error.__context__ = error.__context__ or failed
+                failed = error
+        if failed is not None:
+            raise failed
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Gives a record other than a step's to the sinks that take them (`Recorder`), such as a run log."""
         for sink in self._recorders:
             sink.record(record)
-
-    def _plain_step(self, parts: list[Part], max_norm: float | None) -> Stepped:
-        norm = None
-        seen = [part.ledger.collect() for part in parts] if self._probes.looking else []
-        for held in seen:
-            self._probes.read(held.params, held.grads, held.carried)
-        if max_norm is not None:
-            mine = {id(p) for part in parts for p in part.parameters()}
-            ordered = [p for root in self._roots for p in root.parameters() if id(p) in mine]
-            norm = nn.utils.clip_grad_norm_(ordered, max_norm)  # in the model's order, on which the sum's bits depend
-        false = torch.zeros((), dtype=torch.bool, device=self._device)
-
-        def step(part: Part) -> BaseException | None:
-            with self._updating(part, seen[parts.index(part)], None, false) if seen else nullcontext():
-                return part.stepper.step([], [], None, false)
-
-        count, failed = step_each(parts, step)
-        one = torch.ones((), dtype=torch.float32, device=self._device)
-        return StepRecord(self._steps, false, one, norm, loss=self._loss), parts[:count], failed
-
-    def _step(self, parts: list[Part], max_norm: float | None) -> Stepped:
-        self._casting.weights_changed()
-        collected = [part.ledger.collect() for part in parts]
-        for held in collected:  # before one of them has stepped, and before kernels read what has no memory
-            if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
-                check_gradients(held.params, held.grads, self._name_of)
-        readings = [read(held.grads, device=self._device, scratch=self._scratch) for held in collected]
-        factors = [None if self._constant_one else held.inverse.to(self._device) for held in collected]
-        norms = [
-            reading.norm if factor is None else reading.norm * factor
-            for reading, factor in zip(readings, factors, strict=True)
-        ]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        stop = any(watcher.pending is not None for watcher in self.watchers)
-        agreed = agree(self._replicas, parts, collected, readings, norm, stop=stop)
-        collected, readings, norm = agreed.collected, agreed.readings, agreed.norm
-        found = readings[0].found
-        for flag in (*(reading.found for reading in readings[1:]), *(held.found for held in collected)):
-            if flag is not None:
-                found = found | (flag if flag.device == self._device else flag.to(self._device))
-        clip = None if max_norm is None else (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-        looking = self._probes.looking
-        for held in collected if looking else ():
-            self._probes.read(held.params, held.grads, held.carried)
-
-        def step(part: Part) -> BaseException | None:
-            held, factor = collected[parts.index(part)], factors[parts.index(part)]
-            if clip is not None:
-                factor = clip if factor is None else factor * clip
-            with self._updating(part, held, factor, found) if looking else nullcontext():
-                failed = part.stepper.step(held.params, held.grads, factor, found)
-            part.ledger.consumed()
-            return failed
-
-        count, failed = step_each(parts, step)
-        parts, collected, readings = parts[:count], collected[:count], readings[:count]
-        self._overflows, self._spoiled = agreed.flags[:count], agreed.processes
-        self._stopping = [] if agreed.stops is None else self._late.read(agreed.stops)
-        self._last.update(last_steps(parts, collected, found))
-        self._buffers.restore(found)
-        if not self._constant_one:
-            self._scales.update(collected, [reading.found for reading in readings])
-        self._skips += found  # in place: a CUDA graph counts its replays
-        synced = any(part.stepper.syncs for part in parts)
-        return StepRecord(self._steps, found, collected[0].scale, norm, synced, self._loss), parts, failed
-
-    def _updating(
-        self, part: Part, held: Collected, factor: Tensor | None, found: Tensor
-    ) -> AbstractContextManager[None]:
-        """Returns a context around the update of a part, for the probes that look at updates."""
-        watch = partial(UpdateWatch, part.optimizer, part.stepper, self._store, found)
-        return self._probes.updating(watch, held.params, held.grads, factor)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, root in enumerate(self._roots):
@@ -489,8 +391,7 @@ class Session:
     @contextmanager
     def trial(self, plan: Plan) -> Iterator[Session]:
         """Opens a session with another plan over copies of the models; `autocast` is that of the trial meanwhile."""
-        emulate = self._casting.emulates and plan.ops != "none"
-        with Session(plain_copies(self._roots), [], plan, emulate=emulate, processor=self._processor) as trial:
+        with Session(decide_for_copies(self._decision, plain_copies(self._roots), plan)) as trial:
             self._trial = trial
             try:
                 yield trial
@@ -660,3 +561,9 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    number = isinstance(max_norm, (float, Real)) and not isinstance(max_norm, bool)
+    if not (number and max_norm > 0):
+        raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")

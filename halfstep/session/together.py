@@ -16,7 +16,7 @@ from halfstep.processes import LOSSES, Findings, Replicas
 from halfstep.scale.ledger import Collected
 from halfstep.scale.norm import Reading
 from halfstep.scale.scales import LossScales
-from halfstep.session.parts import Part
+from halfstep.session.parts import Flags, Part
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class SharedState:
         self.replaced()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Agreed:
     """What decides on a step: the same in all processes that train together.
 
@@ -62,9 +62,9 @@ class Agreed:
     collected: list[Collected]
     readings: list[Reading]
     norm: Tensor
-    flags: list[tuple[list[nn.Parameter], Tensor]]
-    processes: Tensor | None
-    stops: Tensor | None
+    flags: list[Flags]
+    processes: Tensor | None = None
+    stops: Tensor | None = None
 
 
 def agree(
@@ -76,13 +76,10 @@ def agree(
     *,
     stop: bool,
 ) -> Agreed:
-    """Returns what was found in a step, in all processes where there are several that train together.
+    """Returns what the processes that train together found in a step.
 
     `stop` tells them that this one wants all to stop.
     """
-    if not replicas.summing():
-        flags = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
-        return Agreed(collected, readings, norm, flags, None, None)
     params = [part.ledger.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)

@@ -1,0 +1,98 @@
+"""What a session is to do, decided once, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.cast.functions import check_functions
+from halfstep.machine import DeviceFacts, Processor
+from halfstep.optim.steppers import needs_closure
+from halfstep.optim.table import row_of
+from halfstep.plan.choose import needs_emulation
+from halfstep.plan.fit import (
+    check_closures,
+    check_models,
+    check_optimizers,
+    check_parameters,
+    device_of,
+    unwrap,
+)
+from halfstep.plan.forwards import check_forwards
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import Assignment, resolve
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Which models train under which plan, where, and with what of this machine.
+
+    `roots` are the models without wrappers, and `assignment` is what the plan gives their modules. `emulate` says that
+    products of the low format are computed in a wider one. `mixed` is False where everything runs as written. `foreign`
+    are the optimizers that halfstep has no update of its own for.
+    """
+
+    roots: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    foreign: tuple[Optimizer, ...]
+    plan: Plan
+    assignment: Assignment
+    device: torch.device
+    emulate: bool
+    processor: Processor
+    mixed: bool
+
+
+def decide(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    *,
+    emulate: bool | None,
+    facts: DeviceFacts,
+    made_low: Sequence[nn.Parameter] = (),
+) -> Decision:
+    """Returns what a session of these models and optimizers is to do; `plan` becomes one that fits the optimizers.
+
+    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that will be fp32 again by then.
+
+    Raises:
+        PlanError: the plan fits no module.
+        SetupError: the models or optimizers cannot be trained under the plan.
+    """
+    device = device_of(models, plan)
+    roots = tuple(unwrap(model) for model in models)
+    check_models(models, plan, made_low=made_low)
+    check_optimizers(optimizers, models)
+    check_parameters(optimizers, models, plan)
+    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
+    assignment = resolve(plan, roots)
+    check_forwards(roots, assignment)
+    check_functions(plan.op_changes)
+    foreign = tuple(optimizer for optimizer in optimizers if row_of(optimizer) is None)
+    if foreign and plan.master == "split":
+        plan = replace(plan, master="copy")
+        assignment = resolve(plan, roots)
+    mixed = plan.ops != "none"
+    if emulate is None:
+        emulate = mixed and needs_emulation(plan.low, facts)
+    return Decision(roots, tuple(optimizers), foreign, plan, assignment, device, emulate, facts.processor, mixed)
+
+
+def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Plan) -> Decision:
+    """Returns what a session without optimizers is to do with copies of the models, under another plan."""
+    mixed = plan.ops != "none"
+    return replace(
+        decision,
+        roots=tuple(copies),
+        optimizers=(),
+        foreign=(),
+        plan=plan,
+        assignment=resolve(plan, copies),
+        emulate=decision.emulate and mixed,
+        mixed=mixed,
+    )
