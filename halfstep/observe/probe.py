@@ -233,6 +233,8 @@ class Probes:
         return bool(self._windows())
 
     def _windows(self) -> list[Window]:
+        if not self._attached:
+            return []
         return [probe.window for probe in self._attached if probe.window is not None]
 
 

@@ -90,6 +90,7 @@ class GradientLedger:
         self._source: tuple[Tensor, int] | None = None
         self._copied: tuple[Tensor, int, Tensor] | None = None  # a scale, the count of writes to it, and what it was
         self._mark: tuple[int, int] | None = None
+        self._present: list[Parameter] = []  # the parameters of the backward pass that runs
         self.left_over = False
         self._scratch = Scratch()
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
@@ -97,7 +98,8 @@ class GradientLedger:
 
     def before_backward(self, loss_id: int, scale: Tensor) -> None:
         """Prepares `p.grad` for a backward of loss `loss_id`, which is multiplied by `scale` (0-dim fp32 tensor)."""
-        held = self._held()
+        self._present = self.parameters()
+        held = [param for param in self._present if param.grad is not None]
         self.left_over = bool(held) and self._stale and self._mark is not None and self._mark == self._marked()
         if not held:
             self._narrow()
@@ -118,12 +120,14 @@ class GradientLedger:
         `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, as for a loss that is not finite;
         it counts where the loss reached one of the parameters.
         """
-        if found is not None and any(param.grad is not None for param in self._params()):
+        reached = _first_gradient(self._present)
+        if found is not None and reached is not None:
             self._flag(loss_id, found)
         if self._stash:
             self._add_apart(loss_id, scale)
+            reached = _first_gradient(self._present)
         self._scales[loss_id] = self._scale
-        self._mark = self._marked()
+        self._mark = _mark_of(reached)
 
     def undo_backward(self) -> None:
         """Puts the gradients back after a backward that raised.
@@ -285,8 +289,7 @@ class GradientLedger:
 
     def _marked(self) -> tuple[int, int] | None:
         """Returns the first gradient and its count of in-place writes, to see whether somebody writes to it."""
-        grad = next((param.grad for param in self._params() if param.grad is not None), None)
-        return None if grad is None else (id(grad), version_of(grad))
+        return _mark_of(_first_gradient(self._params()))
 
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:
         """Forgets noted overflows where all gradients are zero now: `zero_grad(set_to_none=False)` dropped them.
@@ -298,6 +301,18 @@ class GradientLedger:
         norm = read([param.grad for param in held if param.grad is not None], scratch=self._scratch).norm
         for loss, flag in self._flags.items():
             self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
+
+
+def _first_gradient(params: Iterable[Parameter]) -> Tensor | None:
+    for param in params:
+        grad = param.grad
+        if grad is not None:
+            return grad
+    return None
+
+
+def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _inverse(scale: Tensor) -> Tensor:

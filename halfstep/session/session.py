@@ -546,7 +546,8 @@ class Session:
             raise SessionError("this session is closed; call halfstep.initialize again")
 
     def _check_training(self) -> None:
-        self._check_open()
+        if self.closed:
+            self._check_open()
         if self._rehearsing:
             raise SessionError(IN_A_CLOSURE)
 
