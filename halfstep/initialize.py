@@ -25,7 +25,7 @@ from halfstep.plan.fit import (
 )
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
-from halfstep.session.decide import decide
+from halfstep.session.decide import Stepping, decide
 from halfstep.session.session import Session, Sink
 
 _LOG = logging.getLogger("halfstep")
@@ -46,6 +46,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     emulate: bool | None = None,
     sinks: Sequence[Sink] = (),
     on_failure: OnFailure = "raise",
+    stepping: Stepping = "session",
 ) -> Session:
     """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
 
@@ -56,6 +57,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     Each sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model
     that is still in a session leaves it first, with a notice. If steps keep being skipped for a reason that no lower
     loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"` logs it once and goes on.
+    With `stepping="optimizer"` a loop keeps its own `optimizer.step()`: each backward pass leaves true fp32 gradients
+    in `p.grad`, to be read and clipped as always, and the optimizer's `step` is skipped where one is not finite.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
@@ -70,6 +73,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):
         raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that keep being skipped")
+    if stepping not in get_args(Stepping):
+        raise SetupError(
+            f"stepping is {stepping!r}; give 'session' for session.step(), or 'optimizer' for its own step()"
+        )
     if emulate not in (None, True, False):
         raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
     if emulate is not None and chosen.ops == "none":
@@ -79,7 +86,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     inside = owners(module for model in models for module in unwrap(model).modules())
     earlier = [owner for owner in inside if isinstance(owner, Session)]
     made_low = [p for session in earlier for p in session.low_parameters()]
-    decision = decide(models, optimizers, chosen, emulate=emulate, facts=facts, made_low=made_low)
+    decision = decide(models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low)
     for session in earlier:
         _LOG.warning(
             "the model was still in a session (%s), now closed; the weights keep their training so far",

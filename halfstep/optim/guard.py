@@ -1,4 +1,4 @@
-"""A habitual `optimizer.step()` is stopped while a session owns the step; LR schedulers go on as always."""
+"""A habitual `optimizer.step()` is stopped, or goes to the session that owns the step; schedulers go on as always."""
 
 from __future__ import annotations
 
@@ -16,7 +16,18 @@ _ORIGINAL = "_halfstep_original_step"  # functools.wraps carries it on, so the o
 
 
 def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Makes `optimizer.step()` raise a SessionError with `message`; returns the undo.
+    """Makes `optimizer.step()` raise a SessionError with `message`; returns the undo. `prepare` as in `send_step`."""
+
+    def refuse(closure: Any = None) -> None:
+        raise SessionError(message)
+
+    return send_step(optimizer, refuse, prepare)
+
+
+def send_step(
+    optimizer: Optimizer, instead: Callable[..., Any], prepare: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Has `optimizer.step()` call `instead` with its arguments; returns the undo.
 
     `prepare` makes the optimizer's first state. It is called in place of the one step that only is for that: with zero
     gradients and rates, before a state is read or loaded (`torch.distributed.checkpoint.state_dict`).
@@ -35,7 +46,7 @@ def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] 
             return original(*args, **kwargs)
         if prepare is not None and not args and kwargs == {"closure": None} and _changes_nothing(self):
             return prepare()
-        raise SessionError(message)
+        return instead(*args, **kwargs)
 
     setattr(step, _ORIGINAL, original)
     if hasattr(optimizer.step, SCHEDULED):

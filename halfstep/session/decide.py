@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from halfstep.plan.forwards import check_forwards
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, resolve
 
+Stepping = Literal["session", "optimizer"]
+
 
 @dataclass(frozen=True, eq=False)
 class Decision:
@@ -33,7 +36,7 @@ class Decision:
 
     `roots` are the models without wrappers, and `assignment` is what the plan gives their modules. `emulate` says that
     products of the low format are computed in a wider one. `mixed` is False where everything runs as written. `foreign`
-    are the optimizers that halfstep has no update of its own for.
+    are the optimizers that halfstep has no update of its own for. `stepping` says who is called for a step.
     """
 
     roots: tuple[nn.Module, ...]
@@ -45,6 +48,7 @@ class Decision:
     emulate: bool
     processor: Processor
     mixed: bool
+    stepping: Stepping = "session"
 
 
 def decide(
@@ -53,6 +57,7 @@ def decide(
     plan: Plan,
     *,
     emulate: bool | None,
+    stepping: Stepping = "session",
     facts: DeviceFacts,
     made_low: Sequence[nn.Parameter] = (),
 ) -> Decision:
@@ -80,7 +85,9 @@ def decide(
     mixed = plan.ops != "none"
     if emulate is None:
         emulate = mixed and needs_emulation(plan.low, facts)
-    return Decision(roots, tuple(optimizers), foreign, plan, assignment, device, emulate, facts.processor, mixed)
+    return Decision(
+        roots, tuple(optimizers), foreign, plan, assignment, device, emulate, facts.processor, mixed, stepping
+    )
 
 
 def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Plan) -> Decision:

@@ -22,7 +22,7 @@ from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
-from halfstep.optim.guard import forbid_step
+from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import needs_closure
@@ -49,7 +49,7 @@ from halfstep.session.decide import Decision, decide_for_copies
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.stage import Stage
 from halfstep.session.together import SharedState
-from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training
+from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
 from halfstep.torch_internals import parameters_of
 
 Sink = Callable[[StepRecord], None]
@@ -57,6 +57,7 @@ STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
     "gradients and miss the masters (after session.close() optimizer.step() works again)"
 )
+NO_OPTIMIZER = "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
 IN_A_CLOSURE = (
     "a closure for blame or check only computes and returns the loss: they run the backward pass, and no step"
 )
@@ -160,7 +161,8 @@ class Session:
             self._undo.callback(handle.remove)
         self._undo.callback(self._replicas.close)
         self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
-        return MixedTraining(
+        training = MixedTraining if self._decision.stepping == "session" else TrueGradients
+        return training(
             parts=self._parts,
             casting=self._casting,
             scales=self._scales,
@@ -212,9 +214,21 @@ class Session:
         if self._decision.mixed:
             self._undo.callback(part.ledger.close)
             self._undo.callback(exact_state_loading(optimizer))
-            if not part.needs_closure:
-                self._undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
+        if self._decision.stepping == "optimizer" and not part.needs_closure:
+            self._undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
+        elif self._decision.mixed and not part.needs_closure:
+            self._undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         return part
+
+    def _own_step(self, part: Part, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes the step that a loop asks an optimizer for, which has the closure's loss to return."""
+        self._check_training()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step([part], None)
+        return loss
 
     def _replaced(self) -> None:
         """Takes note that weights and buffers are another process's from now on."""
@@ -246,9 +260,7 @@ class Session:
         """
         self._check_training()
         if not self._parts:
-            raise SessionError(
-                "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
-            )
+            raise SessionError(NO_OPTIMIZER)
         check_loss(loss, kwargs)
         scale = self._scales.of(loss_id)
         if loss.dtype == torch.float16:
@@ -256,6 +268,29 @@ class Session:
         self._carry(scale.value)
         self._training.backward(loss, loss_id, kwargs)
         self._add_loss(loss, loss_id)
+        self._awaiting = self._parts
+
+    @contextmanager
+    def scaling(self, *losses: Tensor, loss_id: int = 0) -> Iterator[Tensor]:
+        """Gives the scale that a backward pass inside is to start from, which the caller makes (0-dim fp32 tensor).
+
+        For loops that call `backward` themselves: `with session.scaling(loss) as scale: (loss * scale).backward()`.
+        `losses` are what it starts from, without the scale; a non-finite one makes the next step a skipped one.
+
+        Raises:
+            SessionError: the session is closed or for inference.
+        """
+        self._check_training()
+        if not self._parts:
+            raise SessionError(NO_OPTIMIZER)
+        scale = self._scales.of(loss_id)
+        if any(loss.dtype == torch.float16 for loss in losses):
+            scale.limit(FP16_LOSS_CEILING)
+        self._carry(scale.value)
+        with self._training.scaling(losses, loss_id) as value:
+            yield value
+        for loss in losses:
+            self._add_loss(loss, loss_id)
         self._awaiting = self._parts
 
     def _carry(self, scale: Tensor) -> None:
@@ -322,7 +357,9 @@ class Session:
         self._check_training()
         if max_norm is not None:
             _check_max_norm(max_norm)
-        parts = parts_to_step(self._parts, self._awaiting, optimizer)
+        return self._step(parts_to_step(self._parts, self._awaiting, optimizer), max_norm)
+
+    def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
         stop = any([watcher.pending is not None for watcher in self.watchers])
         stepped = self._training.step(parts, self._steps + 1, max_norm=max_norm, loss=self._loss, stop=stop)
         self._steps += 1

@@ -5,7 +5,8 @@ Both keep their promises without a word of the plan's kind in the session, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from halfstep.scale.ledger import Collected
 from halfstep.scale.loss import overflowed, poisoned, scaled
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
+from halfstep.scale.scaling import Scale
 from halfstep.session.parts import Flags, LastStep, Part, Update, last_steps, step_each
 from halfstep.session.together import Agreed, agree
 from halfstep.stack import begin_pass
@@ -53,6 +55,10 @@ class Training(Protocol):
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of a loss; after an error the gradients are as they were."""
+        ...
+
+    def scaling(self, losses: Sequence[Tensor], loss_id: int) -> AbstractContextManager[Tensor]:
+        """Returns a context around a backward pass that the caller makes, from the scale that it gives (0-dim fp32)."""
         ...
 
     def unscale_(self) -> None:
@@ -84,6 +90,10 @@ class PlainTraining:
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of a loss."""
         begin_pass(partial(loss.backward, **kwargs))
+
+    def scaling(self, losses: Sequence[Tensor], loss_id: int) -> AbstractContextManager[Tensor]:
+        """Returns a context that does nothing, and the scale 1."""
+        return nullcontext(self._one)
 
     def unscale_(self) -> None:
         """Does nothing: the gradients are true ones."""
@@ -133,17 +143,39 @@ class MixedTraining:
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of a loss times its scale."""
         scale = self.scales.of(loss_id)
-        for part in self.parts:
-            part.ledger.before_backward(loss_id, scale.value)
+        self._before(loss_id, scale)
         try:
             with self.casting.backward():
                 sent = poisoned(loss) if self.replicas.joining else loss
                 begin_pass(partial(scaled(sent, scale).backward, **kwargs))
         except BaseException:
-            for part in self.parts:
-                part.ledger.undo_backward()
+            self._undo()
             raise
-        not_finite = overflowed(loss)
+        self._after(loss_id, scale, overflowed(loss))
+
+    @contextmanager
+    def scaling(self, losses: Sequence[Tensor], loss_id: int) -> Iterator[Tensor]:
+        """Returns a context around a backward pass that the caller makes, from the scale that it gives."""
+        scale = self.scales.of(loss_id)
+        self._before(loss_id, scale)
+        try:
+            with self.casting.backward():
+                yield scale.value
+        except BaseException:
+            self._undo()
+            raise
+        bad = [overflowed(loss) for loss in losses]
+        self._after(loss_id, scale, bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None)
+
+    def _before(self, loss_id: int, scale: Scale) -> None:
+        for part in self.parts:
+            part.ledger.before_backward(loss_id, scale.value)
+
+    def _undo(self) -> None:
+        for part in self.parts:
+            part.ledger.undo_backward()
+
+    def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None) -> None:
         for part in self.parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
         self.scales.went_backward(loss_id)
@@ -216,6 +248,15 @@ class MixedTraining:
             return agree(self.replicas, parts, collected, readings, norm, stop=stop), factors
         flags = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
         return Agreed(collected, readings, norm, flags), factors
+
+
+class TrueGradients(MixedTraining):
+    """Training that leaves true gradients in `p.grad` after each backward pass, for loops that step by themselves."""
+
+    def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None) -> None:
+        super()._after(loss_id, scale, not_finite)
+        if self.scales.active or len(self.store):  # else they are true ones already, in fp32
+            self.unscale_()
 
 
 def watched(

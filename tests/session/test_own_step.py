@@ -1,0 +1,235 @@
+"""Loops that keep their own `optimizer.step()`: true gradients in `p.grad`, and steps that are skipped where they must."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import SessionError, SetupError
+
+SETTINGS = [("O0", "bf16"), *((level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16"))]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+
+def batches(count=6):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 8, generator=generator), torch.randn(5, 4, generator=generator)) for _ in range(count)]
+
+
+def loss_of(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def optimizer_of(model, name="AdamW"):
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    return getattr(torch.optim, name)(model.parameters(), lr=0.01, **settings)
+
+
+def opened(level, low, stepping="optimizer", name="AdamW", **settings):
+    model = network()
+    optimizer = optimizer_of(model, name)
+    return model, optimizer, halfstep.initialize(model, optimizer, level, low=low, stepping=stepping, **settings)
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_a_loop_of_its_own_trains_as_one_that_unscales_clips_and_calls_the_session(level, low, name):
+    model, optimizer, session = opened(level, low, name=name)
+    other, other_optimizer, other_session = opened(level, low, "session", name)
+    for first, second in zip(batches()[::2], batches()[1::2], strict=True):
+        optimizer.zero_grad()
+        other_optimizer.zero_grad()
+        for batch in (first, second):
+            session.backward(loss_of(model, batch) / 2)
+            other_session.backward(loss_of(other, batch) / 2)
+            other_session.unscale_()  # so that both add up true gradients
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        other_session.step()
+    assert same(weights(model), weights(other))
+    assert session.status().steps == (3 if level != "O0" else 3)
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS[1:])
+def test_gradients_are_true_ones_in_fp32_after_each_backward_pass(level, low):
+    model, _, session = opened(level, low, loss_scale=1024.0)
+    plain = copy.deepcopy(model)  # fp32 values of the weights
+    session.backward(loss_of(model, batches()[0]))
+    loss_of(plain, batches()[0]).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad.dtype is torch.float32
+        assert torch.allclose(ours.grad, theirs.grad, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("level", "low"), SETTINGS[1:])
+def test_a_step_on_a_bad_batch_is_skipped_and_the_next_one_is_not(level, low, value):
+    model, optimizer, session = opened(level, low)
+    inputs, targets = batches()[0]
+    session.backward(loss_of(model, (inputs.clone().fill_(value), targets)))
+    before = weights(model)
+    optimizer.step()
+    assert same(before, weights(model))
+    assert session.status().skipped == 1
+    optimizer.zero_grad()
+    session.backward(loss_of(model, batches()[1]))
+    optimizer.step()
+    assert not same(before, weights(model))
+
+
+def test_what_the_loop_writes_to_the_gradients_is_what_the_optimizer_gets():
+    model, optimizer, session = opened("O2", "fp16", name="SGD")
+    session.backward(loss_of(model, batches()[0]))
+    before = weights(model)
+    for p in model.parameters():
+        p.grad.fill_(1.0)
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name] - 0.01)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_closure_is_called_first_and_its_loss_returned(level):
+    model, optimizer, session = opened(level, "bf16")
+    other, other_optimizer, other_session = opened(level, "bf16")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batches()[0])
+        session.backward(loss)
+        return loss
+
+    returned = optimizer.step(closure)
+    loss = loss_of(other, batches()[0])
+    other_session.backward(loss)
+    other_optimizer.step()
+    assert torch.equal(returned, loss)
+    assert same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_pass_that_the_caller_makes_is_the_sessions(level):
+    model, optimizer, session = opened(level, "fp16")
+    other, other_optimizer, other_session = opened(level, "fp16")
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        with session.scaling(loss) as scale:
+            (loss * scale).backward()
+        optimizer.step()
+        other_optimizer.zero_grad()
+        other_session.backward(loss_of(other, batch))
+        other_optimizer.step()
+    assert same(weights(model), weights(other))
+    assert session.state_dict() == other_session.state_dict()
+
+
+def test_an_error_in_such_a_pass_leaves_the_gradients_and_counts_no_loss():
+    model, optimizer, session = opened("O1", "fp16")
+    session.backward(loss_of(model, batches()[0]))
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(KeyError), session.scaling(loss_of(model, batches()[1])):
+        raise KeyError
+    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
+    optimizer.step()
+    assert session.status().skipped == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_optimizers_step_each_in_its_own_turn_as_in_a_gan(level):
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.01) for module in (maker, judge)]
+    session = halfstep.initialize([maker, judge], optimizers, level, low="fp16", stepping="optimizer")
+    noise = torch.randn(8, 4)
+    for _ in range(3):
+        judge.zero_grad()
+        session.backward(judge(torch.ones(8, 4)).mean())
+        session.backward(-judge(maker(noise).detach()).mean())
+        optimizers[1].step()
+        judged = weights(judge)
+        maker.zero_grad()
+        made = weights(maker)
+        session.backward(judge(maker(noise)).mean())
+        optimizers[0].step()
+        assert same(judged, weights(judge))
+        assert not same(made, weights(maker))
+    assert session.status().steps == 6
+
+
+def test_a_scheduler_made_before_or_after_sees_the_steps(recwarn):
+    model = network()
+    optimizer = optimizer_of(model)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16", stepping="optimizer")
+    late = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    session.backward(loss_of(model, batches()[0]))
+    optimizer.step()
+    early.step()
+    late.step()
+    assert not recwarn.list
+    assert optimizer.param_groups[0]["lr"] == 0.01 * 0.25
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_step_without_gradients_changes_nothing_and_a_second_one_uses_those_that_lie_there(level):
+    model, optimizer, session = opened(level, "bf16", name="SGD")
+    plain = network()
+    plain_optimizer = optimizer_of(plain, "SGD")
+    before = weights(model)
+    optimizer.step()
+    assert same(before, weights(model))
+    session.backward(loss_of(model, batches()[0]))
+    for p, own in zip(plain.parameters(), model.parameters(), strict=True):
+        p.grad = own.grad.clone()
+    for _ in range(2):
+        optimizer.step()
+        plain_optimizer.step()
+    if level != "O2":
+        for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, theirs, rtol=1e-6, atol=1e-7)
+    assert not same(before, weights(model))
+
+
+def test_step_hooks_fire_once_and_see_true_gradients():
+    model, optimizer, session = opened("O2", "fp16")
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.dtype))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    session.backward(loss_of(model, batches()[0]))
+    optimizer.step()
+    assert seen == [torch.float32, "after"]
+
+
+def test_a_closed_session_gives_the_optimizer_its_step_back():
+    model, optimizer, session = opened("O2", "fp16")
+    session.backward(loss_of(model, batches()[0]))
+    session.close()
+    assert "step" not in vars(optimizer)
+    before = weights(model)
+    optimizer.step()
+    assert not same(before, weights(model))
+
+
+def test_bad_input():
+    model = network()
+    with pytest.raises(SetupError, match="stepping is 'own'; give 'session'"):
+        halfstep.initialize(model, optimizer_of(model), "O1", low="bf16", stepping="own")
+    session = halfstep.initialize(model, None, "O1", low="bf16", stepping="optimizer")
+    with pytest.raises(SessionError, match="no optimizer"), session.scaling(torch.ones((), requires_grad=True)):
+        pass
