@@ -271,11 +271,12 @@ class Session:
         self._awaiting = self._parts
 
     @contextmanager
-    def scaling(self, *losses: Tensor, loss_id: int = 0) -> Iterator[Tensor]:
+    def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> Iterator[Tensor]:
         """Gives the scale that a backward pass inside is to start from, which the caller makes (0-dim fp32 tensor).
 
         For loops that call `backward` themselves: `with session.scaling(loss) as scale: (loss * scale).backward()`.
         `losses` are what it starts from, without the scale; a non-finite one makes the next step a skipped one.
+        `unscale=False` leaves scaled gradients where `stepping="optimizer"` would leave true ones: more follow.
 
         Raises:
             SessionError: the session is closed or for inference.
@@ -287,7 +288,7 @@ class Session:
         if any(loss.dtype == torch.float16 for loss in losses):
             scale.limit(FP16_LOSS_CEILING)
         self._carry(scale.value)
-        with self._training.scaling(losses, loss_id) as value:
+        with self._training.scaling(losses, loss_id, unscale=unscale) as value:
             yield value
         for loss in losses:
             self._add_loss(loss, loss_id)

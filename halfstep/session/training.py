@@ -57,8 +57,13 @@ class Training(Protocol):
         """Runs the backward pass of a loss; after an error the gradients are as they were."""
         ...
 
-    def scaling(self, losses: Sequence[Tensor], loss_id: int) -> AbstractContextManager[Tensor]:
-        """Returns a context around a backward pass that the caller makes, from the scale that it gives (0-dim fp32)."""
+    def scaling(
+        self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True
+    ) -> AbstractContextManager[Tensor]:
+        """Returns a context around a backward pass that the caller makes, from the scale that it gives (0-dim fp32).
+
+        `unscale=False` leaves gradients scaled that would be true ones after it.
+        """
         ...
 
     def unscale_(self) -> None:
@@ -91,7 +96,9 @@ class PlainTraining:
         """Runs the backward pass of a loss."""
         begin_pass(partial(loss.backward, **kwargs))
 
-    def scaling(self, losses: Sequence[Tensor], loss_id: int) -> AbstractContextManager[Tensor]:
+    def scaling(
+        self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True
+    ) -> AbstractContextManager[Tensor]:
         """Returns a context that does nothing, and the scale 1."""
         return nullcontext(self._one)
 
@@ -154,7 +161,7 @@ class MixedTraining:
         self._after(loss_id, scale, overflowed(loss))
 
     @contextmanager
-    def scaling(self, losses: Sequence[Tensor], loss_id: int) -> Iterator[Tensor]:
+    def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
         """Returns a context around a backward pass that the caller makes, from the scale that it gives."""
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
@@ -165,7 +172,7 @@ class MixedTraining:
             self._undo()
             raise
         bad = [overflowed(loss) for loss in losses]
-        self._after(loss_id, scale, bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None)
+        self._after(loss_id, scale, bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None, unscale)
 
     def _before(self, loss_id: int, scale: Scale) -> None:
         for part in self.parts:
@@ -175,7 +182,7 @@ class MixedTraining:
         for part in self.parts:
             part.ledger.undo_backward()
 
-    def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None) -> None:
+    def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None, unscale: bool = True) -> None:
         for part in self.parts:
             part.ledger.after_backward(loss_id, scale.value, not_finite)
         self.scales.went_backward(loss_id)
@@ -253,9 +260,9 @@ class MixedTraining:
 class TrueGradients(MixedTraining):
     """Training that leaves true gradients in `p.grad` after each backward pass, for loops that step by themselves."""
 
-    def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None) -> None:
+    def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None, unscale: bool = True) -> None:
         super()._after(loss_id, scale, not_finite)
-        if self.scales.active or len(self.store):  # else they are true ones already, in fp32
+        if unscale and (self.scales.active or len(self.store)):  # else they are true ones already, in fp32
             self.unscale_()
 
 
