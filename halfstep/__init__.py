@@ -1,5 +1,6 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from halfstep.cast.autocast import autocast
 from halfstep.diagnose.blame import blame
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import (
@@ -89,6 +90,7 @@ __all__ = [
     "WhatIf",
     "WorkloadError",
     "__version__",
+    "autocast",
     "blame",
     "check",
     "initialize",

@@ -261,16 +261,41 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Begins anew, as `update` does at its end."""
         self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
 
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Returns whether the gradients of an optimizer were unscaled, and not stepped, since the last `update`."""
+        return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _UNSCALED)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer steps on unscaled gradients that are all finite."""
+
     def on_device(self, device: torch.device) -> None:
         """Called when the scale is made, on the device of the first loss."""
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.before_step(optimizer)
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self.on_device(dev)
 
 
+class OpenAutocast(torch.autocast):
+    """`torch.autocast` that can tell what it was made with."""
+
+    def again(self, of: type[torch.autocast] = torch.autocast) -> torch.autocast:
+        """Returns torch's own with the same settings, but for warnings that were given."""
+        return of(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+
+
+_UNSCALED: Any = _name("torch.amp.grad_scaler.OptState").UNSCALED
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
-for _of_scaler in ("_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker", "_found_inf_per_device"):
+for _of_scaler in (
+    "_maybe_opt_step",
+    "_lazy_init_scale_growth_tracker",
+    "_check_scale_growth_tracker",
+    "_found_inf_per_device",
+):
     _name(f"torch.amp.GradScaler.{_of_scaler}")
 
 

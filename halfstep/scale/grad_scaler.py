@@ -29,6 +29,8 @@ class GradScaler(OpenGradScaler):
     - A fused `torch.optim.SGD` whose first step overflows starts from zero momentum; torch's kernel leaves the
       momentum uninitialised. With `dampening` that costs one host sync at the first step.
     - A closure is refused in whatever way it is passed; `None` is not taken for one. `update` takes an int.
+    - fp16 gradients are taken: `unscale_` makes them fp32, in which small ones do not underflow, and `step` gives the
+      optimizer fp16 ones again. torch's raises.
     - A growth interval lowered below the clean steps so far makes the scale grow at the next clean step, not never.
 
     The state has torch's five entries, and `min_scale`, `max_scale`, `hysteresis` and `_overflows_left` where one of
@@ -69,6 +71,28 @@ class GradScaler(OpenGradScaler):
         self._init_overflows_left = hysteresis
         self._overflows_left: Tensor | None = None
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients of the optimizer by the scale, fp16 ones in fp32.
+
+        Raises:
+            RuntimeError: they were unscaled before, or stepped, since the last `update`.
+        """
+        fresh = self.is_enabled() and not self.is_unscaled(optimizer)
+        for param in _with_gradients(optimizer) if fresh else ():
+            if param.grad.dtype is torch.float16:
+                grad, param.grad = param.grad, None
+                param.grad_dtype = torch.float32
+                param.grad = grad.float()
+        super().unscale_(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer gradients in the formats of its parameters."""
+        for param in _with_gradients(optimizer):
+            if param.dtype is torch.float16 and param.grad.dtype is torch.float32:
+                grad, param.grad = param.grad, None
+                param.grad_dtype = None
+                param.grad = grad.half()
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients where that was not done, and steps unless one is non-finite.
 
@@ -87,6 +111,8 @@ class GradScaler(OpenGradScaler):
                 f"GradScaler.step got the closure {closure!r}, which would see scaled gradients;"
                 " call it yourself before step, or use an optimizer that needs none"
             )
+        if self.is_unscaled(optimizer):
+            self.before_step(optimizer)
         with_dampening = _start_momentum(optimizer)
         result = super().step(optimizer, *args, **kwargs)
         if with_dampening and self._found(optimizer):
@@ -167,6 +193,10 @@ class GradScaler(OpenGradScaler):
 
     def _found(self, optimizer: Optimizer) -> bool:
         return any(bool(found) for found in self.found(optimizer))
+
+
+def _with_gradients(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _start_momentum(optimizer: Optimizer) -> list[Tensor]:

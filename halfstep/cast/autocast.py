@@ -1,0 +1,55 @@
+"""A drop-in `torch.autocast` that may be entered again inside itself."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from halfstep.torch_internals import OpenAutocast
+
+
+class autocast(OpenAutocast):
+    """`torch.autocast` with its arguments, its op lists and its results; an instance may be entered inside itself.
+
+    So may a decorated function that calls itself, and an instance that several threads use at a time. torch's leaves
+    autocast on after the outer exit. In what torch.compile traces, torch's own is taken.
+
+    >>> with autocast("cpu", dtype=torch.bfloat16):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        super().__init__(device_type, dtype, enabled, cache_enabled)
+        self._entered: dict[int, list[torch.autocast]] = {}  # by thread
+
+    def __enter__(self) -> Any:
+        """Casts from here on, in this thread."""
+        if torch.compiler.is_compiling():
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        once = self.again()
+        once.__enter__()  # type: ignore[no-untyped-call]
+        self._entered.setdefault(threading.get_ident(), []).append(once)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        """Puts back what was before."""
+        if torch.compiler.is_compiling():
+            return super().__exit__(kind, error, trace)
+        thread = threading.get_ident()
+        entered = self._entered[thread]
+        once = entered.pop()
+        if not entered:
+            del self._entered[thread]
+        return once.__exit__(kind, error, trace)

@@ -1,0 +1,237 @@
+"""torch.amp's names on halfstep's drop-ins: what scripts written for torch.amp see."""
+
+import copy
+import inspect
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.adapters.torch_amp import PLACES, install
+
+# Operations of each of torch's lists, with the formats of what they are given.
+OPERATIONS = {
+    "low list": (lambda a, b: a @ b, torch.float32, torch.float32),
+    "low list, mixed": (lambda a, b: torch.mm(a, b), torch.float32, torch.bfloat16),
+    "fp32 list": (lambda a, b: nn.functional.mse_loss(a, b), torch.bfloat16, torch.bfloat16),
+    "widest": (lambda a, b: torch.cat([a, b]), torch.float32, torch.bfloat16),
+    "no list": (lambda a, b: a.exp() + b, torch.bfloat16, torch.bfloat16),
+    "convolution": (lambda a, b: nn.functional.conv1d(a[None], b[:, :, None]), torch.float32, torch.float32),
+}
+
+
+@pytest.fixture
+def installed():
+    undo = install()
+    yield
+    undo()
+
+
+@pytest.mark.parametrize("cache", [None, True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_autocast_gives_torchs_bits_and_formats(name, dtype, enabled, cache):
+    operation, *formats = OPERATIONS[name]
+    given = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).to(f) for i, f in enumerate(formats)]
+
+    def run(kind):
+        with kind("cpu", dtype, enabled, cache):
+            try:
+                return operation(*given)
+            except RuntimeError as error:
+                return str(error)
+
+    ours, theirs = run(halfstep.autocast), run(torch.autocast)
+    assert type(ours) is type(theirs)
+    assert ours == theirs if isinstance(ours, str) else ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_autocast_has_torchs_signature_and_errors():
+    names = [str(p) for p in inspect.signature(halfstep.autocast).parameters]
+    assert names == [str(p) for p in inspect.signature(torch.autocast).parameters]
+    for wrong, error in (((7,), ValueError), (("nowhere",), RuntimeError)):
+        with pytest.raises(error) as ours:
+            halfstep.autocast(*wrong)
+        with pytest.raises(error) as theirs:
+            torch.autocast(*wrong)
+        assert str(ours.value) == str(theirs.value)
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        halfstep.autocast("cpu", torch.float64)
+    with pytest.raises(TypeError, match="requires a callable"):
+        halfstep.autocast("cpu")(3)
+
+
+def test_an_instance_may_be_entered_again_inside_itself():
+    region = halfstep.autocast("cpu", torch.bfloat16)
+    with region, region:
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+    @halfstep.autocast("cpu", torch.bfloat16)
+    def recursive(depth):
+        return recursive(depth - 1) if depth else (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    assert recursive(3) is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_instance_may_be_used_in_several_threads_at_a_time():
+    region, barrier, found = halfstep.autocast("cpu", torch.bfloat16), threading.Barrier(2), []
+
+    def work(wait_inside):
+        barrier.wait()
+        with region:
+            if wait_inside:
+                barrier.wait()  # the other thread has left by then
+        if not wait_inside:
+            barrier.wait()
+        found.append(torch.is_autocast_enabled("cpu"))
+
+    threads = [threading.Thread(target=work, args=(inside,)) for inside in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [False, False]
+
+
+def test_an_exception_ends_it_and_a_disabled_region_inside_is_fp32():
+    with halfstep.autocast("cpu", torch.bfloat16), halfstep.autocast("cpu", enabled=False):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    with pytest.raises(KeyError), halfstep.autocast("cpu", torch.bfloat16):
+        raise KeyError
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_it_is_copied_pickled_and_compiled_as_torchs():
+    region = pickle.loads(pickle.dumps(copy.deepcopy(halfstep.autocast("cpu", torch.bfloat16))))
+    with region:
+        assert torch.is_autocast_enabled("cpu")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        with halfstep.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    assert compiled(torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+def test_custom_functions_see_it():
+    x = torch.full((2,), 1.001, requires_grad=True)
+    with halfstep.autocast("cpu", torch.bfloat16):
+        out = Cube.apply(x)
+    assert out.dtype is torch.float32
+    assert torch.equal(out, x.detach() ** 3)
+    out.sum().backward()
+    assert torch.equal(x.grad, 3 * x.detach() ** 2)
+
+
+def train(scaler_of, autocast_of, dtype):
+    """Trains as torch.amp's documentation does: accumulation, clipping, two optimizers."""
+    torch.manual_seed(0)
+    models = [nn.Linear(8, 8), nn.Linear(8, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    scaler = scaler_of()
+    scales = []
+    for number in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in range(2):
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * number + part))
+            with autocast_of(dtype):
+                loss = models[1](models[0](inputs).relu()).float().square().mean() / 2
+            if number == 3:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizers[0])
+        nn.utils.clip_grad_norm_(models[0].parameters(), 0.1)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [p.detach().clone() for model in models for p in model.parameters()], scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loop_of_torch_amps_documentation_gives_the_same_bits(dtype, installed):
+    ours = train(lambda: torch.amp.GradScaler("cpu", growth_interval=2), lambda d: torch.autocast("cpu", d), dtype)
+    assert torch.amp.GradScaler is halfstep.GradScaler
+    theirs = train(lambda: ORIGINALS[1]("cpu", growth_interval=2), lambda d: ORIGINALS[0]("cpu", d), dtype)
+    assert ours[1] == theirs[1]
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+ORIGINALS = [getattr(module, name) for module, name, _ in PLACES]
+
+
+def test_the_undo_puts_back_the_same_objects():
+    undo = install()
+    assert [getattr(module, name) for module, name, _ in PLACES] == [drop_in for *_, drop_in in PLACES]
+    undo()
+    assert all(getattr(m, name) is old for (m, name, _), old in zip(PLACES, ORIGINALS, strict=True))
+
+
+def test_the_old_spellings_work_without_a_deprecation(installed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        with torch.cpu.amp.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+        assert torch.cpu.amp.GradScaler(init_scale=8.0).get_scale() == 8.0
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="CUDA is not available"), torch.cuda.amp.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        with pytest.warns(UserWarning, match="not available"):
+            assert not torch.cuda.amp.GradScaler().is_enabled()
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_fp16_gradients_are_unscaled_in_fp32_and_stepped_in_fp16(unscale, fused):
+    weight = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=2.0**-4, fused=fused)
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0**12)
+    (scaler.scale((weight * torch.tensor([2.0**-30, 1.0])).sum().float())).backward()
+    scaled = weight.grad.clone()
+    assert weight.grad.dtype is torch.float16
+    if unscale:
+        scaler.unscale_(optimizer)
+        assert weight.grad.dtype is torch.float32
+        assert torch.equal(weight.grad, scaled.float() / 2.0**12)  # 2**-30 is below the least of fp16, 2**-24
+        assert weight.grad[0] == 2.0**-30
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.tensor([1.0, 1.9375], dtype=torch.float16))
+    optimizer.zero_grad()
+    (weight * 1.0).sum().backward()
+    assert weight.grad.dtype is torch.float16  # as if nothing had been
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_fp16_gradients_that_are_not_finite_skip_the_step(value):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = halfstep.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((weight * value).sum().float()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.float16))
+    assert scaler.get_scale() == 2.0
