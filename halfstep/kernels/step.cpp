@@ -44,11 +44,18 @@ void store_half(const float* from, uint16_t* to, int64_t n) {
   for (; i < n; i++) to[i] = float_to_half(from[i]);
 }
 
+// The bits of a result in fp32, each NaN that would round to a zero moved to the last that does not, as in
+// halfstep/optim/split.py. Those next to infinity do not come here: arithmetic makes every NaN quiet.
+inline uint32_t storable(uint32_t u) {
+  const uint32_t magnitude = u & 0x7FFFFFFF, last = 0x7FFF7FFF;
+  return magnitude > last ? u - (magnitude - last) : u;
+}
+
 // bf16 ties go away from zero, as in halfstep/optim/split.py; fp16 ties to even.
 void store_low(int32_t format, const float* __restrict from, void* base, int64_t at, int64_t n) {
   if (format == kBfloat) {
     uint16_t* to = (uint16_t*)base + at;
-    for (int64_t i = 0; i < n; i++) to[i] = uint16_t((bits(from[i]) + 0x8000) >> 16);
+    for (int64_t i = 0; i < n; i++) to[i] = uint16_t((storable(bits(from[i])) + 0x8000) >> 16);
   } else {
     store_half(from, (uint16_t*)base + at, n);
   }
@@ -56,7 +63,7 @@ void store_low(int32_t format, const float* __restrict from, void* base, int64_t
 
 void split(const float* __restrict from, uint16_t* __restrict high, int16_t* __restrict low, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t u = bits(from[i]);
+    const uint32_t u = storable(bits(from[i]));
     high[i] = uint16_t((u + 0x8000) >> 16);
     low[i] = int16_t(uint16_t(u));
   }

@@ -79,12 +79,22 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
 
 
 @triton.jit
+def _storable(bits):
+    """Returns the bits of results in fp32, each NaN that would round to a zero moved to the last that does not.
+
+    As in optim/split.py. Those next to infinity do not come here: a GPU's arithmetic makes every NaN 0x7FFFFFFF.
+    """
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(magnitude > 0x7FFF7FFF, bits - (magnitude - 0x7FFF7FFF), bits)
+
+
+@triton.jit
 def _store_weight(
     weight, extra, start, at, value, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Stores the weight in its kind, rounded half away from zero in bf16, and what is kept beside it."""
     if KIND == "bf16":
-        bits = value.to(tl.int32, bitcast=True)
+        bits = _storable(value.to(tl.int32, bitcast=True))
         _store_as(weight, start, at, (bits + 0x8000) >> 16, mask, tl.int16, ALIGNED)
         if LAYOUT == "split":
             _store_as(extra, start, at, bits, mask, tl.int16, ALIGNED)

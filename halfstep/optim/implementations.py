@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
+from halfstep.optim.split import storable
 from halfstep.optim.table import Row
 from halfstep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
 
@@ -133,6 +134,7 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
     if part.layout == "copy":
         foreach_copy_(views, full)
     bits = flat.view(torch.int32)
+    bits.copy_(storable(bits))
     _, bit_views = scratch.views("full", torch.int32, full)
     if part.layout == "split":
         foreach_copy_(part.extras, bit_views)  # integers are cast by dropping the high bits

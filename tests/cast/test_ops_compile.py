@@ -101,9 +101,12 @@ def test_a_traced_region_gives_the_eager_dtypes_and_values(kind, table):
 
 def test_inductor_gives_the_dtypes_of_the_table():
     module, x = Block(), torch.rand(2, 5, 16)
+    # No graph from the disk: torch's key for them (2.13) leaves out ATEN_CPU_CAPABILITY. Loops that a process wrote for
+    # AVX512, 16 floats at a time, are then compiled for AVX2, and half of what they write is left as it was.
+    options = {"fx_graph_cache": False}
     with opened() as engine, engine.region():
         expected = outputs(module(x))
-        found = outputs(torch.compile(module, fullgraph=True)(x))
+        found = outputs(torch.compile(module, fullgraph=True, options=options)(x))
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * max(1.0, b.abs().max().item()))

@@ -83,6 +83,20 @@ def test_a_skip_on_cuda_changes_no_bit(options, storage):
     assert cases.skip_changes_nothing(options, storage, "cuda")
 
 
+NAN_STORAGES = ["split-full-gradients", "copy-bf16", "low-bf16"]
+
+
+@pytest.mark.parametrize("storage", NAN_STORAGES)
+def test_a_nan_is_stored_as_a_nan_with_the_bits_of_the_reference(interpreted, storage):
+    assert interpreted(cases.nans_stored_alike, storage)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", NAN_STORAGES)
+def test_a_nan_on_cuda_is_stored_as_a_nan_with_the_bits_of_the_reference(storage):
+    assert cases.nans_stored_alike(storage, "cuda")
+
+
 LARGEST = torch.finfo(torch.float32).max
 READS = {
     "mixed": [torch.randn(5000), torch.randn(7, 9).bfloat16(), torch.randn(3).half(), torch.randn(41)],

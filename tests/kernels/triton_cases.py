@@ -148,6 +148,23 @@ def compare(options_name, storage, steps, device="cpu"):
     return max(distance(one, other) for one, other in pairs)
 
 
+def nans_stored_alike(storage, device="cpu"):
+    """Whether updates to NaN store NaN weights, also of those that round to a zero, and the reference's bits."""
+    layout, low, _ = STORAGES[storage]
+    some = torch.tensor([0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF], dtype=torch.int32, device=device)
+    nans = torch.cat([some, some - 2**31]).view(torch.float32).repeat(150)
+    zeros = torch.zeros_like(nans)
+    stored = []
+    for table in ({"triton": implementation()}, {"eager": IMPLEMENTATIONS["eager"]}):
+        extras = {"split": [zeros.to(torch.int16)], "copy": [zeros.clone()]}.get(layout, [])
+        batch = Batch(layout, [zeros.to(low)], extras, [nans], {})
+        false = torch.tensor(False, device=device)
+        update(row_of(_SGD), batch, replace(_SGD, lr=1.0), None, false, Scratch(), table)
+        stored.append([t.view(torch.uint8) for t in written(batch)])
+    nan = batch.weights[0].float().isnan().all()
+    return bool(nan) and all(map(torch.equal, *stored))
+
+
 def skip_changes_nothing(options_name, storage, device="cpu"):
     """Whether every bit is as it was after a skip with infinite and NaN gradients."""
 

@@ -99,6 +99,14 @@ def own_run(cls, options, kind=None, low=torch.bfloat16, implementation=None, dt
     return Run(params, optimizer, store, one_pass(optimizer, store, table))
 
 
+def as_held(full):
+    """What a split master holds of fp32 values: of a NaN that would round to no NaN the nearest that does."""
+    pattern = full.view(torch.int32)
+    sign, magnitude = pattern & -(2**31), pattern & 0x7FFFFFFF
+    magnitude = torch.where(full.isnan(), magnitude.clamp(0x7F808000, 0x7FFF7FFF), magnitude)
+    return (sign | magnitude).view(torch.float32)
+
+
 def bits(t):
     """The bits of a tensor: what comparisons of NaN and of -0.0 need."""
     t = t.detach().contiguous()

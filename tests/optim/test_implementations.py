@@ -8,6 +8,7 @@ from halfstep.kernels.batch import Batch, Scratch
 from halfstep.optim.implementations import IMPLEMENTATIONS
 from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
+from halfstep.optim.split import round_half_away
 from halfstep.optim.table import TABLE
 from tests.optim.cases import (
     ADAMS,
@@ -17,6 +18,7 @@ from tests.optim.cases import (
     OWN,
     SGDS,
     TRUE,
+    as_held,
     assert_same_bits,
     gradients,
     one_pass,
@@ -317,4 +319,21 @@ def test_a_skipped_step_keeps_every_pattern_of_a_weight(implementation, layout):
         pytest.skip(f"{implementation} takes no {layout} weights")
     stepper = one_pass(optimizer, store, table)
     stepper.step([p], [torch.ones_like(p)], None, TRUE)
-    assert_same_bits([p.detach(), store.full(p)], [stored, full])
+    kept = as_held(full) if layout == "split" else full
+    assert_same_bits([p.detach(), store.full(p)], [stored, kept])
+
+
+@EACH_IMPLEMENTATION
+@pytest.mark.parametrize("layout", ["split", "copy", "none"])
+def test_an_update_that_gives_a_nan_stores_a_nan(implementation, layout):
+    """Also those that round to a zero, such as every NaN that a GPU makes."""
+    some = torch.tensor([0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF], dtype=torch.int32).repeat(20)
+    grad = torch.cat([some, some - 2**31]).view(torch.float32)
+    run = own_run(SGD, {"lr": 1.0}, layout, implementation=implementation)
+    run.params = run.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros_like(grad))]
+    run.store.track(run.params[0])
+    run.step([grad])
+    assert_same_bits([run.params[0].detach()], [round_half_away(grad, torch.bfloat16)])
+    assert run.params[0].float().isnan().all()
+    if layout != "none":
+        assert_same_bits(run.values(), [as_held(grad) if layout == "split" else grad])

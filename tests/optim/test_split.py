@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from halfstep.optim.split import join, round_half_away, split
+from tests.optim.cases import as_held
 
 LOW_HALVES = torch.arange(2**16, dtype=torch.int32)
 
@@ -12,8 +13,11 @@ def of_bits(*patterns):
 
 
 def assert_exact(full):
-    again = join(*split(full))
-    assert torch.equal(again.view(torch.int32), full.view(torch.int32))
+    """Splits and joins: every value comes back bit for bit, and the nearest NaN of one that is not held."""
+    weight, remainder = split(full)
+    assert torch.equal(join(weight, remainder).view(torch.int32), as_held(full).view(torch.int32))
+    assert torch.equal(weight.float().isnan(), full.isnan())
+    assert torch.equal(round_half_away(full, torch.bfloat16).view(torch.int16), weight.view(torch.int16))
 
 
 def assert_exact_for_every_low_half_of(high_halves):
@@ -29,6 +33,16 @@ def test_split_and_join_are_a_bijection_for_every_sign_and_exponent_and_every_lo
 @pytest.mark.slow  # a minute on 2 cores
 def test_split_and_join_are_a_bijection_over_every_high_half_and_every_low_half():
     assert_exact_for_every_low_half_of(range(2**16))
+
+
+def test_every_nan_is_a_nan_weight_and_all_but_131070_come_back():
+    for high_half in range(0x7F80, 0x8000, 16):
+        patterns = torch.arange(high_half << 16, (high_half + 16) << 16).to(torch.int32).view(torch.float32)
+        assert_exact(patterns)
+        assert_exact(-patterns)
+    every = torch.arange(0x7F800001, 2**31).to(torch.int32)
+    again = join(*split(every.view(torch.float32))).view(torch.int32)
+    assert (again != every).sum() == 65_535
 
 
 def test_split_and_join_keep_strides_and_shape():
@@ -78,6 +92,6 @@ def test_fp16_is_torchs_cast():
 
 
 def test_infinities_and_nans_stay_what_they_are():
-    special = of_bits(0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFF8000)
-    assert_exact(special)
+    special = of_bits(0x7F800000, 0xFF800000, 0x7FC00000, 0x7F808000, 0xFFFF7FFF, 0x7FFF7FFF)
+    assert torch.equal(join(*split(special)).view(torch.int32), special.view(torch.int32))
     assert round_half_away(special[:2], torch.bfloat16).tolist() == [float("inf"), float("-inf")]
