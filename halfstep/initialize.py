@@ -36,6 +36,7 @@ from halfstep.plan.forwards import check_forwards
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.plan.resolve import resolve
+from halfstep.processes import living_wrappers_of
 from halfstep.session.session import Session, Sink
 
 _LOG = logging.getLogger("halfstep")
@@ -90,6 +91,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         )
     earlier = [owner for owner in owners(m for root in roots for m in root.modules()) if isinstance(owner, Session)]
     check_models(models, chosen, made_low=[p for session in earlier for p in session.low_parameters()])
+    _refuse_wrapped_before(roots, chosen)
     check_optimizers(optimizers, models)
     check_parameters(optimizers, models, chosen)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], chosen)
@@ -112,6 +114,17 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         emulate = chosen.ops != "none" and needs_emulation(chosen.low, facts)
     session = Session(models, optimizers, chosen, emulate=emulate, processor=facts.processor, sinks=sinks)
     return _guarded(session, on_failure)
+
+
+def _refuse_wrapped_before(roots: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses models whose gradients a wrapper reduces that was made before the plan stores their weights low."""
+    if plan.param == "low" and living_wrappers_of(roots):
+        raise SetupError(
+            f"the model has been wrapped in DistributedDataParallel; at {plan.name} the weights change their format, "
+            "which would silently end its gradient reduction. Initialize the plain model first and wrap it after "
+            "(`session = halfstep.initialize(model, optimizer, ...)`, `wrapped = DistributedDataParallel(model)`), and "
+            "delete what is left of earlier wrappers"
+        )
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:

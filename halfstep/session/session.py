@@ -39,7 +39,7 @@ from halfstep.plan.fit import (
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
-from halfstep.processes import LateNumbers, Replicas
+from halfstep.processes import Replicas
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -65,7 +65,7 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.parts import LastStep, Part, StepFacts, last_steps, make_part, memory_of, parts_to_step, step_each
 from halfstep.session.stage import Stage
-from halfstep.session.together import SharedState, agree
+from halfstep.session.together import Hearing, SharedState, agree
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import parameters_of
 
@@ -148,11 +148,10 @@ class Session:
         self._trial: Session | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
-        shared = SharedState(plan, self._store, self._scales, self._name_of, self._replaced)
+        shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
-        self._late = LateNumbers()
-        self._stopping: list[int] = []  # processes whose verdict ends the step
+        self._hearing = Hearing(self._replicas)
         self.stage = Stage(
             plan, roots, self._device, self._casting, self._scales, self._store.full, self._replicas.summing
         )
@@ -374,7 +373,7 @@ class Session:
         with ExitStack() as told:  # all of them, the last first, also where one raises
             for watcher in self.watchers:
                 scales = {loss_id: last.scale for loss_id, last in self._last.items() if last.skipped is record.skipped}
-                told.callback(watcher.after_step, record, parts, scales, self._stopping)
+                told.callback(watcher.after_step, record, parts, scales, self._hearing.stopping)
             told.callback(self._probes.stepped, self._steps, parts, self._stepping)
             for sink in reversed(self._sinks):
                 told.callback(sink, record)
@@ -443,7 +442,8 @@ class Session:
         count, failed = step_each(parts, step)
         parts, collected, readings = parts[:count], collected[:count], readings[:count]
         self._overflows, self._spoiled = agreed.flags[:count], agreed.processes
-        self._stopping = [] if agreed.stops is None else self._late.read(agreed.stops)
+        heard = self._hearing.hear(agreed)  # always: it may ask the other processes
+        failed = failed or heard
         self._last.update(last_steps(parts, collected, found))
         self._buffers.restore(found)
         if not self._constant_one:
