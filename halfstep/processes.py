@@ -26,7 +26,9 @@ from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
 LAG = 8  # steps
-LOSSES = 8  # flags for losses in the sum; a later loss shares the last one
+LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below this
+SAMPLE = 4096  # values of a parameter that a step compares, at most
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Findings:
     `norm` is the L2 norm of the true gradients (0-dim fp32). The others are bool: `gradients` has a flag for each
     parameter of the step whose gradient is not finite, `losses` (`LOSSES` long) one for each loss that overflowed,
     `processes` one for each process in which a loss did, and `stops` one for each process that wants all to stop.
+    `same` (2 x processes) has in the place of each process what all must have alike: a number of the loss scales that
+    its gradients carry, and one of its weights (float64, 0 in the place of others); once summed, whether the process
+    has another one than the first (bool).
     """
 
     norm: Tensor
@@ -43,6 +48,7 @@ class Findings:
     losses: Tensor
     processes: Tensor
     stops: Tensor
+    same: Tensor
 
     def packed(self) -> Tensor:
         """Returns one float64 vector: the norm's share of the mean square, then the flags.
@@ -51,13 +57,15 @@ class Findings:
         exact in float64, and n shares and their sum are off by less than n units in 2**53.
         """
         share = self.norm.double().square().div_(len(self.processes)).view(1)
-        return torch.cat((share, self.gradients, self.losses, self.processes, self.stops))
+        return torch.cat((share, self.gradients, self.losses, self.processes, self.stops, self.same.flatten()))
 
     def unpacked(self, total: Tensor) -> Findings:
         """Returns what a sum of `packed` vectors says; norms that differ count with the root of their mean square."""
         flags = (self.gradients, self.losses, self.processes, self.stops)
-        square, *sums = torch.split(total, [1, *map(len, flags)])
-        return Findings(square.view(()).sqrt().float(), *(each > 0 for each in sums))
+        square, *sums, same = torch.split(total, [1, *map(len, flags), self.same.numel()])
+        same = same.view_as(self.same)
+        gradients, losses, processes, stops = (each > 0 for each in sums)
+        return Findings(square.view(()).sqrt().float(), gradients, losses, processes, stops, same != same[:, :1])
 
 
 class LateNumbers:
@@ -98,6 +106,15 @@ class Replica(Protocol):
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Returns the memory that holds the values of those of these parameters that are not all in themselves."""
 
+    def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """Returns the optimizer's state of each of these parameters by name; empty where there is none."""
+
+    def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
+        """Goes on from another process's optimizer states of these parameters."""
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Returns the name of a parameter, for messages."""
+
     def state(self) -> Any:
         """Returns further state that is to be the same, as plain values."""
 
@@ -122,6 +139,8 @@ class Replicas:
         self._group: dist.ProcessGroup | None = None
         self._join: weakref.ref[DistributedDataParallel] | None = None  # who has begun one
         self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
+        self._alike: list[nn.Parameter] = []  # what wrappers keep alike
+        self._samples = 0
         self._is_own: Tensor | None = None
         self._undo = ExitStack()
 
@@ -137,10 +156,9 @@ class Replicas:
         handle = register_module_module_registration_hook(registered)
         self._undo.callback(handle.remove)
         weakref.finalize(self, handle.remove).atexit = False  # of a session that is never closed
-        if search and group_is_open():
-            gc.collect()  # a wrapper that is gone already would be found in one process and not in another
-            for wrapper in wrappers_of(self._roots):
-                self._attach(wrapper)
+        if search:
+            for wrapper in living_wrappers_of(self._roots):
+                self._attach(wrapper, self._shared(wrapper, wrapper.module))
 
     def close(self) -> None:
         """Takes note of nothing more, and leaves torch's own hooks on the wrappers."""
@@ -185,21 +203,51 @@ class Replicas:
         dist.all_reduce(total, group=self._group)
         return own.unpacked(total)
 
+    def sampled(self, device: torch.device) -> Tensor:
+        """Returns a number (0-dim float64) of the bits of a few weights, other ones each time but in no process.
+
+        In turn of each parameter that is to be alike: all of them, or a row, or less of a long one.
+        """
+        number, self._samples = self._samples, self._samples + 1
+        if not self._alike:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        turn, index = divmod(number, len(self._alike))
+        number_of = _number_of([_part(t, turn) for t in self._held(self._alike[index])])
+        return number_of.double().to(device, non_blocking=True)  # exact: below 2**53
+
+    def parted(self) -> dict[str, list[int]]:
+        """Returns which parameters that are to be alike are not: their names, and in which processes other than 0.
+
+        A collective call, which waits for the device.
+        """
+        numbers = [int(_number_of(self._held(p))) for p in self._alike]
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, numbers, group=self._group)
+        others = {
+            self._replica.name_of(p): [rank for rank, theirs in enumerate(found) if theirs[i] != first]
+            for i, (p, first) in enumerate(zip(self._alike, found[0], strict=True))
+        }
+        return {name: ranks for name, ranks in others.items() if ranks}
+
+    def _held(self, parameter: nn.Parameter) -> list[Tensor]:
+        return self._replica.held([parameter]) or [parameter]
+
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module | None) -> None:
         """Hands on what the first process holds of the parameters whose stored form the wrapper is about to send."""
         shared = [] if module is None else self._shared(wrapper, module)
         if shared:
-            self._attach(wrapper)
+            self._attach(wrapper, shared)
             if sends_weights(sys._getframe()):
                 self._hand_on(shared, 0, sent_again=True)
 
-    def _attach(self, wrapper: DistributedDataParallel) -> None:
+    def _attach(self, wrapper: DistributedDataParallel, shared: Sequence[nn.Parameter]) -> None:
         if self._group is not None and self._group != wrapper.process_group:
             raise SetupError(
                 "the models of one session are wrapped in DistributedDataParallel over different process groups; give "
                 "all of them the same process_group, or each model a session of its own"
             )
         self._group, self._is_own = wrapper.process_group, None
+        self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
         self._undo.callback(_Join(wrapper, self).attach())
 
     def begin_join(self, wrapper: DistributedDataParallel) -> None:
@@ -207,7 +255,10 @@ class Replicas:
         self._join = weakref.ref(wrapper)
 
     def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
-        """Hands on what the last process that had data holds; torch sends the stored weights of one of the last."""
+        """Hands on what the last process that had data holds; torch sends the stored weights of one of the last.
+
+        Optimizer states too, in which those that ran out of data lag: the next step would part the weights again.
+        """
         self._join = None
         last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=self._group)
@@ -221,7 +272,7 @@ class Replicas:
 
     @torch.no_grad()
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
-        """Writes what a process holds of parameters into all others, bit for bit."""
+        """Writes what a process holds of parameters into all others, bit for bit; what its optimizers do too."""
         states = self._compare(parameters)
         for tensor in self._replica.held(parameters):
             bits = tensor.detach()
@@ -232,6 +283,28 @@ class Replicas:
             if sent.data_ptr() != bits.data_ptr():
                 bits.copy_(sent)
         self._replica.adopt(states[source], parameters, sent_again=sent_again)
+        self._hand_on_moments(parameters, source)
+
+    @torch.no_grad()
+    def _hand_on_moments(self, parameters: Sequence[nn.Parameter], source: int) -> None:
+        """Gives the optimizers of all others what those of a process hold of parameters, bit for bit."""
+        is_source = dist.get_rank(self._group) == source
+        own = self._replica.moments(parameters) if is_source else []
+        plain = [
+            {name: _Like.of(value, p) for name, value in state.items()}
+            for state, p in zip(own, parameters, strict=False)
+        ]
+        sent = [plain]
+        dist.broadcast_object_list(sent, group=self._group, group_src=source)
+        states = [dict(state) for state in sent[0]]
+        for number, (state, p) in enumerate(zip(states, parameters, strict=True)):
+            for name, like in state.items():
+                if isinstance(like, _Like):
+                    value = own[number][name].contiguous() if is_source else like.empty(p.device)
+                    dist.broadcast(value, group=self._group, group_src=source)
+                    state[name] = value
+        if not is_source:
+            self._replica.take_moments(parameters, states)
 
     def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         """Returns the state of each process; waits for all of them.
@@ -249,6 +322,25 @@ class Replicas:
             if len(theirs) != len(found[0][0]):
                 raise _differing(rank, f"{len(theirs)} entries", f"{len(found[0][0])}")
         return [state for _, state in found]
+
+
+@dataclass(frozen=True)
+class _Like:
+    """What a tensor on the device of its parameter is announced with."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Any, parameter: nn.Parameter) -> Any:
+        """Returns what stands for a value: for a tensor that is no number; anything else is sent as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        return cls(value.shape, value.dtype) if value.dim() and value.device == parameter.device else value.cpu()
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Returns room for the tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class _Join:
@@ -316,6 +408,27 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     own = {id(p) for root in roots for p in root.parameters()}
     wrappers = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     return [each for each in wrappers if any(id(p) in own for p in each.parameters())]
+
+
+def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Returns those of `wrappers_of` that are in use: the same in all processes, whatever was collected where."""
+    if group_is_open():
+        gc.collect()
+    return wrappers_of(roots)
+
+
+def _part(t: Tensor, turn: int) -> Tensor:
+    """Returns all of a tensor, or a row of it, other ones in other turns; without a copy."""
+    while t.numel() > SAMPLE:
+        t = t[turn % len(t)] if t.dim() > 1 else t[:SAMPLE]
+    return t
+
+
+@torch.no_grad()
+def _number_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns a number (0-dim int64) of the bits of floating tensors: the same where these are the same."""
+    numbers = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    return torch.stack([number * (i + 1) for i, number in enumerate(numbers)]).sum()
 
 
 def _weak(value: T | None) -> Callable[[], T | None]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import halfstep
 from halfstep import NumericsError, Scaling
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, SessionError, SetupError
 
 DDP = nn.parallel.DistributedDataParallel
 SETTINGS = {
@@ -32,6 +32,11 @@ SETTINGS = {
     "O3 fp16": ("O3", {"low": "fp16"}),
 }
 MODES = ("seeds", "checkpoint", "infinite loss", "NaN gradient", "join")
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    "NAdam": torch.optim.NAdam,
+}
 WRAPPINGS = {
     "plain": {},
     "unused": {"find_unused_parameters": True},
@@ -244,6 +249,130 @@ def differing(rank, what):
         return str(error)
     finally:
         session.close()
+    return None
+
+
+class Said(logging.Handler):
+    """Keeps the warnings that halfstep logs."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logger = logging.getLogger("halfstep")
+        self.before = logger.level
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *error):
+        logging.getLogger("halfstep").setLevel(self.before)
+        logging.getLogger("halfstep").removeHandler(self)
+
+
+def one_step(wrapped, optimizer, session, rank, step, **kwargs):
+    inputs, targets = batch(rank, step)
+    optimizer.zero_grad()
+    session.backward((wrapped(inputs) - targets).square().mean(), **kwargs)
+    return session.step()
+
+
+def loaded_alone(rank, setting, who):
+    """Loads a checkpoint into some of the processes of a wrapped model; returns what is said in each later step."""
+    model, optimizer, session = opened(rank, setting)
+    wrapped = DDP(model)
+    one_step(wrapped, optimizer, session, rank, 0)
+    if rank in who:
+        model.load_state_dict({key: value * 1.5 for key, value in model.state_dict().items()})
+    said = []
+    for step in range(1, 10):
+        with Said() as heard:
+            one_step(wrapped, optimizer, session, rank, step)
+        said.append(heard.lines)
+    session.close()
+    return said
+
+
+def scaled_alone(rank):
+    """Loads another loss scale into process 1 of a wrapped model; returns the error, and whether weights changed."""
+    model, optimizer, session = opened(rank, "O2 fp16", loss_scale="dynamic")
+    wrapped = DDP(model)
+    one_step(wrapped, optimizer, session, rank, 0)
+    state = session.state_dict()
+    before = weights(model)
+    if rank == 1:
+        state["scales"]["0"]["scale"] /= 4
+        session.load_state_dict(state)
+    try:
+        one_step(wrapped, optimizer, session, rank, 1)
+    except SessionError as error:
+        return str(error), weights(model) == before, session.status().skipped
+    finally:
+        session.close()
+    return None
+
+
+def many_losses(rank):
+    """Has losses 7, 8 and 63 with an infinite 8th in process 1; returns the scales, and the error for a 64th."""
+    model, optimizer, session = opened(rank, "O1 fp16", loss_scale="dynamic")
+    wrapped = DDP(model)
+    optimizer.zero_grad()
+    for loss_id in (7, 8, 63):
+        inputs, targets = batch(rank, loss_id)
+        loss = (wrapped(inputs) - targets).square().mean()
+        session.backward(loss + torch.inf if rank == 1 and loss_id == 8 else loss, loss_id=loss_id)
+    session.step()
+    scales = session.status().scales
+    try:
+        one_step(wrapped, optimizer, session, rank, 1, loss_id=64)
+    except SessionError as error:
+        return scales, str(error)
+    finally:
+        session.close()
+    return None
+
+
+def epochs(rank, setting, optimizer):
+    """Steps in process 0 alone, wraps, joins twice with other numbers of steps, and trains on together."""
+    model, made, session = opened(rank, setting, optimizer=OPTIMIZERS[optimizer])
+    if rank == 0:
+        one_step(model, made, session, rank, 0)
+    wrapped = DDP(model)
+    found = [[weights(model), moments(made)]]
+    for epoch in range(2):
+        with wrapped.join():
+            for step in range(3 * rank + 2 * epoch):
+                one_step(wrapped, made, session, rank, 10 * epoch + step)
+        found.append([weights(model), moments(made)])
+    for step in range(20, 25):
+        one_step(wrapped, made, session, rank, step)
+    found.append([weights(model), moments(made)])
+    session.close()
+    return found
+
+
+def moments(optimizer):
+    """Returns what two optimizer states have in common only if all their bits are the same."""
+    states = optimizer.state_dict()["state"]
+    values = [states[index][name] for index in sorted(states) for name in sorted(states[index])]
+    return len(values), digest(torch.as_tensor(value) for value in values if value is not None)
+
+
+def initialized_after(rank):
+    """Initializes the plain model at O2 after it was wrapped; returns the error, and whether O1 takes it."""
+    model = network(rank)
+    wrapped = DDP(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    try:
+        halfstep.initialize(model, optimizer, "O2", low="bf16").close()
+    except SetupError as error:
+        with halfstep.initialize(model, optimizer, "O1", low="bf16") as session:
+            one_step(wrapped, optimizer, session, rank, 0)
+        return str(error), weights(model)
     return None
 
 

@@ -13,6 +13,7 @@ from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
 LOW = [name for name in SETTINGS if name != "O0"]
+PARTING = ["O1 bf16", "O2 bf16 split", "O2 fp16", "O3 bf16"]
 MATRIX = {f"{setting}, {mode}": (replicas.agreeing, (setting, mode, 5)) for setting in SETTINGS for mode in MODES}
 CASES = {
     **MATRIX,
@@ -31,6 +32,11 @@ CASES = {
     "copied": (replicas.copied, ()),
     "after join": (replicas.after_join, ()),
     "wrapped before": (replicas.wrapped_before, ()),
+    **{f"{s}, loaded by {who}": (replicas.loaded_alone, (s, who)) for s in PARTING for who in ([0], [1], [0, 1], [])},
+    "scaled alone": (replicas.scaled_alone, ()),
+    "many losses": (replicas.many_losses, ()),
+    **{f"{s}, {o}, epochs": (replicas.epochs, (s, o)) for s in PARTING for o in replicas.OPTIMIZERS},
+    "initialized after": (replicas.initialized_after, ()),
 }
 
 
@@ -97,7 +103,7 @@ def test_a_step_sends_one_vector_and_only_where_its_model_is_wrapped(found, sett
     for each in found:
         alone, together, parameters = each[f"{setting}, sent"]
         assert alone == []
-        assert together == [["c10d::allreduce_", 8 * (1 + parameters + LOSSES + 2 + 2)]]
+        assert together == [["c10d::allreduce_", 8 * (1 + parameters + LOSSES + 4 * 2)]]
 
 
 def test_nothing_is_sent_at_o0(found):
@@ -169,10 +175,57 @@ def test_a_model_that_was_wrapped_before_is_found(found):
     assert one[1:] == [1, ["c10d::allreduce_"]]
 
 
+@pytest.mark.parametrize("setting", PARTING)
+@pytest.mark.parametrize("who", [[0], [1]])
+def test_replicas_that_part_are_told_once_in_all_processes(found, setting, who):
+    for each in found:
+        said = [line for lines in each[f"{setting}, loaded by {who}"] for line in lines]
+        assert len(said) == 1
+        assert "weights in process 1 are not those in process 0 (0.weight, 0.bias, 1.weight" in said[0]
+
+
+@pytest.mark.parametrize("setting", PARTING)
+@pytest.mark.parametrize("who", [[], [0, 1]])
+def test_nothing_is_said_of_replicas_that_are_alike(found, setting, who):
+    assert [each[f"{setting}, loaded by {who}"] for each in found] == [[[]] * 9] * 2
+
+
+def test_gradients_under_other_loss_scales_are_an_error_in_all_processes(found):
+    for each in found:
+        message, unchanged, skipped = each["scaled alone"]
+        assert "process 1 carry another loss scale" in message
+        assert unchanged
+        assert skipped == 1
+
+
+def test_each_loss_has_a_flag_of_its_own_and_one_too_many_is_an_error(found):
+    (one, message), (other, _) = (each["many losses"] for each in found)
+    assert one == other
+    initial = halfstep.level("O1", "fp16").scale.init
+    assert one == {"7": initial, "8": initial / 2, "63": initial}
+    assert "loss_id is 64" in message
+
+
+@pytest.mark.parametrize("setting", PARTING)
+@pytest.mark.parametrize("optimizer", replicas.OPTIMIZERS)
+def test_optimizer_states_are_alike_from_the_wrap_on_and_after_each_join(found, setting, optimizer):
+    one, other = (each[f"{setting}, {optimizer}, epochs"] for each in found)
+    assert one == other
+    assert one[0][1][0] > 0
+
+
+def test_a_model_wrapped_before_its_weights_are_stored_low_is_refused(found):
+    (message, one), (_, other) = (each["initialized after"] for each in found)
+    assert "has been wrapped in DistributedDataParallel; at O2" in message
+    assert one == other
+
+
 def findings(norm, size, bad=()):
     here = torch.zeros(size, dtype=torch.bool)
     gradients = torch.tensor([i in bad for i in range(3)])
-    return Findings(torch.tensor(norm), gradients, torch.zeros(LOSSES, dtype=torch.bool), here, here)
+    return Findings(
+        torch.tensor(norm), gradients, torch.zeros(LOSSES, dtype=torch.bool), here, here, torch.zeros(2, size)
+    )
 
 
 @given(st.floats(min_value=0.0, width=32, allow_infinity=False), st.integers(1, 4096))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.cast.functions import check_functions
+from halfstep.errors import SetupError
 from halfstep.machine import DeviceFacts, Processor
 from halfstep.optim.steppers import needs_closure
 from halfstep.optim.table import row_of
@@ -26,6 +27,7 @@ from halfstep.plan.fit import (
 from halfstep.plan.forwards import check_forwards
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, resolve
+from halfstep.processes import living_wrappers_of
 
 Stepping = Literal["session", "optimizer"]
 
@@ -72,6 +74,7 @@ def decide(
     device = device_of(models, plan)
     roots = tuple(unwrap(model) for model in models)
     check_models(models, plan, made_low=made_low)
+    _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_parameters(optimizers, models, plan)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
@@ -103,3 +106,14 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
         emulate=decision.emulate and mixed,
         mixed=mixed,
     )
+
+
+def _refuse_wrapped_before(roots: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses models whose gradients a wrapper reduces that was made before the plan stores their weights low."""
+    if plan.param == "low" and living_wrappers_of(roots):
+        raise SetupError(
+            f"the model has been wrapped in DistributedDataParallel; at {plan.name} the weights change their format, "
+            "which would silently end its gradient reduction. Initialize the plain model first and wrap it after "
+            "(`session = halfstep.initialize(model, optimizer, ...)`, `wrapped = DistributedDataParallel(model)`), and "
+            "delete what is left of earlier wrappers"
+        )

@@ -119,7 +119,7 @@ class Session:
         self._trial: Session | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
-        shared = SharedState(plan, self._store, self._scales, self._name_of, self._replaced)
+        shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
         self.stage = Stage(plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
+from halfstep.plan.fit import named
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
-from halfstep.processes import LOSSES, Findings, Replicas
+from halfstep.processes import LOSSES, Findings, LateNumbers, Replicas
 from halfstep.scale.ledger import Collected
 from halfstep.scale.norm import Reading
 from halfstep.scale.scales import LossScales
 from halfstep.session.parts import Flags, Part
+
+_LOG = logging.getLogger("halfstep")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +32,7 @@ class SharedState:
     plan: Plan
     store: MasterStore
     scales: LossScales
+    optimizers: Callable[[], Sequence[Optimizer]]
     name_of: Callable[[nn.Parameter], str]
     replaced: Callable[[], None]
 
@@ -38,6 +45,28 @@ class SharedState:
         """Returns the stored weights that have a master or a remainder, and these."""
         stored = [] if self.store.kind == "none" else [p for p in parameters if p in self.store]
         return [tensor for p in stored for tensor in (p, self.store.extra(p))]
+
+    def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """Returns the optimizer's state of each of these parameters; empty where it has none."""
+        states: dict[int, dict[str, Any]] = {}
+        for optimizer in self.optimizers():
+            own = optimizer.state_dict()["state"]
+            states |= {id(p): own.get(index, {}) for index, p in enumerate(_parameters(optimizer))}
+        return [dict(states.get(id(p), {})) for p in parameters]
+
+    def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
+        """Gives the optimizers another process's state of each of these parameters."""
+        theirs = dict(zip(map(id, parameters), states, strict=True))
+        for optimizer in self.optimizers():
+            updated = _parameters(optimizer)
+            if theirs.keys().isdisjoint(map(id, updated)):
+                continue
+            saved = optimizer.state_dict()
+            own = saved["state"]
+            merged = {index: theirs.get(id(p), own.get(index, {})) for index, p in enumerate(updated)}
+            saved["state"] = {index: state for index, state in merged.items() if state}
+            if own or saved["state"]:
+                optimizer.load_state_dict(saved)
 
     def state(self) -> Any:
         """Returns the loss scales."""
@@ -56,7 +85,9 @@ class Agreed:
     """What decides on a step: the same in all processes that train together.
 
     `flags` has for the parameters of each part whether their gradients are not finite, `processes` for each process
-    whether one of its losses overflowed (None in one process alone), and `stops` whether it wants all to stop.
+    whether one of its losses overflowed, `stops` whether it wants all to stop, and `apart` (2 x processes) whether its
+    gradients carry another loss scale than those of the first, and whether its weights are others (None, all three, in
+    one process alone).
     """
 
     collected: list[Collected]
@@ -65,6 +96,7 @@ class Agreed:
     flags: list[Flags]
     processes: Tensor | None = None
     stops: Tensor | None = None
+    apart: Tensor | None = None
 
 
 def agree(
@@ -87,17 +119,72 @@ def agree(
     losses = _losses(collected, norm.device)
     here = replicas.is_own(norm.device)
     stops = here if stop else torch.zeros_like(here)
-    own = Findings(norm, torch.cat(gradients), losses, here & losses.any(), stops)
+    same = torch.stack((_number_of([held.scale for held in collected], norm.device), replicas.sampled(norm.device)))
+    own = Findings(
+        norm, torch.cat(gradients), losses, here & losses.any(), stops, torch.where(here, same.view(2, 1), 0.0)
+    )
     found = replicas.agree(own, [p for each in params for p in each])
     flags = list(zip(params, torch.split(found.gradients, list(map(len, params))), strict=True))
     return Agreed(
-        [_with(held, found.losses) for held in collected],
+        [_with(held, found.losses, apart=found.same[0].any()) for held in collected],
         [Reading(reading.norm, bad.any(), bad) for reading, (_, bad) in zip(readings, flags, strict=True)],
         found.norm,
         flags,
         found.processes,
         found.stops,
+        found.same,
     )
+
+
+class Hearing:
+    """What the processes tell each other in the sums of steps, heard in the same step in all of them.
+
+    `stopping` are those that want all to stop after this step.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._late = LateNumbers()
+        self._looks_at_weights = True
+        self.stopping: list[int] = []
+
+    def hear(self, agreed: Agreed) -> SessionError | None:
+        """Takes what a step has agreed on; says once whose weights differ, and returns an error where scales do."""
+        self.stopping = []
+        if agreed.stops is None or agreed.apart is None:
+            return None
+        told = (agreed.stops, *agreed.apart) if self._looks_at_weights else (agreed.stops, agreed.apart[0])
+        size = len(agreed.stops)
+        heard: list[list[int]] = [[], [], []]
+        for number in self._late.read(torch.cat(told)):
+            heard[number // size].append(number % size)
+        self.stopping, scales, weights = heard
+        if weights:
+            self._looks_at_weights = False
+            _say_that_weights_differ(self._replicas.parted())
+        return _scales_differ(scales) if scales else None
+
+
+def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
+    ranks = sorted({rank for each in parted.values() for rank in each})
+    _LOG.warning(
+        "the replicas have parted: weights in process %s are not those in process 0 (%s); what loads or writes weights "
+        "or an optimizer's state after DistributedDataParallel has wrapped the model must do it in all processes alike",
+        ", ".join(map(str, ranks)),
+        named(parted),
+    )
+
+
+def _scales_differ(ranks: Sequence[int]) -> SessionError:
+    return SessionError(
+        f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so their "
+        "sum means nothing; the step was skipped. Use the same loss_id in all processes for a backward pass, and load "
+        "the same session state in all of them"
+    )
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:
@@ -110,18 +197,30 @@ def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter],
 
 
 def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
-    """Returns a flag for each loss that is known to have overflowed, by its place in the sum."""
-    flags = [torch.zeros((), dtype=torch.bool, device=device)] * LOSSES
+    """Returns a flag for each loss that is known to have overflowed, in the place of its id.
+
+    Raises:
+        SessionError: there is no place for an id; it comes in all processes before one of them waits for the others.
+    """
+    flags = torch.zeros(LOSSES, dtype=torch.bool, device=device)
     for held in collected:
+        for loss_id in held.losses:
+            if loss_id >= LOSSES:
+                raise SessionError(
+                    f"loss_id is {loss_id}; under DistributedDataParallel it must be below {LOSSES}, since each step "
+                    "tells all processes which losses overflowed"
+                )
         for loss_id, flag in held.flags.items():
-            flags[_place(loss_id)] = flags[_place(loss_id)] | flag.to(device, non_blocking=True)
-    return torch.stack(flags)
+            flags[loss_id] |= flag.to(device, non_blocking=True)
+    return flags
 
 
-def _with(held: Collected, losses: Tensor) -> Collected:
-    """Returns what is held with the flags that all processes have noted for its losses."""
-    return replace(held, found=losses.any(), flags={loss_id: losses[_place(loss_id)] for loss_id in held.losses})
+def _with(held: Collected, losses: Tensor, *, apart: Tensor) -> Collected:
+    """Returns what is held with the flags that all processes have noted for its losses; a step `apart` is skipped."""
+    return replace(held, found=losses.any() | apart, flags={loss_id: losses[loss_id] for loss_id in held.losses})
 
 
-def _place(loss_id: int) -> int:
-    return min(loss_id, LOSSES - 1)
+def _number_of(scales: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns a number (0-dim float64) that is the same where these loss scales are."""
+    values = [(i + 1) * scale.to(device, torch.float64, non_blocking=True) for i, scale in enumerate(scales)]
+    return torch.stack(values).sum()

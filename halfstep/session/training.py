@@ -20,7 +20,7 @@ from halfstep.observe.probe import Probes
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.update_watch import UpdateWatch
-from halfstep.processes import LateNumbers, Replicas
+from halfstep.processes import Replicas
 from halfstep.records import StepRecord
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected
@@ -29,7 +29,7 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
 from halfstep.session.parts import Flags, LastStep, Part, Update, last_steps, step_each
-from halfstep.session.together import Agreed, agree
+from halfstep.session.together import Agreed, Hearing, agree
 from halfstep.stack import begin_pass
 
 
@@ -145,7 +145,7 @@ class MixedTraining:
 
     def __post_init__(self) -> None:
         self._scratch = Scratch()  # of the read of the gradients
-        self._late = LateNumbers()
+        self._hearing = Hearing(self.replicas)
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of a loss times its scale."""
@@ -223,6 +223,7 @@ class MixedTraining:
                 for part, held, factor in zip(parts, collected, factors, strict=True)
             ]
         count, failed = step_each(updates)
+        heard = self._hearing.hear(agreed)  # always: it may ask the other processes
         parts, collected = parts[:count], collected[:count]
         for part in parts:
             part.ledger.consumed()
@@ -232,11 +233,11 @@ class MixedTraining:
         return Stepped(
             StepRecord(number, found, collected[0].scale, norm, synced, loss),
             parts,
-            failed,
+            failed or heard,
             last_steps(parts, collected, found),
             agreed.flags[:count],
             agreed.processes,
-            () if agreed.stops is None else self._late.read(agreed.stops),
+            self._hearing.stopping,
         )
 
     def _agreed(
