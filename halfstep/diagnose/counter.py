@@ -14,6 +14,7 @@ from torch import Tensor
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
 _LONGEST_PAUSE = 64 * WINDOW  # steps
 _OFTEN, _SPAN = 4, 80  # skips in so many steps, one in twenty, that a scale has which lives at its floor
+LONGEST_GAP = _SPAN // (_OFTEN - 1)  # steps, between two of them
 
 Watched = tuple[tuple[int, ...], int | None]  # the ids of optimizers that step together, and a loss that they step on
 Scales = Mapping[Any, Tensor]  # by the ids of losses, or by None

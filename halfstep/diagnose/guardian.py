@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
-from halfstep.diagnose.counter import WINDOW, Counter, Watched
+from halfstep.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
@@ -170,9 +170,9 @@ class Guardian:
     """Watches the steps of a session; a verdict goes to `tell` and is raised, or logged.
 
     Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
-    `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, the next ones are recorded, one
-    at a time, until one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which
-    is normal, from what it does not.
+    `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, or keeps going back to it, the
+    next ones are recorded, one at a time, until one is skipped; `WINDOW` of them at most, or as many as lie between two
+    such skips. It is then told apart what a falling scale cures, which is normal, from what it does not.
 
     Where processes train `together`, one that raised alone would leave the others waiting for it. So what it has to
     raise is `pending` until they have been told, and all raise at the end of the same step.
@@ -227,7 +227,7 @@ class Guardian:
             return
         about = self._counter.count(parts, record.skipped, scales or {None: record.scale})
         if about is not None:
-            self._about, self._left = about, WINDOW
+            self._about, self._left = about, LONGEST_GAP if self._counter.lives_at_floor(about) else WINDOW
             self._arm_next()
 
     def _after_recorded(
