@@ -76,7 +76,7 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
         evidence=_evidence(found, scale) + which_model(found.module),
         advice=_advice(found, plan, cure),
         call=None if found.call is None else replace(found.call, module=in_model(found.call.module)[1]),
-        outside=found.module is None,
+        outside=found.module is None and found.leaf is None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -50,10 +51,9 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on = True
-        self._places = Places(roots)
+        self._roots = [weakref.ref(root) for root in roots]  # the stack of modes is to keep no session alive
         self._trail = _Trail()
         self._local = threading.local()
-        self.over = ExitStack()  # what holds the session, which a finalizer must not
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -77,8 +77,9 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             self._local.inside, trail.results = False, []
 
     def _here(self, func: Any, args: Sequence[Any]) -> tuple[Place, str]:
-        place, aten = self._places.here(), aten_name(func, args)
-        module = None if place.module is None else self._places.module(place.module)
+        places = Places([root for each in self._roots if (root := each()) is not None])
+        place, aten = places.here(), aten_name(func, args)
+        module = None if place.module is None else places.module(place.module)
         return place, public_name(aten, call=[aten], function=place.function, module=module)
 
     def observations(self, step: int) -> list[Observation]:
@@ -112,8 +113,13 @@ def _observation(step: int, absorbed: Absorbed[tuple[Place, str]]) -> Observatio
     )
 
 
-def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> AbsorbedWatch:
+Watched = tuple[AbsorbedWatch, Callable[[], None]]
+
+
+def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
     """Returns a watch that sees all operations from now on; what ends that is added to `undo`.
+
+    With it comes what takes it off emulation: that holds the session, which neither `undo` nor the stack of modes may.
 
     It lies on the stack of modes from the start: put there inside a forward, it would be taken off by whatever `with`
     that forward is in. Compiled code runs as it was written meanwhile.
@@ -122,8 +128,9 @@ def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable
     undo.append(run_uncompiled())
     undo.append(partial(_end, watch, threading.get_ident()))
     watch.__enter__()  # type: ignore[no-untyped-call]
-    watch.over.enter_context(under(watch))
-    return watch
+    over = ExitStack()
+    over.enter_context(under(watch))
+    return watch, over.close
 
 
 def _end(watch: AbsorbedWatch, thread: int) -> None:

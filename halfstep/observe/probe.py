@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from halfstep.kernels.update_stats import Updates
 from halfstep.observe.outputs import readable
-from halfstep.observe.overflows import AbsorbedWatch
+from halfstep.observe.overflows import Watched
 from halfstep.observe.rows import Pending
 from halfstep.observe.window import Window, undo_all
 from halfstep.records import UPDATE, Observation
@@ -57,7 +57,7 @@ class Probe:
         every: int,
         sample: int | None,
         deliver: Sequence[Callable[[Observation], object]],
-        absorbed: Callable[[list[Callable[[], None]]], AbsorbedWatch] | None = None,
+        absorbed: Callable[[list[Callable[[], None]]], Watched] | None = None,
     ) -> None:
         self._absorbed = absorbed
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample

@@ -14,7 +14,7 @@ from halfstep.kernels.update_stats import Updates
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.outputs import readable
-from halfstep.observe.overflows import AbsorbedWatch
+from halfstep.observe.overflows import AbsorbedWatch, Watched
 from halfstep.observe.rows import Pending, StepRows, Subject
 from halfstep.records import UPDATE
 from halfstep.torch_internals import parameters_of
@@ -35,7 +35,7 @@ class Window:
         kinds: frozenset[str],
         sample: int | None,
         undo: list[Callable[[], None]],
-        absorbed: Callable[[list[Callable[[], None]]], AbsorbedWatch] | None = None,
+        absorbed: Callable[[list[Callable[[], None]]], Watched] | None = None,
     ) -> None:
         self.kinds = kinds
         self.hooks: StepHooks | None = None
@@ -56,7 +56,7 @@ class Window:
             undo.append(self.hooks.take_off)
             self.hooks.put_on(modules)
         if absorbed is not None:
-            self.watch = absorbed(undo)
+            self.watch, self._off_emulation = absorbed(undo)
 
     @cached_property
     def owners(self) -> Owners:
@@ -75,7 +75,7 @@ class Window:
         if self.hooks is not None:
             self.hooks.remove()
         if self.watch is not None:
-            self.watch.over.close()
+            self._off_emulation()
         undo_all(self._undo)
 
     def pending(self, step: int) -> Pending:

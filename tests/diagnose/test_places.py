@@ -55,10 +55,10 @@ def test_one_that_only_just_leaves_fp16_gets_an_edit(plan, times):
 
 @PLANS
 def test_code_outside_of_every_module_is_called_that(plan):
-    model = nn.Linear(8, 8)
+    model, spoiled = nn.Linear(8, 8), ONES * torch.nan
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: torch.log(model(ONES).float().mean() * 0))
-        of_model = halfstep.blame(session, lambda: model(ONES * torch.nan).float().mean())
+        of_model = halfstep.blame(session, lambda: model(spoiled).float().mean())
     assert str(verdict).startswith("invalid: log in code outside the model, test_places.py:")
     assert (verdict.module, verdict.outside, of_model.outside) == ("", True, False)
     assert str(of_model).startswith("input data: linear in the model itself, test_places.py:")
