@@ -43,6 +43,7 @@ ROWS: dict[str, dict[str, object]] = {
     f"all five kinds, sample {SAMPLE:,}": {"every": 1, "tensors": ALL, "sample": SAMPLE},
 }
 CYCLE_ROWS: dict[str, dict[str, object]] = {
+    f"every {CYCLE}, absorbed alone": {"every": CYCLE, "tensors": (), "absorbed": True},
     f"every {CYCLE}": {"every": CYCLE},
     f"every {CYCLE}, all five kinds": {"every": CYCLE, "tensors": ALL},
 }

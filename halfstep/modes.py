@@ -18,6 +18,7 @@ from torch.overrides import enable_reentrant_dispatch
 from halfstep.torch_internals import (
     DispatchKey,
     OpOverload,
+    TorchDispatchMode,
     call_by_key,
     end_stance,
     forced_keys,
@@ -25,7 +26,10 @@ from halfstep.torch_internals import (
     has_kernel_for,
     keys_excluded_here,
     keys_included_here,
+    mode_stack,
     parsed_key,
+    pop_mode,
+    push_mode,
     tree_leaves,
 )
 
@@ -83,6 +87,21 @@ def _autocast_as_called(func: OpOverload) -> Iterator[None]:
             excluded = excluded.remove(key)
     with forced_keys(keys_included_here(), excluded):
         yield
+
+
+def take_off(mode: TorchDispatchMode, thread: int) -> None:
+    """Takes a mode off the stack of a thread, if that is the one that runs, from below those that came later.
+
+    Where a `with` that came later has taken it off in place of its own mode, that one is taken off.
+    """
+    stack = mode_stack()
+    if threading.get_ident() != thread or not stack:
+        return
+    below = next((index for index, each in enumerate(stack) if each is mode), None)
+    later = [] if below is None else [pop_mode() for _ in stack[below + 1 :]]
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    for each in reversed(later):
+        push_mode(each)
 
 
 class _Uncompiled:

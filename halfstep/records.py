@@ -102,7 +102,11 @@ class Status:
 
 TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
 UPDATE = "update"  # a further kind: what a step added to a weight, in units of the weight's last place
+ABSORBED = "absorbed"  # another: values that overflowed, after which an operation made everything finite again
 SEVERITIES = ("note", "warning", "error")
+
+
+AFTER_BACKWARD = "after backward"  # a phase: what code does with gradients between the backward pass and the step
 
 
 class Kind(str, Enum):
@@ -267,6 +271,34 @@ def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
 
 
 @dataclass(frozen=True)
+class AbsorbedOverflow:
+    """An overflow that another operation made finite again, so that no value shows that the result is wrong.
+
+    `operator` at the line `where` gave `exact` in fp32, which is infinite in `format`. `by`, at the line `by_where`,
+    absorbed that: an element of what it gave is `got`, in fp32 `want`, and `off` is their row's difference relative to
+    fp32. Operators have their public torch names; a line is None where it is not known.
+    """
+
+    operator: str
+    where: str | None
+    exact: float
+    format: str
+    by: str
+    by_where: str | None
+    got: float
+    want: float
+    off: float
+
+    def __str__(self) -> str:
+        line_by = f" at {self.by_where}" if self.by_where not in (self.where, None) else ""
+        return (
+            f"{self.operator} gives {self.exact:,.6g}, which is {'-' if self.exact < 0 else ''}inf in {self.format}, "
+            f"whose largest value is {as_format(self.format).max:g}; {self.by}{line_by} then gives {self.got:g}, in "
+            f"fp32 {self.want:g}: off by {self.off:.0%}, with no value that shows it"
+        )
+
+
+@dataclass(frozen=True)
 class Observation:
     """The statistics of one tensor of one module at one step.
 
@@ -277,6 +309,9 @@ class Observation:
 
     Of kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
     from the stored weight to the next larger value of its format: below a half, the stored weight cannot follow.
+
+    Of kind `ABSORBED` they are the values that `format` has no room for, as fp32 has them, and `absorbed` says of what
+    operation, and what became of them; of other kinds it is None.
     """
 
     step: int
@@ -287,6 +322,7 @@ class Observation:
     scale: float
     stats: TensorStats
     sampled: bool = False
+    absorbed: AbsorbedOverflow | None = None
 
     @property
     def lost_updates(self) -> float | None:
@@ -324,10 +360,11 @@ class OpCall:
 class Verdict:
     """Which operation made the first non-finite value that mattered, and what cures it.
 
-    `module` is the dotted name of the module ("" is the model itself), `operator` the public torch name of the op,
-    `phase` "forward" or "backward", `kind` says of what kind it is, `where` the line of the user's code. `cure` holds
-    the edits for `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence`
-    with which values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
+    `module` is the dotted name of the module ("" is the model itself, or code that no module called: it is then
+    `outside`), `operator` the public torch name of the op, `phase` "forward", "backward" or "after backward" (own code
+    on gradients), `kind` says of what kind it is, `where` the line of the user's code. `cure` holds the edits for
+    `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence` with which
+    values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
     """
 
     module: str
@@ -339,9 +376,15 @@ class Verdict:
     evidence: str
     advice: str
     call: OpCall | None = None
+    outside: bool = False
+
+    @property
+    def place(self) -> str:
+        """The module, in words where it has no name."""
+        return self.module or ("code outside the model" if self.outside else "the model itself")
 
     def __str__(self) -> str:
-        place = f"in {self.module or 'the model itself'}" + (f", {self.where}" if self.where else "")
+        place = f"in {self.place}" + (f", {self.where}" if self.where else "")
         return f"{self.kind}: {self.operator} {place} ({self.phase})\n  seen: {self.evidence}\n  do: {self.advice}"
 
 
@@ -376,6 +419,18 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.code} at {self.place}\n  seen: {self.evidence}\n  do: {self.advice}"
+
+
+def absorbed_finding(seen: Observation) -> Finding:
+    """Returns what an observation of an absorbed overflow says, as a finding."""
+    said = seen.absorbed
+    assert said is not None
+    place = (seen.module or "(model)") + (f", {said.where}" if said.where else "")
+    advice = (
+        "compute there in fp32, or scale the values down before; halfstep.check(session, closure) tries edits of the "
+        "plan and names one that cures it"
+    )
+    return Finding("warning", "overflow absorbed", place, str(said), advice)
 
 
 @runtime_checkable
@@ -439,7 +494,7 @@ class WhatIf:
 
     `plan` names the plan whose low and full tensors are told apart, `rows` has an entry per format, module and kind,
     `scales` one per format. `stay_full` has by format the findings on modules that should be fp32: the `cure` of
-    each finding is the edit that keeps the module full.
+    each finding is the edit that keeps the module full. In fp16 it also has those on overflows that would be absorbed.
     """
 
     plan: str

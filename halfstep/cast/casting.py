@@ -34,6 +34,7 @@ class Casting:
         self._plan = plan
         self._engine = OpEngine(effective(plan), plan.low.dtype, device.type, wide_backward) if table else None
         self._emulation: Mode | None = Emulation(plan.low) if emulate else None
+        self._over: list[Callable[[Mode], Mode]] = []
         self._outermost: list[Gate] = []
         self._begin: Callable[[], None] | None = None
 
@@ -122,7 +123,12 @@ class Casting:
 
     def emulating(self) -> Mode:
         """Returns a context in which low products are emulated, where they are."""
-        return nullcontext() if self._emulation is None else self._emulation
+        return nullcontext() if self._emulation is None else self._wrapped(self._emulation)
+
+    def _wrapped(self, mode: Mode) -> Mode:
+        for wrap in self._over:
+            mode = wrap(mode)
+        return mode
 
     def region(self) -> Mode:
         """Returns a context in which ops run as the plan's table says."""
@@ -139,7 +145,7 @@ class Casting:
 
     def backward(self) -> Backward:
         """Returns a context for a backward pass."""
-        return Backward(self._engine, self._emulation)
+        return Backward(self._engine, None if self._emulation is None else self._wrapped(self._emulation))
 
     def weights_changed(self) -> None:
         """Drops the low copies of weights that were kept for use again."""
@@ -148,13 +154,15 @@ class Casting:
 
     @contextmanager
     def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
-        """Uses `wrapped(emulation)` in place of the emulation for a while, where there is one."""
-        own = self._emulation
-        self._emulation = None if own is None else wrapped(own)
+        """Uses `wrapped(emulation)` in place of the emulation for a while, where there is one.
+
+        Several may at a time, and end in any order.
+        """
+        self._over.append(wrapped)
         try:
             yield
         finally:
-            self._emulation = own
+            self._over.remove(wrapped)
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:

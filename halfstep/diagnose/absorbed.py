@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal
+from halfstep.diagnose.words import place_of, which_model
 from halfstep.edits import Edit, OpChange, spell
 from halfstep.errors import HalfstepError
-from halfstep.formats import as_format
 from halfstep.observe.absorbed import Absorbed
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
@@ -76,16 +76,13 @@ def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[N
 
 
 def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...], reason: str) -> Finding:
-    origin, by, line = absorbed.origin, absorbed.by, recorder.line(absorbed.origin)
-    module, fmt = origin.module or "(model)", as_format(absorbed.dtype)
-    line_by = f" at {recorder.line(by)}" if recorder.line(by) not in (line, None) else ""
-    evidence = (
-        f"{recorder.operator(origin)} gives {absorbed.exact:,.6g}, which is {'-' if absorbed.exact < 0 else ''}inf in "
-        f"{fmt}, whose largest value is {fmt.max:g}; {recorder.operator(by)}{line_by} then gives {absorbed.got:g}, "
-        f"in fp32 {absorbed.want:g}: off by {absorbed.off:.0%}, with no value that shows it"
+    origin, by = absorbed.origin, absorbed.by
+    line, line_by = recorder.line(origin), recorder.line(by)
+    evidence = str(absorbed.said(recorder.operator(origin), line, recorder.operator(by), line_by)) + which_model(
+        origin.module
     )
     if edits:
         advice = f"{spell(edits)}, under which this does not happen"
     else:
         advice = f"compute there in fp32, or scale the values down before; {reason}"
-    return Finding("warning", "overflow absorbed", f"{module}, {line}" if line else module, evidence, advice, edits)
+    return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)

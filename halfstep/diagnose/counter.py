@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from ctypes import c_bool, c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
 _LONGEST_PAUSE = 64 * WINDOW  # steps
+_OFTEN, _SPAN = 4, 80  # skips in so many steps, one in twenty, that a scale has which lives at its floor
+LONGEST_GAP = _SPAN // (_OFTEN - 1)  # steps, between two of them
 
 Watched = tuple[tuple[int, ...], int | None]  # the ids of optimizers that step together, and a loss that they step on
 Scales = Mapping[Any, Tensor]  # by the ids of losses, or by None
@@ -20,11 +23,22 @@ _Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it 
 
 @dataclass
 class _Streak:
-    """How many of the last steps were skipped in a row; how many to come are left out, and how many the next time."""
+    """How many of the last steps were skipped in a row; how many to come are left out, and how many the next time.
+
+    `near` has the last of those skips that came after a step, with a scale that had just grown from its floor: their
+    numbers, as of `steps`.
+    """
 
     length: int = 0
     left_out: int = 0
     pause: int = WINDOW
+    steps: int = 0
+    near: deque[int] = field(default_factory=lambda: deque(maxlen=_OFTEN))
+
+    @property
+    def lives_at_floor(self) -> bool:
+        """Whether the scale keeps going back to its floor."""
+        return len(self.near) == _OFTEN and self.steps - self.near[0] < _SPAN
 
 
 class Counter:
@@ -33,9 +47,9 @@ class Counter:
     `WINDOW` steps are looked at together, when the next one comes or when they have come to the host.
     """
 
-    def __init__(self, device: torch.device, floor: float) -> None:
+    def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:
         self._on_cuda = device.type == "cuda"
-        self._floor = floor
+        self._floor, self._near = floor, floor * growth
         self._steps: list[_Step] = []
         self._coming: tuple[list[_Step], torch.cuda.Event | None] | None = None
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
@@ -43,9 +57,9 @@ class Counter:
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
         """Takes a step of `parts`, and returns whose steps need a look, of those that have come.
 
-        They do where `WINDOW` in a row were skipped, or one was while its loss scale lay at the floor. `skipped` and
-        the `scales` of its losses are 0-dim tensors. A step that a CUDA graph captures does not count: what would be
-        read are the numbers of its replays.
+        They do where `WINDOW` in a row were skipped, or one was while its loss scale lay at the floor, or one in twenty
+        was whenever the scale had grown from there. `skipped` and the `scales` of its losses are 0-dim tensors. A step
+        that a CUDA graph captures does not count: what would be read are the numbers of its replays.
         """
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             self._steps, self._coming = [], None
@@ -67,6 +81,10 @@ class Counter:
         run = self._runs[watched]
         run.left_out, run.pause = run.pause, min(2 * run.pause, _LONGEST_PAUSE)
 
+    def lives_at_floor(self, watched: Watched) -> bool:
+        """Tells whether the loss scale of those `watched` overflows whenever it has grown from its floor."""
+        return watched in self._runs and self._runs[watched].lives_at_floor
+
     def _look(self, steps: Sequence[_Step]) -> Watched | None:
         skips = [_number(skipped) for _, skipped, _ in steps]
         if not self._runs and not any(skips):
@@ -78,7 +96,11 @@ class Counter:
                 run = self._runs.setdefault((who, loss_id), _Streak())
                 run.length = run.length + 1 if skipped else 0
                 run.left_out -= 1
-                alarming = run.length >= WINDOW or (skipped and _number(scale) <= self._floor)
+                run.steps += 1
+                if run.length == 1 and self._floor < _number(scale) <= self._near:
+                    run.near.append(run.steps)
+                at_floor = _number(scale) <= self._floor or run.lives_at_floor
+                alarming = run.length >= WINDOW or (skipped and at_floor)
                 if alarming and run.left_out < 0:
                     found = found or (who, loss_id)
         if found is not None:

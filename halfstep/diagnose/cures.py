@@ -16,7 +16,7 @@ from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, find
 from halfstep.plan.plan import Plan
 from halfstep.plan.tied import together
-from halfstep.records import Kind
+from halfstep.records import AFTER_BACKWARD, Kind
 
 FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
@@ -28,7 +28,7 @@ _BY_OP = ("deny",)  # ops of these categories lose little by running full everyw
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can."""
-    if plan.ops == "none" or found.kind not in _OF_FORMATS:
+    if plan.ops == "none" or found.kind not in _OF_FORMATS or found.phase == AFTER_BACKWARD:
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
@@ -61,7 +61,8 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns those that leave a part of the model low; for an operation outside of it the edit of `autocast`."""
     if found.module is None:
-        known = plan.ops != "none" and found.kind in _OF_FORMATS and _is_cheap(found.operator)
+        in_forward = found.kind in _OF_FORMATS and found.phase != AFTER_BACKWARD
+        known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
         return [(OpChange("deny", found.operator),)] if known else []
     narrow = [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
     return [*narrow, *_own_code(plan, found, roots)]

@@ -16,6 +16,7 @@ from halfstep.plan.plan import Plan
 from halfstep.records import Kind, OpCall
 
 _GROWN = 1e3  # times the first loss: more is not learned
+_RUNS = 8  # of one operation in one forward: from here on it is a recurrence
 _DEPTH = 6  # how far back the addition of an eps is looked for
 
 
@@ -48,6 +49,14 @@ class Diagnosis:
     cured_loss: float | None = None  # the loss under the cure; None: no edit that was tried cures it
     first_loss: float | None = None  # of the session's first step
     grown: tuple[str, float] | None = None  # a weight that has grown beyond the low format, and its size
+    runs: int = 1  # of the same operation in one forward
+
+    @property
+    def explodes(self) -> bool:
+        """Whether a recurrence grows out of all proportion, so that the loss is beyond the low format in fp32 too."""
+        if not self.is_forward_overflow or self.runs < _RUNS or self.low is None or self.full_loss is None:
+            return False
+        return self.full is None and abs(self.full_loss) > _GROWN * self.low.max
 
     @property
     def loss_has_grown(self) -> bool:
@@ -101,6 +110,7 @@ def diagnose(
         return _of_leaf(recorder, note, leaf, full)
     assert note is not None
     kind, mask = _kind(recorder, origin, note)
+    place = note.aten, note.module, note.line, note.phase
     return Diagnosis(
         kind,
         note.module,
@@ -114,6 +124,7 @@ def diagnose(
         eps=_vanished(note, plan.low) if kind == Kind.INVALID else None,
         mask=mask,
         infinity=_infinity(recorder, note),
+        runs=sum((each.aten, each.module, each.line, each.phase) == place for each in recorder.notes),
     )
 
 

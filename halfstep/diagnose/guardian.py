@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
-from halfstep.diagnose.counter import WINDOW, Counter, Watched
+from halfstep.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
 from halfstep.diagnose.origin import find_origin
 from halfstep.diagnose.words import of_another, say
+from halfstep.edits import spell
 from halfstep.formats import Format
-from halfstep.modes import as_called, run_uncompiled
+from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.records import Kind, NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
 from halfstep.session.stage import Stage
-from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack, pop_mode, push_mode
+from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
@@ -50,6 +51,7 @@ _PATIENCE = 2**12
 _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
 _MORE_PATIENCE = 8  # times as much, each time that it was not enough
 _OTHERS = 32  # steps of other optimizers that are kept of those before the one that is waited for
+_INTERVAL = 2000  # steps after which a scale grows: the default of a dynamic one
 _LOG = logging.getLogger("halfstep")
 
 
@@ -168,9 +170,9 @@ class Guardian:
     """Watches the steps of a session; a verdict goes to `tell` and is raised, or logged.
 
     Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
-    `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, the next ones are recorded, one
-    at a time, until one is skipped; `WINDOW` of them at most. It is then told apart what a falling scale cures, which
-    is normal, from what it does not.
+    `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, or keeps going back to it, the
+    next ones are recorded, one at a time, until one is skipped; `WINDOW` of them at most, or as many as lie between two
+    such skips. It is then told apart what a falling scale cures, which is normal, from what it does not.
 
     Where processes train `together`, one that raised alone would leave the others waiting for it. So what it has to
     raise is `pending` until they have been told, and all raise at the end of the same step.
@@ -188,7 +190,7 @@ class Guardian:
         self.pending: BaseException | None = None
         scaling = stage.plan.scale
         self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
-        self._counter = Counter(stage.device, self._floor)
+        self._counter = Counter(stage.device, self._floor, scaling.growth)
         self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
@@ -225,7 +227,7 @@ class Guardian:
             return
         about = self._counter.count(parts, record.skipped, scales or {None: record.scale})
         if about is not None:
-            self._about, self._left = about, WINDOW
+            self._about, self._left = about, LONGEST_GAP if self._counter.lives_at_floor(about) else WINDOW
             self._arm_next()
 
     def _after_recorded(
@@ -325,8 +327,10 @@ class Guardian:
         found = replace(found, untried="halfstep.blame(session, closure) would")
         lower = _Lower.estimate(found, plan.low, scale)
         dynamic = plan.scale.kind == "dynamic"
-        comes_down = dynamic and scale > self._floor
-        if dynamic and shared is not None and shared > self._floor:
+        lives_at_floor = self._counter.lives_at_floor(self._about) and scale <= self._floor * plan.scale.growth
+        floor = scale if lives_at_floor else self._floor
+        comes_down = dynamic and scale > floor
+        if dynamic and shared is not None and shared > floor:
             _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", shared)
             return None
         if found.kind == Kind.ANOTHER_PROCESS:
@@ -338,9 +342,23 @@ class Guardian:
             verdict = say(found, plan, untried_cure(plan, found, self._stage.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)
+        if lives_at_floor and scale > self._floor:
+            return self._of_rhythm(found, scale)
         limit = f"its floor is {self._floor:g}" if dynamic else f"it stays at {scale:g}"
         verdict = say(found, plan, scaling_cure(plan.scale, lower.scale, estimated=True), scale=scale)
         return verdict, f": the loss scale is too high, and {limit}"
+
+    def _of_rhythm(self, found: Diagnosis, scale: float) -> tuple[Verdict, str]:
+        """Returns the verdict on a scale that passes at its floor, and is soon brought back to where it does not."""
+        scaling = self._stage.plan.scale
+        found = replace(found, lower_scale=self._floor)
+        cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
+        verdict = say(found, self._stage.plan, cure, scale=scale)
+        advice = (
+            f"{spell(cure)}, so that the scale grows more rarely; growth_interval={scaling.growth_interval} brings it "
+            f"back from {self._floor:g} to {scale:g}, where these gradients overflow"
+        )
+        return replace(verdict, advice=advice), f": the loss scale lives at its floor, {self._floor:g}"
 
     def _report(self, verdict: Verdict, about_scale: str, step: int) -> None:
         key = (verdict.kind, verdict.module, verdict.operator)
@@ -368,19 +386,9 @@ class Guardian:
 
 
 def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]) -> None:
-    """Takes a recorder off the stack of modes, from below those that came later."""
     recorder.on = False
     compile_again()
-    if threading.get_ident() != thread:  # it lies on the stack of another
-        return
-    stack = mode_stack()
-    if not stack:
-        return
-    below = next((index for index, mode in enumerate(stack) if mode is recorder), None)
-    later = [] if below is None else [pop_mode() for _ in stack[below + 1 :]]
-    recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    for mode in reversed(later):
-        push_mode(mode)
+    take_off(recorder, thread)
 
 
 @dataclass(frozen=True)

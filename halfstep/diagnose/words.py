@@ -12,7 +12,7 @@ from halfstep.edits import Edit, spell
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.observe.recorder import OTHERS
 from halfstep.plan.plan import Plan
-from halfstep.records import Kind, OpCall, Verdict
+from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
@@ -66,17 +66,17 @@ def of_another(processes: Sequence[int]) -> Verdict:
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
     """Returns the verdict on a failure under a plan, with the edits that cure it."""
     assert found.kind is not None  # nothing is said of what was not seen
-    number, module = in_model(found.module)
     return Verdict(
-        module=module,
+        module=in_model(found.module)[1],
         operator=found.operator,
         phase=found.phase,
         kind=found.kind,
         where=found.line,
         cure=tuple(cure),
-        evidence=_evidence(found, scale) + (f"; in model {number}, the first being 0" if number else ""),
+        evidence=_evidence(found, scale) + which_model(found.module),
         advice=_advice(found, plan, cure),
         call=None if found.call is None else replace(found.call, module=in_model(found.call.module)[1]),
+        outside=found.module is None and found.leaf is None,
     )
 
 
@@ -84,7 +84,9 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     parts = [_seen(found)]
     if found.raised is not None:
         parts.append(f"the closure then raised {type(found.raised).__name__}")
-    if found.module is None:
+    if found.phase == AFTER_BACKWARD:
+        parts.append("called on gradients, after the backward pass")
+    elif found.module is None:
         parts.append("called outside of the model's forward")
     if found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
         parts.append(f"at loss scale {scale:g}")
@@ -136,6 +138,18 @@ def in_model(name: str | None) -> tuple[str, str]:
     return number, module
 
 
+def place_of(module: str | None, line: str | None) -> str:
+    """Returns where something is, as findings give it: the name as rules spell it, and the line."""
+    name = in_model(module)[1] or "(model)"
+    return name if line is None else f"{name}, {line}"
+
+
+def which_model(module: str | None) -> str:
+    """Returns what evidence adds where there are several models."""
+    number, _ = in_model(module)
+    return f"; in model {number}, the first being 0" if number else ""
+
+
 def _place(found: Diagnosis) -> str:
     number, module = in_model(found.module)
     where = (f" in {module}" if module else "") + (f" of model {number}" if number else "")
@@ -166,6 +180,9 @@ def _seen(found: Diagnosis) -> str:
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
         end = f"{found.low.max:,.0f}" if found.low.max < 1e6 else f"{found.low.max:.3g}"
         text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {end}"
+    if found.note.divided_by is not None:
+        zeros, count = found.note.divided_by
+        text += f"; the divisor is 0 in {zeros:,} of {count:,} element{'s' * (count != 1)}"
     if found.mask is not None:
         text += f", as the mask's {found.mask:g} became -inf"
     if found.eps is not None:
@@ -189,6 +206,11 @@ def _inputs(call: OpCall | None) -> str:
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
     if found.grown is not None:
         return f"training has diverged, in fp32 too, which no edit cures: {_SLOWER}"
+    if found.explodes:
+        return (
+            f"the same operation runs {found.runs} times and its values grow with them, in fp32 too, which no edit "
+            "cures: smaller initial weights, a norm or a gate between the runs, or fewer of them"
+        )
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
         words.insert(0, spell(cure))

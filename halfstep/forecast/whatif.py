@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Policy, Rule, Scaling
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
+from halfstep.forecast.overflows import absorbed_in_fp16
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import TensorName, parameters, step
-from halfstep.formats import BF16, FP32, Format, as_format
+from halfstep.formats import BF16, FP16, FP32, Format, as_format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
 from halfstep.optim.steppers import needs_closure
@@ -34,7 +36,7 @@ from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.plan.tied import together
 from halfstep.processes import wrappers_of
-from halfstep.records import Finding, Rounded, WhatIf
+from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
 from halfstep.torch_internals import mark_stepped, was_stepped
@@ -58,7 +60,9 @@ def whatif(
     """Predicts from fp32 training steps what each format would lose, which loss scales are safe, and what to keep full.
 
     `closure` takes a batch, computes and returns the loss, and does not call backward. It is called `steps` times, and
-    once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. An `optimizer`
+    once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. Where fp16 is asked
+    for, it is called once more at the end, under `plan` in fp16, which shows the overflows that an operation would make
+    finite again: `stay_full` has a finding for each, with the code "overflow absorbed". An `optimizer`
     makes the steps training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights,
     gradients, buffers, optimizer state and random states are put back, and the gradients of what else the loss needs.
 
@@ -87,14 +91,19 @@ def whatif(
             "the model is wrapped in DistributedDataParallel, which stops reducing gradients where weights are stored "
             f"low for a while, as {low_plan.name} does; call whatif before it is wrapped, or with plan='O1'"
         )
-    closure = _fed(closure)
+    closure = _fed(closure, further=2 if FP16 in chosen else 1)
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
         scouted = scout(closure, model, low_plan)
         rewind()
         prediction = predict(
             closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale
         )
+        for parameter in model.parameters():
+            parameter.grad = None
+        absorbed = absorbed_in_fp16(closure, model, low_plan) if FP16 in chosen else ()
     findings = {fmt.name: tuple(_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
+    if absorbed:
+        findings[FP16.name] = (*findings[FP16.name], *_about_absorbed(absorbed, findings[FP16.name], model, low_plan))
     return WhatIf(
         plan=low_plan.name,
         steps=steps,
@@ -105,14 +114,14 @@ def whatif(
     )
 
 
-def _fed(closure: Callable[[], Any]) -> Callable[[], Any]:
+def _fed(closure: Callable[[], Any], further: int) -> Callable[[], Any]:
     def fed() -> Any:
         try:
             return closure()
         except StopIteration:
             raise SessionError(
-                "the closure ran out of batches: it is called once more than there are steps; give fewer steps or an "
-                "iterator that goes on"
+                f"the closure ran out of batches: it is called {('once', 'twice')[further - 1]} more than there are "
+                "steps; give fewer steps or an iterator that goes on"
             ) from None
 
     return fed
@@ -265,6 +274,23 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
         if module in beyond:
             evidence.append(f"a product in it reaches {beyond[module]:.4g}, and {fmt} ends at {fmt.max:g}")
         yield Finding("warning", "stay full", module or "(model)", "; ".join(evidence), why, cure)
+
+
+def _about_absorbed(
+    absorbed: Iterable[Observation | Finding], known: Sequence[Finding], model: nn.Module, plan: Plan
+) -> Iterator[Finding]:
+    """Yields a finding for each overflow that would be absorbed, with a cure where `known` findings have none."""
+    ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
+    for each in absorbed:
+        if isinstance(each, Finding):
+            yield each
+            continue
+        said = absorbed_finding(each)
+        cure, why = _cure(each.module, FULL_OUT, model, plan)
+        if ruled.intersection(rule.pattern for rule in cure):
+            cure, why = (), "the rule of another finding keeps the module full"
+        ruled.update(rule.pattern for rule in cure)
+        yield replace(said, advice=why, cure=cure)
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.modes import as_called
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.outputs import readable
 from halfstep.observe.schemas import is_collective, is_uninitialised, is_view, written
+from halfstep.records import AbsorbedOverflow
 from halfstep.torch_internals import in_backward, schema_of, storage_identity, tree_leaves, tree_map
 
 TOLERANCE = 0.05
@@ -27,25 +28,35 @@ T = TypeVar("T")
 class Absorbed(Generic[T]):
     """An overflow at `origin` that the operation at `by` turned into finite values which fp32 does not have.
 
-    `exact` is the largest value that became infinite at `origin`, as fp32 has it, in a result of `dtype`; `got` is an
-    element of what `by` gave, `want` the same in fp32, and `off` their row's difference relative to fp32.
+    `values` are those that became infinite at `origin`, as fp32 has them, in a result of `dtype`; `got` is an element
+    of what `by` gave, `want` the same in fp32, and `off` their row's difference relative to fp32.
     """
 
     origin: T
     by: T
-    exact: float
+    values: Tensor
     dtype: torch.dtype
     got: float
     want: float
     off: float
 
+    @property
+    def exact(self) -> float:
+        """The largest value that became infinite, with its sign."""
+        return float(self.values[self.values.abs().argmax()])
+
+    def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
+        """Returns this with the names and lines of its two operations."""
+        fmt = as_format(self.dtype).name
+        return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
+
 
 @dataclass(frozen=True, eq=False)
 class _Origin(Generic[T]):
-    """What stands for the operation that overflowed, the largest value that became infinite there, and the format."""
+    """What stands for the operation that overflowed, the fp32 values that became infinite there, and the format."""
 
     of: T
-    exact: float
+    values: Tensor
     dtype: torch.dtype
 
 
@@ -88,12 +99,12 @@ class OverflowTrail(Generic[T]):
         backward = in_backward()
         blind = backward or is_view(func) or is_uninitialised(func) or is_collective(func)
         if blind or not all(map(_is_plain, given)):
-            return as_called(func, args, kwargs)
+            return self.compute(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
         changing = {_memory(t) for t in written(func, args, kwargs)}
         before = {id(t): t.clone() for t in given if _memory(t) in changing}
         exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
-        result = as_called(func, args, kwargs)
+        result = self.compute(func, args, kwargs)
         outputs = _floats(func, args, kwargs, result)
         if trails or any(out.dtype in LOW_DTYPES and nonfinite(out) is not None for out in outputs):
             wide = self._again(func, args, kwargs, before | exact)
@@ -103,6 +114,10 @@ class OverflowTrail(Generic[T]):
         for out in outputs:
             self._overwrite(out)
         return result
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation itself."""
+        return as_called(func, args, kwargs)
 
     def _again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]
@@ -138,14 +153,14 @@ class OverflowTrail(Generic[T]):
         bare = with_infinities() if trails and any(ends) else []
         for i, (out, exact) in enumerate(zip(outputs, wide, strict=True)):
             if not ends[i]:
-                origin = trails[0].origin if trails else _Origin(here(), _largest(exact[lost[i]]), out.dtype)
+                origin = trails[0].origin if trails else _Origin(here(), exact[lost[i]], out.dtype)
                 self._keep(out, torch.where(lost[i], exact, out.to(exact.dtype)), origin)
                 continue
             if bare and all(each.origin is not trails[0].origin.of for each in self.found):
                 worst = _worst_row(out, exact, bare[i] != exact)
                 if worst is not None:
                     origin = trails[0].origin
-                    self.found.append(Absorbed(origin.of, here(), origin.exact, origin.dtype, *worst))
+                    self.found.append(Absorbed(origin.of, here(), origin.values, origin.dtype, *worst))
             self._overwrite(out)
 
     def _shadow(self, tensor: Tensor) -> _Shadow[T] | None:
@@ -186,10 +201,6 @@ def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     into = written(func, args, kwargs)
     made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and all(t is not each for each in into)]
     return [t for t in (*into, *made) if t.is_floating_point()]
-
-
-def _largest(values: Tensor) -> float:
-    return float(values[values.abs().argmax()])
 
 
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:

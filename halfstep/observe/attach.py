@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from halfstep.checks import near_miss
 from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
+from halfstep.observe.overflows import Under, watch_absorbed
 from halfstep.observe.probe import Probe
 from halfstep.observe.window import owned
 from halfstep.plan.matching import find_sites, nearest, uncompiled
@@ -27,8 +29,11 @@ def make_probe(
     tensors: str | Iterable[str],
     sample: int | None,
     deliver: Sequence[Callable[[Observation], object]] = (),
+    absorbed: Under | None = None,
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all below them; see `Session.observe`.
+
+    `absorbed` puts a mode over what emulates a format, None where nobody asked for absorbed overflows.
 
     Raises:
         ObserveError: a setting is none of those allowed, a pattern matches no module, or no module has such a tensor.
@@ -38,19 +43,20 @@ def make_probe(
         raise ObserveError(f"every is {every!r}; give an integer of 1 or more: every how many steps one is observed")
     if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
         raise ObserveError(f"sample is {sample!r}; give how many elements to read of each tensor, or None for all")
-    kinds = _kinds(tensors)
+    kinds = _kinds(tensors, may_be_none=absorbed is not None)
     chosen = _chosen(roots, _patterns(modules))
     if not owned({name: module for root in roots for name, module in root.named_modules()}):
         raise ObserveError("the model has no floating-point parameter: there is nothing to train and to observe")
     parameters = owned(chosen).values()
     if UPDATE in kinds and any(p.device.type == "mps" for p, _, _ in parameters):
         raise ObserveError("updates are measured in float64, which MPS does not have; leave 'update' out of tensors")
-    if kinds <= _OF_PARAMETERS and not parameters:
+    if kinds and kinds <= _OF_PARAMETERS and not parameters:
         raise ObserveError(
             f"none of the {len(chosen)} modules that {modules!r} matches has a floating-point parameter, and tensors "
             f"is {sorted(kinds)}; name other modules, or observe their activations"
         )
-    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver)
+    watch = None if absorbed is None else partial(watch_absorbed, roots, absorbed)
+    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=watch)
 
 
 def _listed(name: str, given: Any, what: str) -> list[Any]:
@@ -61,13 +67,13 @@ def _listed(name: str, given: Any, what: str) -> list[Any]:
     return list(given)
 
 
-def _kinds(tensors: str | Iterable[str]) -> frozenset[str]:
+def _kinds(tensors: str | Iterable[str], *, may_be_none: bool) -> frozenset[str]:
     given = _listed("tensors", tensors, "such as 'activation'")
     for kind in given:
         if kind not in KINDS:
             allowed = ", ".join(map(repr, KINDS))
             raise ObserveError(f"tensors has {kind!r}; allowed are {allowed}{near_miss(kind, KINDS)}")
-    if not given:
+    if not given and not may_be_none:
         raise ObserveError(f"tensors is empty; name at least one of {', '.join(map(repr, KINDS))}")
     return frozenset(given)
 

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from halfstep.kernels.update_stats import Updates
 from halfstep.observe.outputs import readable
+from halfstep.observe.overflows import Watched
 from halfstep.observe.rows import Pending
 from halfstep.observe.window import Window, undo_all
 from halfstep.records import UPDATE, Observation
@@ -56,7 +57,9 @@ class Probe:
         every: int,
         sample: int | None,
         deliver: Sequence[Callable[[Observation], object]],
+        absorbed: Callable[[list[Callable[[], None]]], Watched] | None = None,
     ) -> None:
+        self._absorbed = absorbed
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample
         self._deliver = deliver
         self._waiting: deque[Pending] = deque()  # for `flush`
@@ -107,12 +110,12 @@ class Probe:
     def _open(self) -> None:
         self._stepped.clear()
         self._looked = 0
-        self.window = Window(self._modules, self._kinds, self._sample, self.undo)
+        self.window = Window(self._modules, self._kinds, self._sample, self.undo, self._absorbed)
 
     def _go_on(self) -> None:
         kinds = self._kinds - {"weight"}  # those of all were read at the first step
-        if kinds:
-            self.window = Window(self._modules, kinds, self._sample, self.undo)
+        if kinds or self._absorbed:
+            self.window = Window(self._modules, kinds, self._sample, self.undo, self._absorbed)
 
     def _keep(self, pending: Pending) -> None:
         if not len(pending):
@@ -193,14 +196,14 @@ class Probes:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keeps passes that belong to no step out of what is seen."""
-        hooks = [window.hooks for window in self._windows() if window.hooks is not None]
-        for hook in hooks:
-            hook.active = False
+        windows = self._windows()
+        for window in windows:
+            window.pause(on=False)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.active = True
+            for window in windows:
+                window.pause(on=True)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
         """Shows the gradients of a step before it is made, as they lie at the parameters, with the scale they carry."""

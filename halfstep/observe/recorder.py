@@ -22,7 +22,7 @@ from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.recompute import Exact, recompute, recompute_unmasked
 from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars
-from halfstep.records import OpCall
+from halfstep.records import AFTER_BACKWARD, OpCall
 from halfstep.torch_internals import (
     NO_BACKWARD,
     TorchDispatchMode,
@@ -32,6 +32,7 @@ from halfstep.torch_internals import (
     schema_of,
     sequence_number,
     tree_leaves,
+    without_modes,
 )
 
 OTHERS = "another process"  # kind of a Leaf
@@ -39,6 +40,7 @@ _NO_MASKS = ("parameter", OTHERS)  # kinds
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BOUNDING = ("add", "sub", "clamp", "maximum", "minimum")
 _SMALL = 1e-4  # an eps is smaller
+_DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0}  # which argument of an operation divides
 _KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
 
 
@@ -51,7 +53,8 @@ class Note:
     its arguments that were not finite came from; `masked` says that it is, or hands on, the infinity of a mask. `call`
     is there where it read nothing that was not finite but such infinities, `exact` where they do not explain either
     what it wrote. `vanished` is a number near zero that it
-    added, or took as a bound, where its result is 0 in places. `root` says that it made the gradient that a backward
+    added, or took as a bound, where its result is 0 in places, `divided_by` in how many of how many elements what a
+    division by zero divided by is 0. `root` says that it made the gradient that a backward
     pass begins with, or belongs to the pass's first node, `of_gradient` that a backward pass computed it from that;
     `received` that it brought values from other processes.
     """
@@ -78,6 +81,7 @@ class Note:
     call: OpCall | None = None
     exact: Exact | None = None
     vanished: float | None = None
+    divided_by: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +194,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             for source in note.sources:
                 if source is not None and source.aten == "ones_like":
                     source.root = True
-        known = (source for source in note.sources if source is not None)
+        known = [source for source in note.sources if source is not None]
+        if note.phase == "forward" and note.module is None and not any(t.requires_grad for t in tensors):
+            note.phase = AFTER_BACKWARD if any(each.phase != "forward" for each in known) else "forward"
         note.of_gradient = note.phase == "backward" and (note.root or any(each.of_gradient for each in known))
         note.scalars = tuple(scalars(args, kwargs))
         if is_view(func):
@@ -275,6 +281,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             output_ranges=tuple(finite_range(t) for t in outputs),
             line=note.line,
         )
+        note.divided_by = _zeros(note.aten, given[0], read)
         if note.received:
             return
         if parents or leaves:
@@ -369,12 +376,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 class Recorded:
     """A mode with a recorder over it, which so sees operations before the mode changes them; may be entered again."""
 
-    def __init__(self, mode: AbstractContextManager[Any], recorder: OpRecorder) -> None:
+    def __init__(self, mode: AbstractContextManager[Any], recorder: TorchDispatchMode) -> None:
         self._mode, self._recorder = mode, recorder
 
     def __enter__(self) -> None:
         self._mode.__enter__()
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
@@ -393,6 +400,18 @@ def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
     small = [s for scalars in (note.scalars, *made) for s in scalars if 0 < abs(s) < _SMALL]
     zero = bool(small) and any(bool((t == 0).any()) for t in outputs if _is_dense(t))
     return small[0] if zero else None
+
+
+def _zeros(aten: str, args: Sequence[Any], read: list[_Read]) -> tuple[int, int] | None:
+    """Returns in how many of its elements the divisor of a division is 0, and how many it has; None where none is."""
+    place = _DIVISORS.get(aten.rstrip("_"))
+    divisor = None if place is None or len(args) <= place else args[place]
+    values = next((each.values for each in read if each.tensor is divisor), None)
+    if values is None or not _is_dense(values):
+        return None
+    with without_modes():
+        zeros = int((unwrapped(values) == 0).sum())
+    return (zeros, values.numel()) if zeros else None
 
 
 def _memory(tensor: Tensor) -> list[int]:

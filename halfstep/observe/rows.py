@@ -113,15 +113,16 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Pending:
-    """The rows of one step on their way to the host."""
+    """The rows of one step on their way to the host, and what is there already: the overflows that were absorbed."""
 
     step: int
     parts: list[tuple[list[_Row], Tensor]]
     scales: Tensor | None
     events: list[torch.cuda.Event]
+    absorbed: Sequence[Observation] = ()
 
     def __len__(self) -> int:
-        return sum(len(rows) for rows, _ in self.parts)
+        return sum(len(rows) for rows, _ in self.parts) + len(self.absorbed)
 
     def arrived(self) -> bool:
         """Returns whether reading would not wait."""
@@ -141,7 +142,7 @@ class Pending:
                 if old is not None:
                     new = replace(new, stats=old.stats + new.stats, sampled=old.sampled or new.sampled)
                 found[key] = new
-        return list(found.values())
+        return [*found.values(), *self.absorbed]
 
 
 def format_name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -13,6 +14,7 @@ from halfstep.kernels.update_stats import Updates
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.outputs import readable
+from halfstep.observe.overflows import AbsorbedWatch, Watched
 from halfstep.observe.rows import Pending, StepRows, Subject
 from halfstep.records import UPDATE
 from halfstep.torch_internals import parameters_of
@@ -23,7 +25,8 @@ Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first 
 class Window:
     """Measures tensors of some `kinds` of some modules, by name; attached to the modules until `close`.
 
-    What ends that is added to `undo`, and keeps neither the modules nor the window: a finalizer may have it.
+    What ends that is added to `undo`, and keeps neither the modules nor the window: a finalizer may have it. `absorbed`
+    begins to watch for absorbed overflows, None where nobody asked for them.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class Window:
         kinds: frozenset[str],
         sample: int | None,
         undo: list[Callable[[], None]],
+        absorbed: Callable[[list[Callable[[], None]]], Watched] | None = None,
     ) -> None:
         self.kinds = kinds
         self.hooks: StepHooks | None = None
+        self.watch: AbsorbedWatch | None = None
         self._modules = modules
         self.unread: set[str] = set()  # types of tensors that could not be read
         self.captured = False  # by a CUDA graph, which would count again at every replay
@@ -50,21 +55,33 @@ class Window:
             )
             undo.append(self.hooks.take_off)
             self.hooks.put_on(modules)
+        if absorbed is not None:
+            self.watch, self._off_emulation = absorbed(undo)
 
     @cached_property
     def owners(self) -> Owners:
         """The floating and complex parameters as they are when first asked for."""
         return owned(self._modules)
 
+    def pause(self, *, on: bool) -> None:
+        """Ends, or begins again, to look at what the modules compute."""
+        if self.hooks is not None:
+            self.hooks.active = on
+        if self.watch is not None:
+            self.watch.on = on
+
     def close(self) -> None:
         """Leaves the modules as they were."""
         if self.hooks is not None:
             self.hooks.remove()
+        if self.watch is not None:
+            self._off_emulation()
         undo_all(self._undo)
 
     def pending(self, step: int) -> Pending:
         """Returns what was measured, on its way to the host."""
-        return self._rows.pending(step)
+        pending = self._rows.pending(step)
+        return pending if self.watch is None else replace(pending, absorbed=self.watch.observations(step))
 
     def carry(self, scale: Tensor) -> None:
         """Notes that a backward pass comes next, and the loss scale of its gradients."""

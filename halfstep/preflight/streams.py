@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note
 from halfstep.records import Finding
@@ -84,7 +85,6 @@ class Streams:
             if len(stream.casts) < ENOUGH:
                 continue
             note, source = stream.note, stream.source
-            place = note.module or "(model)"
             what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
             cure = f"x.to(...) there keeps what follows low, x being {source}"
             if source.kind == "input":
@@ -92,8 +92,8 @@ class Streams:
             yield Finding(
                 "note",
                 "fp32 stream",
-                place if note.line is None else f"{place}, {note.line}",
+                place_of(note.module, note.line),
                 f"blocks see an fp32 stream because {what} here; {len(stream.casts)} modules cast it, "
-                f"{next(iter(stream.casts))} first",
+                f"{in_model(next(iter(stream.casts)))[1]} first{which_model(note.module)}",
                 f"right as it is, and mostly as fast; {cure}",
             )

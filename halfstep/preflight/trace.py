@@ -13,6 +13,7 @@ from torch import Tensor
 from halfstep.diagnose.absorbed import absorbed_findings
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import HalfstepError, OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
@@ -192,9 +193,8 @@ def _node_of(error: Exception) -> int:
 def _constant(
     name: str, value: float, note: Note, tracer: StepTracer, fmt: Format, plan: Plan, *, vanishes: bool
 ) -> Finding:
-    module = note.module or "(model)"
-    place = module if tracer.line(note) is None else f"{module}, {tracer.line(note)}"
-    name_in_model = (note.module or "").rpartition(":")[2]  # of several models, rules match the names in each
+    place, which = place_of(note.module, tracer.line(note)), which_model(note.module)
+    name_in_model = in_model(note.module)[1]
     rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
         what = f"a cast to {fmt} of" if name == "cast" else f"{tracer.operator(note)} of {fmt} values and"
@@ -202,7 +202,7 @@ def _constant(
             "warning",
             "constant vanishes",
             place,
-            f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing",
+            f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}",
             f"give {fmt.usable_eps:g} or more, or compute there in fp32",
             rule,
         )
@@ -211,7 +211,7 @@ def _constant(
         "warning",
         "value beyond the format",
         place,
-        f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}",
+        f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}{which}",
         "a mask is torch.finfo(scores.dtype).min, as a row that -inf masks whole gives NaN; else compute there in fp32",
         rule,
     )
@@ -258,13 +258,12 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
     """Returns a failure as a finding; `reason` says why there are no edits, "" that none was found."""
-    module = failure.module or "(model)"
-    place = module if failure.line is None else f"{module}, {failure.line}"
+    place = place_of(failure.module, failure.line)
     message = str(failure.error).strip().splitlines()[0] if str(failure.error).strip() else ""
     what = f"{failure.operator or 'the step'} ({failure.phase})"
     if failure.formats:
         what += f" of {', '.join(failure.formats)}"
-    evidence = f"{what} raises {type(failure.error).__name__}: {message}"
+    evidence = f"{what} raises {type(failure.error).__name__}: {message}{which_model(failure.module)}"
     return Finding("error", _code(failure), place, evidence, _advice(failure, edits, reason), edits)
 
 

@@ -67,12 +67,21 @@ class Sums:
 
 
 @dataclass(frozen=True)
+class AbsorbedAt:
+    """An overflow that was absorbed, as it was first seen, and the observed steps that had it."""
+
+    first: Observation
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Gathered:
-    """Sums by kind of tensor, and the first and last step of each column."""
+    """Sums by kind of tensor, the first and last step of each column, and the overflows that were absorbed."""
 
     low: Format
     columns: tuple[tuple[int, int], ...]
     kinds: dict[str, Sums]
+    absorbed: tuple[AbsorbedAt, ...] = ()
 
 
 def gather(
@@ -86,7 +95,12 @@ def gather(
     column = {int(step): index for index, group in enumerate(groups) for step in group}
     kinds: dict[str, Sums] = {}
     rows: dict[tuple[str, str], int] = {}
+    absorbed: dict[tuple[str, str | None], list[Observation]] = {}
     for chunk in _chunks(observations):
+        for seen in chunk:
+            if seen.absorbed is not None:
+                absorbed.setdefault((seen.module, seen.absorbed.where or seen.absorbed.operator), []).append(seen)
+        chunk = [seen for seen in chunk if seen.absorbed is None]
         for kind in dict.fromkeys(seen.kind for seen in chunk):
             sums = kinds.setdefault(kind, Sums())
             part = [seen for seen in chunk if seen.kind == kind]
@@ -108,7 +122,12 @@ def gather(
         sums.histogram[0] = sums.histogram.sum(0)
         sums.shares[0] = sums.shares.sum(0)
         sums.largest[0] = sums.largest.max()
-    return Gathered(low, tuple((int(group[0]), int(group[-1])) for group in groups), kinds)
+    return Gathered(
+        low,
+        tuple((int(group[0]), int(group[-1])) for group in groups),
+        kinds,
+        tuple(AbsorbedAt(each[0], tuple(seen.step for seen in each)) for each in absorbed.values()),
+    )
 
 
 def _chunks(observations: Iterable[Observation]) -> Iterator[list[Observation]]:

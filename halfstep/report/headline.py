@@ -93,8 +93,7 @@ def sentence(verdict: Verdict, low: str) -> str:
     backward = (
         " in the backward pass" if verdict.phase == "backward" and verdict.kind in ("overflow", "invalid") else ""
     )
-    place = verdict.module or "the model itself"
-    return known.format(operator=verdict.operator, place=place, format=_format(verdict, low)) + backward
+    return known.format(operator=verdict.operator, place=verdict.place, format=_format(verdict, low)) + backward
 
 
 def _format(verdict: Verdict, low: str) -> str:
@@ -176,6 +175,23 @@ def _lives_at_floor(course: _Course) -> Headline | None:
     )
 
 
+def _absorbed(course: _Course) -> Headline | None:
+    """Results that are wrong, with every value finite."""
+    if not course.gathered.absorbed:
+        return None
+    worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))
+    seen, said = worst.first, worst.first.absorbed
+    assert said is not None
+    others = len(course.gathered.absorbed) - 1
+    return Headline(
+        "bad",
+        f"Wrong values, all finite: {said.operator} in {seen.module or 'the model itself'} overflows in {said.format}, "
+        f"and {said.by} makes {said.got:g} of it where fp32 has {said.want:g}, in {len(worst.steps):,} of "
+        f"{_count(len(course.run.observed), 'observed step')}, from step {seen.step:,}"
+        + (f"; and so in {_count(others, 'other place')}" if others else ""),
+    )
+
+
 def _often_skipped(course: _Course) -> Headline | None:
     steps = list(course.run.steps)
     while steps and steps[0].skipped:  # a dynamic scale finds its place
@@ -246,8 +262,8 @@ def _ended(course: _Course) -> Headline:
 
 
 _RULES = (
-    _without_steps, _stopped, _diverged, _stuck, _lives_at_floor, _often_skipped, _lost_updates, _lost_values,
-    _explained, _ended,
+    _without_steps, _stopped, _diverged, _stuck, _lives_at_floor, _absorbed, _often_skipped, _lost_updates,
+    _lost_values, _explained, _ended,
 )  # fmt: skip
 
 

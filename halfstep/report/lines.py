@@ -180,6 +180,8 @@ def _entries(record: object) -> object:
             first, end = (used[0], used[-1] + 1) if used else (0, 0)
             given = vars(record) | vars(stats) | {"first": first, "exponents": stats.exponents[first:end]}
             del given["stats"]
+            if record.absorbed is None:
+                del given["absorbed"]
             return {"type": "observation", **given}
         case Event(step, found):
             kind = "verdict" if isinstance(found, Verdict) else "finding"

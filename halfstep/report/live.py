@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from halfstep.errors import LogError
-from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
+from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict, absorbed_finding
 from halfstep.report.late import LateReader
 
 SPEED_OVER = 50  # steps
@@ -24,9 +24,10 @@ class LiveLine:
     """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
 
     It is drawn at most `per_second` times per second, and not at all without a terminal. No step waits for the device;
-    `close()` draws the last step. Verdicts, findings and what is written to `sys.stdout` or `sys.stderr` go above the
-    line. A log handler that was set up earlier holds the stream of that time: give it the console of the line,
-    `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. A progress bar needs its own terminal.
+    `close()` draws the last step. Verdicts, findings, absorbed overflows and what is written to `sys.stdout` or
+    `sys.stderr` go above the line. A log handler that was set up earlier holds the stream of that time: give it the
+    console of the line, `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. A progress bar
+    needs its own terminal.
 
     Raises:
         LogError: `per_second` is not a positive number.
@@ -42,6 +43,7 @@ class LiveLine:
         self._times: deque[tuple[int, float]] = deque(maxlen=SPEED_OVER)
         self._last: StepValues | None = None
         self._drawn = -1.0
+        self._said: set[str] = set()  # the places of absorbed overflows
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -63,9 +65,16 @@ class LiveLine:
             self._draw(self._last)
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Prints verdicts and findings above the line."""
+        """Prints verdicts, findings and, once for each place, absorbed overflows above the line."""
+        text = ""
         if isinstance(record, (Verdict, Finding)):
-            self._console.print(str(record), markup=False, soft_wrap=True)  # a file has no width to wrap at
+            text = str(record)
+        elif isinstance(record, Observation) and record.absorbed is not None:
+            found = absorbed_finding(record)
+            text = "" if found.place in self._said else f"step {record.step:,}: {found}"
+            self._said.add(found.place)
+        if text:
+            self._console.print(text, markup=False, soft_wrap=True)  # a file has no width to wrap at
 
     def close(self) -> None:
         """Draws the last step, waiting for the device, and leaves the line; idempotent."""

@@ -20,8 +20,18 @@ from halfstep.edits import Edit, spell
 from halfstep.errors import HalfstepError, LogError
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
 from halfstep.plan.io import from_dict
-from halfstep.records import SEVERITIES, UPDATE, UPDATE_LIMITS, Array, Limits, StepValues, Verdict, limits_of
-from halfstep.report.gather import FIRST, MEASURES, MODEL, Gathered, Sums, gather
+from halfstep.records import (
+    SEVERITIES,
+    UPDATE,
+    UPDATE_LIMITS,
+    Array,
+    Limits,
+    StepValues,
+    Verdict,
+    absorbed_finding,
+    limits_of,
+)
+from halfstep.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, Sums, gather
 from halfstep.report.headline import GRADIENTS, Headline, headline
 from halfstep.report.lines import Event
 from halfstep.report.run import Run
@@ -80,7 +90,7 @@ def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: flo
         headline=found,
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
-        rows=tuple(_rows(run)),
+        rows=tuple(_rows(run, gathered.absorbed)),
         charts=_charts(run, gathered, found),
     )
 
@@ -279,20 +289,26 @@ def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
 
 
-def _rows(run: Run) -> Iterator[Row]:
-    """Yields verdicts and findings, the gravest first."""
-    rows = []
+def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[Row]:
+    """Yields verdicts, findings and absorbed overflows, the gravest first."""
+    rows = [_absorbed(each, len(run.observed)) for each in absorbed]
     for event in run.events:
         record = event.record
         edit, advice = _parted(record.advice, record.cure)
         if isinstance(record, Verdict):
-            place = f"{record.module or 'the model itself'}" + (f", {record.where}" if record.where else "")
+            place = record.place + (f", {record.where}" if record.where else "")
             what = f"{record.kind}: {record.operator} ({record.phase})"
             rows.append(Row(event.step, "verdict", what, place, record.evidence, advice, edit))
         else:
             rows.append(Row(event.step, record.severity, record.code, record.place, record.evidence, advice, edit))
     order = ("verdict", *reversed(SEVERITIES))
     yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
+
+
+def _absorbed(each: AbsorbedAt, observed: int) -> Row:
+    found = absorbed_finding(each.first)
+    evidence = f"{found.evidence}; in {len(each.steps):,} of {observed:,} observed steps"
+    return Row(each.first.step, found.severity, found.code, found.place, evidence, found.advice, "")
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:

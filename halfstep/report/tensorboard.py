@@ -10,7 +10,17 @@ from types import TracebackType
 
 from halfstep.errors import LogError
 from halfstep.formats import FORMATS, FP16, Format
-from halfstep.records import BIAS, UPDATE, Finding, Observation, SessionStart, StepRecord, StepValues, Verdict
+from halfstep.records import (
+    BIAS,
+    UPDATE,
+    Finding,
+    Observation,
+    SessionStart,
+    StepRecord,
+    StepValues,
+    Verdict,
+    absorbed_finding,
+)
 from halfstep.report.late import LateReader
 from halfstep.report.log import path_of, reason
 
@@ -91,6 +101,10 @@ class TensorBoard:
                 self._scalar(f"step/{name}", float(value), values.step, values.time)
 
     def _write_observation(self, seen: Observation) -> None:
+        if seen.absorbed is not None:
+            text = f"```\n{absorbed_finding(seen)}\n```"
+            self._use(lambda: self._writer.add_text("finding", text, seen.step))
+            return
         tensor = f"{seen.kind}/{'.'.join(filter(None, [seen.module or 'model', seen.name]))}"
         stats = seen.stats
         if stats.nonzero:

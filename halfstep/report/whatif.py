@@ -13,6 +13,7 @@ from rich.text import Text
 from halfstep.records import TENSOR_KINDS, Rounded, ScaleRange, WhatIf
 
 WORDS = ("loss scale", "set by", "format", "tensors", "lowest SNR at", "module", "stored")  # not numbers
+STAY_FULL = "stay full"  # the code of findings on modules
 SHOWN = 8  # modules that should stay full, of each format
 
 
@@ -89,12 +90,15 @@ def _modules(rows: Sequence[Rounded]) -> Table:
 
 def _below(result: WhatIf) -> Iterator[str]:
     for fmt in result.formats:
-        findings = result.stay_full[fmt]
+        others = [finding for finding in result.stay_full[fmt] if finding.code != STAY_FULL]
+        findings = [finding for finding in result.stay_full[fmt] if finding.code == STAY_FULL]
         yield f"{fmt}: {len(findings) or 'no'} module{'' if len(findings) == 1 else 's'} should stay full"
         for finding in findings[:SHOWN]:
             yield f"  {finding.place}: {finding.evidence}"
         if len(findings) > SHOWN:
             yield f"  and {len(findings) - SHOWN} more"
+        for finding in others:
+            yield f"{fmt}: {finding.code} at {finding.place}: {finding.evidence}; {finding.advice}"
     yield (
         "Lost: nonzero values that become zero. SNR: squares of the values over squares of their rounding errors;"
         " 20 dB is one part in a hundred. Safe: the largest gradient times the scale is below the format's largest"

@@ -506,6 +506,7 @@ class Session:
         *,
         sample: int | None = None,
         log: Callable[[Observation], object] | None = None,
+        absorbed: bool = False,
     ) -> Probe:
         """Returns a probe that measures tensors of the model at the next step and then at every `every`-th one.
 
@@ -519,9 +520,14 @@ class Session:
         which `Observation.lost_updates` follows). `sample` bounds how many elements are read of each tensor.
 
         Several passes before a step are counted together. A module that only returns what a module inside it returned
-        is left out, as is one whose forward nobody calls (`out_proj` of MultiheadAttention: its weights are seen). At
-        steps that are observed, compiled models run uncompiled. `probe.flush()` gives the observations; `log` and the
-        session's sinks that are Recorders get each of them as it arrives.
+        is left out, as is one whose forward nobody calls (`out_proj` of MultiheadAttention: its weights are seen).
+
+        `absorbed` also looks, in all training forwards of such a step and the losses after them, for overflows that an
+        operation makes finite again: an observation of kind "absorbed" says where, with what values (`absorbed`). That
+        waits for the device at each low result, so that a step takes several times as long.
+
+        At steps that are observed, compiled models run uncompiled. `probe.flush()` gives the observations; `log` and
+        the session's sinks that are Recorders get each of them as it arrives.
 
         Raises:
             ObserveError: a pattern matches no module, there is nothing to measure, or a setting is not allowed.
@@ -536,7 +542,15 @@ class Session:
         if log is not None and not callable(log):
             raise ObserveError(f"log is {log!r:.60}; give a function that is called with each Observation, or None")
         deliver = [*([log] if log else []), *([self.tell] if self._recorders else [])]
-        probe = make_probe(self._roots, every=every, modules=modules, tensors=tensors, sample=sample, deliver=deliver)
+        probe = make_probe(
+            self._roots,
+            every=every,
+            modules=modules,
+            tensors=tensors,
+            sample=sample,
+            deliver=deliver,
+            absorbed=self.stage.under if absorbed and not self._plain else None,
+        )
         self._probes.add(probe)
         return probe
 

@@ -15,6 +15,7 @@ from halfstep.plan.plan import Plan
 from halfstep.scale.loss import FP16_LOSS_CEILING, wide
 from halfstep.scale.scales import LossScales
 from halfstep.stack import begin_pass
+from halfstep.torch_internals import TorchDispatchMode
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,6 @@ class Stage:
         with self.under(recorder), recorder:
             yield
 
-    def under(self, recorder: OpRecorder) -> AbstractContextManager[None]:
-        """Puts a recorder over emulation, which changes operations."""
-        return self.casting.over_emulation(lambda emulation: Recorded(emulation, recorder))
+    def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
+        """Puts a mode over emulation, which changes operations; it may be entered again inside itself."""
+        return self.casting.over_emulation(lambda emulation: Recorded(emulation, mode))

@@ -22,6 +22,7 @@ from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 from tests.contracts.cases import batch, make, snapshot
 from tests.contracts.test_training import train_faint
+from tests.preflight.test_absorbed import classifier, trained
 
 
 class Weigh(nn.Module):
@@ -113,7 +114,7 @@ def test_scales_follow_the_rule_of_the_largest_gradient():
 
 @pytest.mark.parametrize(("later", "recommended"), [(4.0, 512.0), (127.0, 512.0), (128.0, 4.0), (256.0, 2.0)])
 def test_gradients_larger_than_the_scouted_one_lower_the_recommended_scale_that_they_do_not_fit(later, recommended):
-    model, inputs = Weigh([1.0]), iter([[1.0], [later]])  # 65504 / 128 is less than 512, which suits the first
+    model, inputs = Weigh([1.0]), iter([[1.0], [later], [1.0]])  # 65504 / 128 is less than 512, which suits the first
     found = halfstep.whatif(lambda: model(torch.tensor(next(inputs))).sum(), model, ("fp16",), steps=1)
     assert found.scale("fp16").recommended == recommended
 
@@ -199,7 +200,7 @@ def test_the_loss_scale_of_the_plan_does_not_move_what_is_recommended():
 
 
 def test_a_dynamic_scale_settles_between_the_limits_of_the_steps():
-    model, inputs = Weigh([1.0]), iter([[1.0], [4.0], [1.0]])
+    model, inputs = Weigh([1.0]), iter([[1.0], [4.0], [1.0], [64.0]])  # the last is for the forward in fp16
     found = halfstep.whatif(lambda: model(torch.tensor(next(inputs))).sum(), model, ("fp16",), steps=2)
     assert found.scale("fp16").settles == (8192.0, 32768.0)
 
@@ -295,7 +296,7 @@ def test_nothing_is_left_behind(train):
     assert all(a is p.grad for a, p in zip(gradients, model.parameters(), strict=True))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
-    assert next(steps) == 4, "one step to see what is low, and three"
+    assert next(steps) == 5, "one step to see what is low, three, and a forward in fp16"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -331,7 +332,7 @@ def test_an_optimizer_makes_the_steps_training_steps():
         return model(torch.ones(1)).sum()
 
     halfstep.whatif(closure, model, ("fp16",), steps=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.25))
-    assert seen == [1.0, 1.0, 0.75]
+    assert seen == [1.0, 1.0, 0.75, 0.5]
 
 
 class Loud(nn.Module):
@@ -677,6 +678,36 @@ def test_a_model_in_a_session_is_refused_and_stays_in_it():
 
 
 def test_a_closure_that_runs_out_of_batches_is_told_how_many_it_needs():
-    batches = iter([ONE, ONE])
-    with pytest.raises(SessionError, match="ran out of batches: it is called once more than there are steps"):
-        halfstep.whatif(lambda: MODEL(next(batches)).sum(), MODEL, ("fp16",), steps=2)
+    for fmt, count, words in (("bf16", 2, "once"), ("fp16", 3, "twice")):
+        batches = iter([ONE] * count)
+        with pytest.raises(SessionError, match=f"ran out of batches: it is called {words} more than there are steps"):
+            halfstep.whatif(lambda given=batches: MODEL(next(given)).sum(), MODEL, (fmt,), steps=2)
+        batches = iter([ONE] * (count + 1))
+        halfstep.whatif(lambda given=batches: MODEL(next(given)).sum(), MODEL, (fmt,), steps=2)
+
+
+def test_an_overflow_that_would_be_absorbed_is_predicted_with_its_two_operations_and_the_cure_trains():
+    model, loss = classifier()
+    found = halfstep.whatif(loss, model, ("fp16", "bf16"), steps=2, optimizer=torch.optim.AdamW(model.parameters()))
+    (finding,) = [each for each in found.stay_full["fp16"] if each.code == "overflow absorbed"]
+    assert finding.place.startswith("norm, test_absorbed.py:")
+    assert finding.evidence.startswith("mul gives ")
+    assert "rsqrt then gives 0, in fp32 " in finding.evidence
+    assert [each for each in found.stay_full["bf16"] if each.code == "overflow absorbed"] == []
+    rules = {edit.pattern: edit for edit in found.edits("fp16") if isinstance(edit, Rule)}
+    assert rules["norm"].policy.compute == "full"
+    assert trained(halfstep.level("O2", "fp16").edit(*found.edits("fp16"))) == pytest.approx(trained("O0"), abs=0.1)
+
+
+def test_a_forward_that_fails_in_fp16_alone_is_said():
+    model = nn.Linear(4, 4)
+
+    def loss():
+        out = model(torch.ones(2, 4))
+        if any(p.dtype is torch.float16 for p in model.parameters()):
+            raise ValueError("planted")
+        return out.sum()
+
+    (finding,) = [each for each in halfstep.whatif(loss, model, ("fp16",)).stay_full["fp16"]]
+    assert (finding.code, finding.severity) == ("step fails", "warning")
+    assert "in fp16 raises ValueError: planted" in finding.evidence

@@ -304,3 +304,18 @@ def test_outside_of_the_model_it_is_named_by_its_line():
         (finding,) = [each for each in halfstep.check(session, loss) if each.severity != "note"]
     assert finding.code == "overflow absorbed"
     assert finding.place.startswith("(model), test_absorbed.py:")
+
+
+def test_in_the_second_of_two_models_it_is_named_as_rules_do():
+    model, loss = classifier()
+    models = [nn.Linear(2, 2), model]
+    with halfstep.initialize(models, torch.optim.AdamW(model.parameters()), "O2", low="fp16") as session:
+        (finding,) = [each for each in halfstep.check(session, loss) if each.severity != "note"]
+        probe = session.observe(every=1, tensors="activation", absorbed=True)
+        session.backward(loss())
+        session.step()
+        seen = probe.flush()
+    assert (finding.place.partition(",")[0], finding.cure) == ("norm", (Rule("norm", FULL),))
+    assert finding.evidence.endswith("; in model 1, the first being 0")
+    assert {each.module for each in seen} >= {"1.stem", "1.norm"}  # as the probe names them
+    assert [each.module for each in seen if each.kind == "absorbed"] == ["1.norm"]

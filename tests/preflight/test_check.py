@@ -186,7 +186,8 @@ def test_in_the_second_of_two_models_the_cure_names_the_module_as_rules_do():
     with halfstep.initialize(models, optimizer, "O2", low="fp16") as session:
         found = only(halfstep.check(session, closure))
         cured = session.plan.edit(*found.cure)
-    assert found.place.startswith("1:planted, ")
+    assert found.place.startswith("planted, ")
+    assert found.evidence.endswith("; in model 1, the first being 0")
     with halfstep.initialize(models, optimizer, cured) as session:
         assert halfstep.check(session, closure) == ()
 

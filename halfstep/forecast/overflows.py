@@ -1,0 +1,40 @@
+"""Predicts which overflows of fp16 an operation would absorb, from the forward pass of one step in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.diagnose.closure import compute_loss
+from halfstep.edits import Scaling
+from halfstep.errors import SessionError
+from halfstep.formats import FP16
+from halfstep.initialize import initialize
+from halfstep.observe.overflows import AbsorbedWatch
+from halfstep.plan.levels import customize
+from halfstep.plan.plan import Plan
+from halfstep.records import Finding, Observation
+
+
+def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
+    """Returns what would be absorbed in the forward pass of one step under `plan` in fp16, or why that fails.
+
+    Raises:
+        SessionError: the closure returns no scalar loss, or has no further batch.
+    """
+    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
+    with initialize(model, still, customize(plan, low=FP16).edit(Scaling("none"))) as session:
+        watch = AbsorbedWatch(session.stage.roots)
+        try:
+            with session.stage.under(watch), watch:
+                compute_loss(closure, list(model.parameters()))
+        except SessionError:
+            raise
+        except Exception as error:  # whatever the model raises
+            evidence = f"a forward pass under {plan.name} in fp16 raises {type(error).__name__}: {error}"
+            advice = "find place and cure with halfstep.check(session, closure) in a session with low='fp16'"
+            return (Finding("warning", "step fails", "(model)", evidence, advice),)
+        return tuple(watch.observations(0))

@@ -1,0 +1,138 @@
+"""Looks for overflows that are absorbed, in the training forwards of one step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.modes import as_called, run_uncompiled, take_off
+from halfstep.observe.absorbed import Absorbed, OverflowTrail
+from halfstep.observe.opnames import public_name
+from halfstep.observe.places import Place, Places
+from halfstep.observe.schemas import aten_name
+from halfstep.observe.stats import measure
+from halfstep.records import ABSORBED, Observation
+from halfstep.torch_internals import TorchDispatchMode, in_backward
+
+_LOG = logging.getLogger("halfstep")
+Under = Callable[[TorchDispatchMode], AbstractContextManager[None]]
+"""Puts a mode over what emulates a format."""
+
+
+class _Trail(OverflowTrail[tuple[Place, str]]):
+    """A trail that knows whether the operation itself has run, or raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = False
+        self.results: list[Any] = []
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation itself, and keeps what it gave."""
+        self.started = True
+        self.results = [as_called(func, args, kwargs)]
+        return self.results[0]
+
+
+class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Follows what overflows where gradients are on, and says what became of it; may be entered again inside itself.
+
+    It looks at each low result, which waits for the device. What goes wrong in it ends it, and never the step.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on = True
+        self._roots = [weakref.ref(root) for root in roots]  # the stack of modes is to keep no session alive
+        self._trail = _Trail()
+        self._local = threading.local()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation and follows what it overflows."""
+        named = {} if kwargs is None else kwargs
+        idle = not self.on or getattr(self._local, "inside", False) or func.namespace == "prim"
+        if idle or not torch.is_grad_enabled() or in_backward() or _capturing():
+            return as_called(func, args, named)
+        self._local.inside, trail = True, self._trail
+        trail.started, trail.results = False, []
+        try:
+            return trail.run(func, args, named, lambda: self._here(func, args))
+        except Exception as error:
+            if trail.started and not trail.results:
+                raise  # the operation's own
+            self.on = False
+            _LOG.warning("a probe stops to look for absorbed overflows in this step: %s", error, exc_info=True)
+            return trail.results[0] if trail.started else as_called(func, args, named)
+        finally:
+            self._local.inside, trail.results = False, []
+
+    def _here(self, func: Any, args: Sequence[Any]) -> tuple[Place, str]:
+        places = Places([root for each in self._roots if (root := each()) is not None])
+        place, aten = places.here(), aten_name(func, args)
+        module = None if place.module is None else places.module(place.module)
+        return place, public_name(aten, call=[aten], function=place.function, module=module)
+
+    def observations(self, step: int) -> list[Observation]:
+        """Returns what was absorbed, once for each line of each module that overflowed."""
+        found: dict[tuple[str | None, str | None], Absorbed[tuple[Place, str]]] = {}
+        for each in self._trail.found:
+            place, _ = each.origin
+            found.setdefault((place.module, place.line), each)
+        return [_observation(step, each) for each in found.values()]
+
+
+def _capturing() -> bool:
+    """Tells whether a CUDA graph is captured, in which nothing can be read on the host."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def _observation(step: int, absorbed: Absorbed[tuple[Place, str]]) -> Observation:
+    (place, operator), (place_by, by) = absorbed.origin, absorbed.by
+    said = absorbed.said(operator, place.line, by, place_by.line)
+    return Observation(
+        step=step,
+        module=(place.module or "")
+        .replace(":", ".", 1)
+        .rstrip("."),  # of several models, as other observations have it
+        kind=ABSORBED,
+        name=operator,
+        format=said.format,
+        scale=1.0,
+        stats=measure(absorbed.values),
+        absorbed=said,
+    )
+
+
+Watched = tuple[AbsorbedWatch, Callable[[], None]]
+
+
+def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
+    """Returns a watch that sees all operations from now on; what ends that is added to `undo`.
+
+    With it comes what takes it off emulation: that holds the session, which neither `undo` nor the stack of modes may.
+
+    It lies on the stack of modes from the start: put there inside a forward, it would be taken off by whatever `with`
+    that forward is in. Compiled code runs as it was written meanwhile.
+    """
+    watch = AbsorbedWatch(roots)
+    undo.append(run_uncompiled())
+    undo.append(partial(_end, watch, threading.get_ident()))
+    watch.__enter__()  # type: ignore[no-untyped-call]
+    over = ExitStack()
+    over.enter_context(under(watch))
+    return watch, over.close
+
+
+def _end(watch: AbsorbedWatch, thread: int) -> None:
+    watch.on = False
+    take_off(watch, thread)

@@ -1,0 +1,139 @@
+"""What verdicts call a place, a phase and a divisor, and what they do not offer an edit for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import NumericsError
+
+PLANS = pytest.mark.parametrize("plan", ["O1", "O2"])
+ONES = torch.ones(4, 8)
+
+
+def session_of(model, plan, **options):
+    return halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), plan, low="fp16", **options)
+
+
+class Repeats(nn.Module):
+    """Multiplies by a gain again and again, in one line."""
+
+    def __init__(self, gain, times):
+        super().__init__()
+        self.layer, self.head, self.times = nn.Linear(8, 8, bias=False), nn.Linear(8, 1), times
+        self.layer.weight.data.copy_(torch.eye(8) * gain)
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = self.layer(x)
+        return self.head(x)
+
+
+@PLANS
+def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
+    torch.manual_seed(0)
+    model = Repeats(1.5, 100)  # 1.5**100 is 4e17, which fp32 has
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert (verdict.kind, verdict.operator, verdict.module, verdict.cure) == ("overflow", "linear", "layer", ())
+    assert "runs 100 times" in verdict.advice
+    assert "plan.edit" not in verdict.advice
+
+
+@PLANS
+@pytest.mark.parametrize("times", [2, 12])
+def test_one_that_only_just_leaves_fp16_gets_an_edit(plan, times):
+    torch.manual_seed(0)
+    model = Repeats(2e5 ** (1 / times), times)  # ends at 200,000
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert verdict.kind == "overflow"
+    assert verdict.cure != ()
+
+
+@PLANS
+def test_code_outside_of_every_module_is_called_that(plan):
+    model, spoiled = nn.Linear(8, 8), ONES * torch.nan
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: torch.log(model(ONES).float().mean() * 0))
+        of_model = halfstep.blame(session, lambda: model(spoiled).float().mean())
+    assert str(verdict).startswith("invalid: log in code outside the model, test_places.py:")
+    assert (verdict.module, verdict.outside, of_model.outside) == ("", True, False)
+    assert str(of_model).startswith("input data: linear in the model itself, test_places.py:")
+
+
+def of_gradients(model):
+    for p in model.parameters():
+        p.grad.mul_(1 / (p.grad * 0).norm())
+
+
+def by_all(model):
+    norm = sum((p.grad.float() ** 2).sum() for p in model.parameters()).sqrt() * 0
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad = p.grad / norm
+
+
+@PLANS
+@pytest.mark.parametrize("clip", [of_gradients, by_all])
+def test_an_own_clip_is_after_the_backward_pass(plan, clip):
+    model = nn.Linear(8, 8)
+    with session_of(model, plan, loss_scale=1.0) as session:
+
+        def train():
+            for _ in range(24):
+                model.zero_grad()
+                session.backward(model(ONES).float().mean())
+                session.unscale_()
+                clip(model)
+                session.step()
+
+        with pytest.raises(NumericsError) as caught:
+            train()
+    verdict = caught.value.verdict
+    assert (verdict.phase, verdict.cure, verdict.outside) == ("after backward", (), True)
+    assert "(after backward)" in str(verdict)
+    assert "called on gradients, after the backward pass" in verdict.evidence
+
+
+def test_a_gradient_penalty_is_forward():
+    model = nn.Linear(8, 8)
+
+    def loss():
+        x = ONES.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+        return (gradient.norm() * 0).log()
+
+    with session_of(model, "O2") as session:
+        verdict = halfstep.blame(session, loss)
+    assert (verdict.operator, verdict.phase) == ("log", "forward")
+
+
+@pytest.mark.parametrize(
+    ("divide", "words"),
+    [
+        (lambda y, d: y / d, "the divisor is 0 in 8 of 32 elements"),
+        (lambda y, d: y / d[:1, :1], "the divisor is 0 in 1 of 1 element"),
+        (lambda y, d: y.div_(d), "the divisor is 0 in 8 of 32 elements"),
+        (lambda y, d: y * (1 / d), "the divisor is 0 in 8 of 32 elements"),
+        (lambda y, d: y * 0 / (d * 0), "from 0/0; the divisor is 0 in 32 of 32 elements"),
+    ],
+    ids=["all", "one", "in place", "reciprocal", "0/0"],
+)
+def test_a_division_by_zero_says_how_often(divide, words):
+    model, divisor = nn.Linear(8, 8), torch.ones(4, 8)
+    divisor[:2, :4] = 0
+    with session_of(model, "O2") as session:
+        verdict = halfstep.blame(session, lambda: divide(model(ONES).float(), divisor).mean())
+    assert verdict.kind == "invalid"
+    assert words in verdict.evidence
+
+
+def test_a_division_of_large_by_small_has_no_zero_in_it():
+    model = nn.Linear(8, 8)
+    with session_of(model, "O2") as session:
+        verdict = halfstep.blame(session, lambda: ((model(ONES) + 1e4).half() / 1e-3).float().mean())
+    assert (verdict.kind, verdict.operator) == ("overflow", "div")
+    assert "the divisor" not in verdict.evidence

@@ -1,0 +1,241 @@
+"""A probe that watches for absorbed overflows names them at the steps that it looks at, and nothing on healthy ones."""
+
+from __future__ import annotations
+
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import halfstep
+from halfstep.records import ABSORBED
+from halfstep.report.live import LiveLine
+from halfstep.report.log import RunLog
+from halfstep.report.page import page_of
+from halfstep.report.run import read_log
+from tests.preflight.test_absorbed import HEALTHY, PLANTED, WIDE, Does, Fixed, classifier, inputs
+
+PLANS = pytest.mark.parametrize("plan", ["O1", "O2"])
+
+
+def observed(pattern, plan, gain, steps=1, low="fp16", **options):
+    """Returns what a probe saw of absorbed overflows in some steps of a model that does a pattern."""
+    model = Fixed(Does(pattern), gain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.initialize(model, optimizer, plan, low=low, emulate=True, on_failure="warn") as session:
+        probe = session.observe(absorbed=True, **{"every": 1, "tensors": (), **options})
+        for _ in range(steps):
+            session.backward(model(inputs()).float().mean())
+            session.step()
+        return [each for each in probe.flush() if each.kind == ABSORBED]
+
+
+@PLANS
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_ones_are_seen_with_their_numbers(name, plan):
+    pattern, origin, by, at_o1 = PLANTED[name]
+    found = observed(pattern, plan, WIDE)
+    if plan == "O1" and not at_o1:
+        assert found == []
+        return
+    (seen,) = found
+    assert (seen.step, seen.module, seen.name, seen.format) == (1, "pattern", origin, "fp16")
+    assert seen.absorbed is not None
+    assert (seen.absorbed.operator, seen.absorbed.by, seen.absorbed.format) == (origin, by, "fp16")
+    assert seen.stats.amax == pytest.approx(abs(seen.absorbed.exact))
+    assert seen.stats.count == seen.stats.finite > 0
+    assert seen.absorbed.off > 0.05
+
+
+def test_the_elements_are_those_that_fp16_has_no_room_for():
+    # 3,000 * v squared, v = k/16 - 31/32: beyond 65,519 where |v| > 0.0853, which 0.03125 alone is not, of 32 values
+    (seen,) = observed(PLANTED["1 / (1 + x^2)"][0], "O2", WIDE)
+    values = (WIDE * inputs()).flatten() ** 2
+    assert seen.stats.count == int((values > 65519).sum()) == 16 * 8 * 30 // 32
+    assert seen.stats.amax == pytest.approx(float(values.max()), rel=1e-3)
+    assert seen.stats.saturated("fp16") == 1.0
+
+
+@PLANS
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_patterns_are_left_in_peace(name, plan):
+    pattern, gain = HEALTHY[name]
+    assert observed(pattern, plan, gain) == []
+
+
+def test_bf16_has_the_range_of_fp32():
+    assert observed(PLANTED["RMS norm"][0], "O2", WIDE, low="bf16") == []
+
+
+def test_only_the_steps_that_are_observed_are_looked_at():
+    found = observed(PLANTED["RMS norm"][0], "O2", WIDE, steps=7, every=3)
+    assert [seen.step for seen in found] == [1, 3, 6]
+
+
+def test_passes_without_gradients_are_not_looked_at():
+    model = Fixed(Does(PLANTED["RMS norm"][0]), WIDE)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O2", low="fp16") as session:
+        probe = session.observe(every=1, tensors=(), absorbed=True)
+        with torch.no_grad():
+            model(inputs())
+        session.backward(sum(p.sum() for p in model.parameters()))
+        session.step()
+        assert probe.flush() == []
+
+
+@PLANS
+def test_the_loss_outside_of_the_model_is_seen_too(plan):
+    model = nn.Linear(8, 8)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, low="fp16") as session:
+        probe = session.observe(every=1, tensors=(), absorbed=True)
+        out = model(inputs())
+        square = (out.half() * 3e3) * (out.half() * 3e3)
+        session.backward((1 / (1 + square.mean())).float() + out.mean())
+        session.step()
+        (seen,) = probe.flush()
+    assert seen.module == ""
+    assert seen.absorbed.where.startswith("test_overflows.py:")
+
+
+def test_what_check_runs_is_not_seen():
+    model, loss = classifier()
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O2", low="fp16") as session:
+        probe = session.observe(every=1, tensors=(), absorbed=True)
+        assert [each for each in halfstep.check(session, loss) if each.code == "overflow absorbed"]
+        session.backward(sum(p.float().sum() for p in model.parameters()))
+        session.step()
+        assert probe.flush() == []
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def trained(steps, emulate, **options):
+    """Returns weights, operations of each step, and modes that are left, of the classifier whose norm overflows."""
+    model, loss = classifier()
+    counts = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Count() as count, halfstep.initialize(model, optimizer, "O2", low="fp16", emulate=emulate) as session:
+        if options:
+            session.observe(tensors=(), absorbed=True, **options)
+        for _ in range(steps):
+            before = count.count
+            optimizer.zero_grad()
+            session.backward(loss())
+            session.step()
+            counts.append(count.count - before)
+    assert _get_current_dispatch_mode_stack() == []
+    return [p.detach() for p in model.parameters()], counts
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_training_is_bit_identical_and_other_steps_cost_nothing(emulate):
+    plain, expected = trained(6, emulate)
+    watched, counts = trained(6, emulate, every=4)
+    assert all(map(torch.equal, plain, watched))
+    assert [counts[at] for at in (1, 4, 5)] == [expected[at] for at in (1, 4, 5)]
+    # at every=50, five times the work of a step is 10%: (50 + 5) / 50
+    assert expected[0] < counts[0] <= 6 * expected[0]
+    assert expected[3] < counts[3] <= 6 * expected[3]
+
+
+def test_a_guardian_that_records_the_same_step_and_a_second_probe_see_what_they_would_alone():
+    model, loss = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.initialize(
+        model, optimizer, "O2", low="fp16", emulate=True, loss_scale=2.0**100, on_failure="raise"
+    ) as session:
+        probes = [session.observe(every=every, tensors=(), absorbed=True) for every in (1, 2)]
+
+        def train():
+            for _ in range(60):
+                session.backward(loss())
+                session.step()
+
+        with pytest.raises(halfstep.NumericsError, match="scale too high"):
+            train()
+        first, second = ([seen.step for seen in probe.flush()] for probe in probes)
+    assert len(first) > 8
+    assert first == list(range(1, len(first) + 1))
+    assert second == [step for step in first if step == 1 or step % 2 == 0]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_session_that_is_dropped_leaves_no_mode_and_no_model():
+    model = Fixed(Does(torch.square), 1.0)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O2", low="fp16")
+    session.observe(tensors=(), absorbed=True)
+    kept = weakref.ref(model)
+    del session, model
+    gc.collect()
+    assert kept() is None
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_what_goes_wrong_in_the_watch_ends_it_and_not_the_step(monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("halfstep.observe.absorbed.OverflowTrail._follow", broken)
+    assert observed(PLANTED["RMS norm"][0], "O2", WIDE) == []
+    assert "planted" in caplog.text
+
+
+def test_an_error_of_the_model_is_its_own():
+    model = Fixed(Does(lambda x: x @ torch.ones(3, 3)), 1.0)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O2", low="fp16") as session:
+        session.observe(tensors=(), absorbed=True)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(inputs())
+
+
+def test_at_o0_nothing_overflows():
+    model = Fixed(Does(PLANTED["RMS norm"][0]), WIDE)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O0") as session:
+        session.observe(tensors=("weight",), absorbed=True)
+        assert _get_current_dispatch_mode_stack() == []
+
+
+def test_log_page_live_line_and_headline_say_it(tmp_path):
+    model, loss = classifier()
+    optimizer, out = torch.optim.AdamW(model.parameters(), 1e-2), io.StringIO()
+    live = LiveLine(console=Console(file=out, width=400))
+    with (
+        RunLog(tmp_path / "run.jsonl") as log,
+        halfstep.initialize(model, optimizer, "O2", low="fp16", sinks=[log, live]) as session,
+    ):
+        probe = session.observe(every=3, absorbed=True)
+        for _ in range(7):
+            optimizer.zero_grad()
+            session.backward(loss())
+            session.step()
+        seen = [each for each in probe.flush() if each.kind == ABSORBED]
+    live.close()
+    run = read_log(tmp_path / "run.jsonl")
+    assert [each for each in run.observations() if each.kind == ABSORBED] == seen
+    assert [each.step for each in seen] == [1, 3, 6]
+    assert out.getvalue().count("overflow absorbed at norm, test_absorbed.py:") == 1
+    assert "step 1: warning: overflow absorbed" in out.getvalue()
+    page = page_of(run)
+    assert page.headline.tone == "bad"
+    assert page.headline.text.startswith(
+        "Wrong values, all finite: mul in norm overflows in fp16, and rsqrt makes 0 of"
+    )
+    assert page.headline.text.endswith("in 3 of 3 observed steps, from step 1")
+    (row,) = page.rows
+    assert (row.step, row.severity, row.what) == (1, "warning", "overflow absorbed")
+    assert row.place.startswith("norm, test_absorbed.py:")
+    assert "in 3 of 3 observed steps" in row.evidence
+    assert ABSORBED not in page.charts["kinds"]
