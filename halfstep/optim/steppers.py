@@ -37,15 +37,12 @@ class Stepper(Protocol):
         sparse, and carry the loss scale; they and every `p.grad` are left as they are. `factor` is a 0-dim fp32 tensor,
         the inverse scale times the clip coefficient, or None for exactly 1; `found` a 0-dim bool tensor.
         """
-        ...
 
     def prepare(self) -> None:
         """Makes the state that a first update of the parameters with a gradient needs, to be read or loaded."""
-        ...
 
     def close(self) -> None:
         """Takes off what the stepper attached to the optimizer."""
-        ...
 
 
 class PlainStepper:
