@@ -11,15 +11,14 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep.cast.ops import OpEngine, Switch
-from halfstep.cast.tree import CASTABLE, cast_floats, map_tensors
+from halfstep.cast.tree import CASTABLE, cast_floats, tensors_of
 from halfstep.cast.turns import Turns
 from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
@@ -141,8 +140,7 @@ def _written(function: Any) -> Any:
 
 
 def _functions(changes: OpChanges) -> list[tuple[Category, str]]:
-    lists: tuple[Category, ...] = tuple(field.name for field in fields(changes))  # type: ignore[misc]
-    return [(category, op) for category in lists for op in getattr(changes, category) if ":" in op]
+    return [(category, op) for category, op in changes.listed() if ":" in op]
 
 
 def _find(op: str) -> tuple[Any, str]:
@@ -176,12 +174,5 @@ def _place(holder: Any, name: str, patch: _Patch) -> _Place:
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Returns fp32 where the castable tensors among the arguments differ in dtype."""
-    found: list[torch.dtype] = []
-
-    def look(t: Tensor) -> Tensor:
-        if t.dtype in CASTABLE and t.dtype not in found:
-            found.append(t.dtype)
-        return t
-
-    map_tensors(look, (args, kwargs))
+    found = {t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}
     return torch.float32 if len(found) > 1 else None

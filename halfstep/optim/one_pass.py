@@ -35,7 +35,6 @@ class OnePassStepper:
     every step, a skipped one too: whether it is one is known on the device only.
     """
 
-    predicated = True
     syncs = False
 
     def __init__(

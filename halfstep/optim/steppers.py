@@ -22,10 +22,9 @@ from halfstep.torch_internals import mark_stepped
 class Stepper(Protocol):
     """Makes one optimizer's updates.
 
-    `predicated` says that `step` obeys `found` on the device; `syncs` that it waits for the device to read it.
+    `syncs` says that `step` waits for the device to read `found`, where the others obey it on the device.
     """
 
-    predicated: bool
     syncs: bool
 
     def step(
@@ -48,7 +47,6 @@ class Stepper(Protocol):
 class PlainStepper:
     """The optimizer's own step on the parameters and gradients as they are, as at O0."""
 
-    predicated = False
     syncs = False
 
     def __init__(self, optimizer: Optimizer) -> None:
