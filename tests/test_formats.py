@@ -17,7 +17,7 @@ from halfstep.formats import (
     FP32,
     TF32,
     as_format,
-    count_rounding,
+    count_overflows,
     round_nearest,
     saturate,
 )
@@ -225,45 +225,28 @@ def test_rounding_returns_a_tensor_of_its_own(fmt):
 
 def counted(values, fmt, after=None):
     before = torch.tensor(values)
-    counts = count_rounding(before, round_nearest(before, fmt) if after is None else after, fmt)
-    return [int(n) for n in (counts.nonfinite, counts.overflowed, counts.underflowed, counts.subnormal)]
+    return int(count_overflows(before, round_nearest(before, fmt) if after is None else after, fmt))
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [
-        (0.0, [0, 0, 0, 0]),
-        (1.0, [0, 0, 0, 0]),
-        (INF, [1, 0, 0, 0]),
-        (NAN, [1, 0, 0, 0]),
-        (65519.0, [0, 0, 0, 0]),
-        (-65520.0, [0, 1, 0, 0]),
-        (2.0**-25, [0, 0, 1, 0]),
-        (2.0**-24, [0, 0, 0, 1]),
-        (2.0**-14 - 2.0**-24, [0, 0, 0, 1]),
-        (2.0**-14 - 2.0**-26, [0, 0, 0, 0]),  # rounds up to the smallest normal
-        (-(2.0**-14), [0, 0, 0, 0]),
-    ],
+    [(0.0, 0), (1.0, 0), (INF, 0), (NAN, 0), (65519.0, 0), (-65520.0, 1), (2.0**-25, 0), (2.0**-24, 0)],
 )
 def test_counts_on_both_sides_of_each_boundary(value, expected):
     assert counted([value, 1.0], FP16) == expected
 
 
 def test_counts_of_values_that_saturate():
-    assert counted([448.0, 464.0, 465.0, -1e9, INF, NAN], E4M3) == [2, 2, 0, 0]
+    assert counted([448.0, 464.0, 465.0, -1e9, INF, NAN], E4M3) == 2
     values = torch.tensor([57344.0, 61440.0, 61441.0, INF])
     after = round_nearest(saturate(values, E5M2), E5M2)
-    assert counted(values.tolist(), E5M2, after) == [1, 1, 0, 0]
+    assert counted(values.tolist(), E5M2, after) == 1
 
 
 def test_counts_see_a_cast_that_gives_nan_on_overflow():
-    assert counted([1.0, 500.0], E4M3, torch.tensor([1.0, NAN])) == [0, 1, 0, 0]
-
-
-def test_fp32_counts_its_own_subnormals():
-    assert counted([1e-40, 1.0, FP32.max, -INF], FP32) == [1, 0, 0, 1]
+    assert counted([1.0, 500.0], E4M3, torch.tensor([1.0, NAN])) == 1
 
 
 def test_counts_are_device_tensors():
-    counts = count_rounding(torch.ones(3), torch.ones(3), BF16)
-    assert (counts.overflowed.dtype, counts.overflowed.shape) == (torch.int64, torch.Size([]))
+    count = count_overflows(torch.ones(3), torch.ones(3), BF16)
+    assert (count.dtype, count.shape) == (torch.int64, torch.Size([]))

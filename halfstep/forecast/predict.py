@@ -18,7 +18,7 @@ from halfstep.errors import SessionError
 from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import TensorName, show_weight_grads, watching
-from halfstep.formats import FP32, Format, count_rounding, saturate
+from halfstep.formats import FP32, Format, count_overflows, saturate
 from halfstep.observe.stats import measure
 from halfstep.records import Rounded, ScaleRange, TensorStats
 
@@ -270,8 +270,9 @@ class _Sum:
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()
         if not _largest(values) <= (fmt or FP32).max:  # NaN too
-            counts = count_rounding(values, result, fmt or FP32)
-            self._saturated += counts.overflowed + counts.nonfinite if arrived else counts.overflowed
+            self._saturated += count_overflows(values, result, fmt or FP32)
+            if arrived:
+                self._saturated += values.numel() - values.isfinite().sum()
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None) -> None:
