@@ -47,9 +47,6 @@ class MasterStore:
     def __iter__(self) -> Iterator[Parameter]:
         return iter([entry.param for entry in self._entries.values()])
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @torch.no_grad()
     def track(self, p: Parameter) -> None:
         """Keeps the fp32 value of `p` as its master and stores `p` low; a tracked `p` is left as it is.
