@@ -20,9 +20,8 @@ import torch
 from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import CASTABLE, cast_floats, tensors_of
 from halfstep.cast.turns import Turns
-from halfstep.edits import OpChanges
+from halfstep.edits import OpChanges, OpList
 from halfstep.errors import PlanError
-from halfstep.plan.optable import Category
 
 Undo = Callable[[], None]
 _TURNS = Turns()
@@ -33,7 +32,7 @@ class _Patch:
     """What one session does to the calls of one function inside its regions."""
 
     switch: Switch
-    category: Category
+    category: OpList
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._dtype(args, kwargs)
@@ -139,7 +138,7 @@ def _written(function: Any) -> Any:
     return place.function if isinstance(place, _Place) else function
 
 
-def _functions(changes: OpChanges) -> list[tuple[Category, str]]:
+def _functions(changes: OpChanges) -> list[tuple[OpList, str]]:
     return [(category, op) for category, op in changes.listed() if ":" in op]
 
 

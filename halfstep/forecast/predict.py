@@ -42,10 +42,6 @@ class Scouted:
     inside: float = 1.0
     ceiling: float = LARGEST_SCALE
 
-    def is_low(self, place: TensorName) -> bool:
-        """Returns whether a tensor is stored low; one that the scout has not seen counts as low."""
-        return self.low.get(place, True)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -162,7 +158,7 @@ class RoundingTotals:
         Of a group with low and full tensors only the low ones count.
         """
         group: Group = place[:2]
-        low = self._scouted.is_low(place)
+        low = self._scouted.low.get(place, True)  # one that the scout has not seen counts as low
         if tensor.numel() == 0 or (not low and group in self._low_groups):
             return None
         values = tensor.detach().float()

@@ -13,11 +13,11 @@ from typing import Literal
 
 import torch
 
+from halfstep.edits import OpList
 from halfstep.errors import PlanError
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
-Category = Literal["allow", "deny", "infer", "promote"]
 Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]
 """What happens to an overload: "pass" leaves it as written and its parts to their own rows, "infer" those too."""
 
@@ -30,13 +30,13 @@ class Row:
 
     op: str
     overloads: tuple[str, ...]
-    category: Category
+    category: OpList
     why: str
     source: Source
 
 
 # source, category, why, overloads
-_TABLE: tuple[tuple[Source, Category, str, str], ...] = (
+_TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
     (
         "torch",
         "allow",
@@ -207,7 +207,7 @@ _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cuda", "linalg_matrix_norm"): "pass",
     ("cuda", "linalg_matrix_norm.str_ord"): "pass",
 }
-_BY_CATEGORY: Mapping[Category, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
+_BY_CATEGORY: Mapping[OpList, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
 # also those that a model computes inside its forward: a loss of 4.18 is 4.22 in bf16
 _FULL_AT_LOW_WEIGHTS = ("no low kernel", "loss")
 
