@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnose.closure import compute_loss
 from halfstep.modes import run_uncompiled
 from halfstep.observe.outputs import dense, tensors_in
 from halfstep.observe.window import owned
@@ -27,6 +28,19 @@ class TensorName(NamedTuple):
 
 See = Callable[[TensorName, Tensor], Tensor | None]
 """Gets each tensor; where it returns one for an `activation_grad`, the backward pass goes on with that."""
+
+
+def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
+    """Runs the closure and the backward pass of its loss and shows `see` every tensor; returns the loss, detached.
+
+    Raises:
+        SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
+    """
+    with watching(model, see):
+        loss = compute_loss(closure, list(model.parameters()))
+        backward(loss)
+    show_weight_grads(model, see)
+    return loss.detach()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.enter import owners
-from halfstep.diagnose.closure import compute_loss, leaves_kept
+from halfstep.diagnose.closure import leaves_kept
 from halfstep.diagnose.cures import FULL_OUT
 from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Policy, Rule, Scaling
@@ -21,7 +21,7 @@ from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.forecast.rounding import rounded
-from halfstep.forecast.watch import TensorName, parameters, show_weight_grads, watching
+from halfstep.forecast.watch import TensorName, parameters, step
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
@@ -196,14 +196,14 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             inside.append(_amax(gradient.float()))
 
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
-    params = list(model.parameters())
     with initialize(model, still, plan.edit(Scaling("none"))) as session:
+
+        def backward(loss: Tensor) -> None:
+            with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
+                session.backward(loss, gradient=torch.full_like(loss, START))
+
         try:
-            with watching(model, see):
-                loss = compute_loss(closure, params)
-                with leaves_kept(loss, params), watching_gradients(loss, see_inside):
-                    session.backward(loss, gradient=torch.full_like(loss, START))
-            show_weight_grads(model, see)
+            loss = step(model, closure, see, backward=backward)
         except SessionError:
             raise
         except Exception as error:
