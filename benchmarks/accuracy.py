@@ -13,6 +13,7 @@ criterion.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
+import msgspec
 import torch
 
 from halfstep.bench.bench import bench
@@ -28,7 +30,7 @@ from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, FP16
 from halfstep.machine import read_facts
 from halfstep.records import BenchResult, BenchRun
-from halfstep.report.json import bench_json, read_bench
+from halfstep.report.json import bench_json
 from halfstep.workloads.load import load_workload
 
 RESULTS = Path(__file__).resolve().parent / "results" / "accuracy"
@@ -184,11 +186,16 @@ def main() -> int:
     return report(options.results)
 
 
+def read_result(path: Path) -> BenchResult:
+    """Returns the benchmark that a file holds; numbers that are not finite are texts in it."""
+    return msgspec.convert(json.loads(path.read_bytes()), BenchResult, strict=False)
+
+
 def report(folder: Path) -> int:
     """Prints the table of all results of a folder, and writes it if none is missing; returns 1 if one misses."""
     rows: list[Verdict] = []
     for name in STEPS:
-        results = [read_bench(path.read_bytes()) for path in sorted(folder.glob(f"{name}-seed*.json"))]
+        results = [read_result(path) for path in sorted(folder.glob(f"{name}-seed*.json"))]
         if len({(result.steps, tuple(result.settings.items())) for result in results}) > 1:
             raise SystemExit(f"the results of {name} in {folder} are of different steps or settings; run with --again")
         if results:

@@ -186,6 +186,10 @@ class OpChanges:
                     raise PlanError(f"op {op!r} stands {where}; an op belongs to one list: remove the other")
                 listed[op] = field.name
 
+    def listed(self) -> list[tuple[OpList, str]]:
+        """Returns each op with its list, list by list."""
+        return [(name, op) for name in OP_LISTS for op in getattr(self, name)]
+
     def moved(self, change: OpChange) -> OpChanges:
         """Returns these changes with one op moved to the list that `change` names.
 

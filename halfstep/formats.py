@@ -64,10 +64,6 @@ LOW_DTYPES = (torch.float16, torch.bfloat16)  # of the formats that levels train
 _BY_DTYPE = {fmt.dtype: fmt for fmt in (FP32, BF16, FP16, E4M3, E5M2)}
 
 _MAGNITUDE = 0x7FFFFFFF
-_RANDOM_BITS = 62  # non-negative in int64, with one bit of room for a probability of 1
-_GAMMA, _MIX_1, _MIX_2 = (
-    word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)  # SplitMix64's constants as signed 64-bit integers
 
 
 def as_format(value: Format | torch.dtype | str) -> Format:
@@ -90,42 +86,21 @@ def as_format(value: Format | torch.dtype | str) -> Format:
     return found
 
 
-@dataclass(frozen=True)
-class RoundingCounts:
-    """How many elements rounding to a format harmed, as 0-dim int64 tensors on the device of the values.
+def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:
+    """Returns how many finite values rounding `before` to `after` in `fmt` took beyond it, as a 0-dim int64 tensor.
 
-    `nonfinite`: the value was already inf or NaN before.
-    `overflowed`: the value was finite and lies more than half a step beyond the format's `max`, or came out inf or NaN.
-    `underflowed`: the value was nonzero and came out zero.
-    `subnormal`: the value came out nonzero and below the format's smallest normal value, so with fewer exact digits.
-    """
+    They lie more than half a step beyond the format's `max`, or came out inf or NaN. Both are float32 tensors of one
+    shape. It holds for any way of rounding: to nearest, after `saturate`, or a torch cast taken back to float32. Does
+    not sync.
 
-    nonfinite: Tensor
-    overflowed: Tensor
-    underflowed: Tensor
-    subnormal: Tensor
-
-
-def count_rounding(before: Tensor, after: Tensor, fmt: Format) -> RoundingCounts:
-    """Returns what rounding `before` to `after` in `fmt` did; both are float32 tensors of one shape. Does not sync.
-
-    It holds for any way of rounding: to nearest, stochastic, after `saturate`, or a torch cast taken back to float32.
-
-    >>> values = torch.tensor([1.0, 70000.0, 1e-9, 3e-6, float("inf")])
-    >>> counts = count_rounding(values, round_nearest(values, FP16), FP16)
-    >>> [int(n) for n in (counts.nonfinite, counts.overflowed, counts.underflowed, counts.subnormal)]
-    [1, 1, 1, 1]
+    >>> values = torch.tensor([1.0, 70000.0, 1e-9, float("inf")])
+    >>> count_overflows(values, round_nearest(values, FP16), FP16)
+    tensor(1)
     """
     before, after = _float32_values(before), _float32_values(after)
-    finite, size = before.isfinite(), after.abs()
     half_step = 2.0 ** (math.frexp(fmt.max)[1] - 2 - fmt.fraction_bits)
     beyond = (before.abs() > fmt.max + half_step) | ~after.isfinite()
-    return RoundingCounts(
-        nonfinite=(~finite).sum(),
-        overflowed=(finite & beyond).sum(),
-        underflowed=((before != 0) & (after == 0)).sum(),
-        subnormal=((size > 0) & (size < fmt.smallest_normal)).sum(),
-    )
+    return (before.isfinite() & beyond).sum()
 
 
 def saturate(t: Tensor, fmt: Format) -> Tensor:
@@ -167,75 +142,14 @@ def round_nearest(t: Tensor, fmt: Format) -> Tensor:
         # Next to 2**23 steps the float32 grid is the subnormal grid of `fmt`: the addition rounds to it, to even.
         anchor = fmt.smallest_subnormal * 2.0**FP32.fraction_bits
         result = torch.where(t.abs() < fmt.smallest_normal, (t.abs() + anchor) - anchor, result)
-    return _finish(t, result, fmt)
-
-
-def round_stochastic(t: Tensor, fmt: Format, *, seed: int, offset: int = 0) -> Tensor:
-    """Returns the float32 tensor `t` rounded to one of its two neighbours in `fmt`, without bias, as float32.
-
-    A value goes up with the probability of its distance from the lower neighbour, in steps, so that the mean over seeds
-    is the value; a value of the format stays. Beyond `max` the next neighbour is an infinity (`max` for E4M3, as in
-    `round_nearest`). Zero keeps its sign, NaN stays NaN. No gradient flows through.
-
-    The random bits of element i, counted in row-major order, are output `offset + i` of SplitMix64 started at `seed`
-    (Steele, Lea and Flood, OOPSLA 2014): the same on every device and in any chunks whose offsets add up.
-
-    Args:
-        t: float32 values of any shape.
-        fmt: the format of the result.
-        seed: any integer, taken modulo 2**64.
-        offset: the counter of the first element.
-
-    Raises:
-        FormatError: `t` is not float32.
-
-    >>> round_stochastic(torch.full((8,), 1.25), E5M2, seed=1)
-    tensor([1.2500, 1.2500, 1.2500, 1.2500, 1.2500, 1.2500, 1.2500, 1.2500])
-    >>> round_stochastic(torch.full((10_000,), 1.3), E5M2, seed=1).unique()
-    tensor([1.2500, 1.5000])
-    """
-    t = _float32_values(t)
-    drop = FP32.fraction_bits - fmt.fraction_bits
-    random = _random_bits(t, seed, offset)
-    size = t.view(torch.int32) & _MAGNITUDE
-    step = 1 << drop
-    below = size & -step
-    goes_up = (random & (step - 1)) < (size & (step - 1))
-    result = torch.where(goes_up, below + step, below).view(torch.float32)
-    if fmt.smallest_normal > FP32.smallest_normal:
-        steps = t.abs() / fmt.smallest_subnormal
-        whole = steps.floor()
-        goes_up = random < ((steps - whole) * 2.0**_RANDOM_BITS).to(torch.int64)
-        tiny = (whole + goes_up) * fmt.smallest_subnormal
-        result = torch.where(t.abs() < fmt.smallest_normal, tiny, result)
-    return _finish(t, result, fmt)
+    if fmt.has_inf:
+        result = torch.where((result > fmt.max) | t.isinf(), torch.inf, result)
+    else:
+        result = torch.where(t.isinf(), fmt.max, result.clamp(max=fmt.max))
+    return torch.where(t.isnan(), t, result.copysign(t))
 
 
 def _float32_values(t: Tensor) -> Tensor:
     if t.dtype != torch.float32:
         raise FormatError(f"rounding takes float32 values, got {t.dtype}; pass t.float() if that loses nothing")
     return t.detach()
-
-
-def _finish(t: Tensor, rounded: Tensor, fmt: Format) -> Tensor:
-    """Returns `rounded`, the sizes of finite values on an unbounded grid, with overflow, signs and NaN settled."""
-    if fmt.has_inf:
-        result = torch.where((rounded > fmt.max) | t.isinf(), torch.inf, rounded)
-    else:
-        result = torch.where(t.isinf(), fmt.max, rounded.clamp(max=fmt.max))
-    return torch.where(t.isnan(), t, result.copysign(t))
-
-
-def _random_bits(t: Tensor, seed: int, offset: int) -> Tensor:
-    """Returns 62 random bits for each element of `t` as int64: the top bits of SplitMix64's outputs."""
-    start = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    counter = torch.arange(offset + 1, offset + 1 + t.numel(), device=t.device).view(t.shape)
-    z = counter * _GAMMA + start
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
-    return _shift_right(z ^ _shift_right(z, 31), 64 - _RANDOM_BITS)
-
-
-def _shift_right(z: Tensor, places: int) -> Tensor:
-    """Returns int64 `z` shifted right with zeros from the left; torch's own shift copies the sign bit."""
-    return (z >> places) & ((1 << (64 - places)) - 1)

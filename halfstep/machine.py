@@ -185,9 +185,7 @@ def units(fmt: Format, facts: DeviceFacts) -> str | None:
     if facts.kind == "cuda" and facts.capability is not None:
         first = FIRST_CAPABILITY[fmt]
         return "sm{}{}".format(*facts.capability) if facts.capability >= first else None
-    if facts.kind == "mps":
-        return "Apple silicon" if fmt in (BF16, FP16) else None
-    return None
+    return "Apple silicon" if facts.kind == "mps" and fmt in (BF16, FP16) else None
 
 
 def read_machine(device: torch.device) -> Machine:

@@ -1,8 +1,8 @@
 """Every private name of torch that halfstep stands on, and nothing else: a new torch release is checked here.
 
 A name that this torch lacks ends `import halfstep` with one error that lists all of them. A few things can change
-their meaning and keep their name; `missing(run=True)` tries those in miniature, which the tests do and an import
-does not. So the absence of each name below is loud; "tried" marks those whose change would be silent otherwise.
+their meaning and keep their name; tests/torch_behaviours.py tries those in miniature. So the absence of each name below
+is loud; "tried" marks those whose change would be silent otherwise.
 
 Functions of torch's are bound as they are, attributes as `attrgetter`s: on hot paths neither costs a call in Python.
 """
@@ -14,8 +14,6 @@ import inspect
 import operator
 import os
 import sys
-import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,12 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.compiler.config
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 WORKS_WITH = "2.11 to 2.13"
 """The releases of torch that halfstep's tests were run with."""
@@ -342,7 +336,6 @@ def _process_wide_tag() -> Any:
 
 # Processes.
 _JOIN = "_join_config"
-_JoinConfig: Any = _name("torch.distributed.algorithms.join._JoinConfig")
 _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it sends weights
 
 
@@ -393,14 +386,9 @@ def onednn_takes_bf16() -> bool:
     return True if ask is None else bool(ask())
 
 
-# What is there, and what does as it did.
-def missing(*, run: bool = False) -> list[str]:
-    """Returns the private names that this torch lacks; with `run` also what it has but does otherwise.
-
-    To run them takes seconds: some import torch.compile.
-    """
-    absent = [path for path in _NAMES if not _is_there(path)]
-    return absent + [what for what, works in _BEHAVIOURS.items() if not _does(works)] if run else absent
+def missing() -> list[str]:
+    """Returns the private names that this torch lacks."""
+    return [path for path in _NAMES if not _is_there(path)]
 
 
 def _is_there(path: str) -> bool:
@@ -409,186 +397,6 @@ def _is_there(path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def _does(works: Callable[[], bool]) -> bool:
-    try:
-        return works()
-    except Exception:
-        return False
-
-
-def _averages_ask_for_parameters() -> bool:
-    asked: list[CodeType] = []
-
-    class Asked(nn.Linear):
-        def parameters(self, recurse: bool = True) -> Any:
-            asked.append(sys._getframe(1).f_code)
-            return super().parameters(recurse)
-
-    model = Asked(1, 1)
-    averaged = AveragedModel(model)
-    asked.clear()
-    averaged.update_parameters(model)
-    return asked == [AVERAGING]
-
-
-def _optimizer() -> torch.optim.SGD:
-    return torch.optim.SGD([nn.Parameter(torch.ones((), dtype=torch.float32, device="cpu"))], lr=1.0)
-
-
-def _global_hooks_are_kept() -> bool:
-    def hook(*_: Any) -> None: ...
-
-    kept = []
-    for register, hooks in (
-        (register_optimizer_step_pre_hook, GLOBAL_STEP_PRE_HOOKS),
-        (register_optimizer_step_post_hook, GLOBAL_STEP_POST_HOOKS),
-    ):
-        handle = register(hook)
-        kept.append(hook in hooks.values())
-        handle.remove()
-    return all(kept)
-
-
-def _schedulers_see_marks() -> bool:
-    optimizer = _optimizer()
-    before = was_stepped(optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    marked = hasattr(optimizer.step, SCHEDULED)
-    mark_stepped(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler.step()  # warns where it takes the optimizer for one that was not stepped
-    unmarked = _optimizer()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(unmarked, lambda _: 1.0)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        scheduler.step()
-    return marked and not before and was_stepped(optimizer) and bool(warned)
-
-
-def _fused_optimizers_say_so() -> bool:
-    weight = nn.Parameter(torch.ones((), dtype=torch.float32, device="cpu"))
-    return takes_found_inf(torch.optim.SGD([weight], fused=True)) and not takes_found_inf(_optimizer())
-
-
-def _hooks_of_tensors_are_kept() -> bool:
-    weight = nn.Parameter(torch.ones((), dtype=torch.float32, device="cpu"))
-    none = hooks_of(weight) is None and post_accumulate_hooks_of(weight) is None
-    weight.register_hook(_averages_ask_for_parameters)  # type: ignore[no-untyped-call]  # which is not called
-    weight.register_post_accumulate_grad_hook(_averages_ask_for_parameters)  # type: ignore[no-untyped-call]
-    kept = (hooks_of(weight) or {}, post_accumulate_hooks_of(weight) or {})
-    return none and all(list(hooks.values()) == [_averages_ask_for_parameters] for hooks in kept)
-
-
-def _overflow_is_called_so() -> bool:
-    try:
-        torch.ones(1, dtype=torch.float16, device="cpu").masked_fill(torch.ones(1, dtype=torch.bool, device="cpu"), 1e9)
-    except RuntimeError as error:
-        return BEYOND in str(error)
-    return False
-
-
-def _compiled_modules_hold_theirs() -> bool:
-    module = nn.Identity()
-    wrapper: Any = torch.compile(module, backend="eager")
-    return compiled_module(wrapper) is module and compiled_module(module) is None
-
-
-def _stances_end() -> bool:
-    with torch.compiler.set_stance("default"):  # whose end puts back what was before
-        ours = torch.compiler.set_stance("force_eager")
-        end_stance(ours)
-        return bool(torch.compiler.set_stance("default").prev.stance == "default")
-
-
-def _tag_holds_in_threads() -> bool:
-    before, seen = cache_tag(), []
-    set_cache_tag("halfstep")
-    try:
-        thread = threading.Thread(target=lambda: seen.append(torch.compiler.config.cache_key_tag))
-        thread.start()
-        thread.join()
-    finally:
-        set_cache_tag(before)
-    return seen == ["halfstep"] and cache_tag() == before
-
-
-def _nodes_are_named_and_numbered() -> bool:
-    x = torch.ones(2, dtype=torch.float32, device="cpu", requires_grad=True)
-    first = next_sequence_number()
-    out = x.softmax(0).log_softmax(0)
-    node, seen = out.grad_fn, []
-    assert node is not None
-    x.register_hook(lambda _: seen.append((in_backward(), running_node() is not None)))  # type: ignore[no-untyped-call]
-    out.sum().backward()  # type: ignore[no-untyped-call]
-    (softmax, _), *_ = node.next_functions
-    names = (node.name(), "" if softmax is None else softmax.name())
-    numbers = (sequence_number(softmax), sequence_number(node))
-    return (
-        names == ("LogSoftmaxBackward0", "SoftmaxBackward0")
-        and numbers == (first, first + 1)
-        and seen == [(True, True)]
-        and not in_backward()
-    )
-
-
-def _stack_has_known_files() -> bool:
-    """Looks at the files on the stack of a part of a forward that a checkpoint runs again in a backward pass."""
-    seen: list[tuple[str, str]] = []
-
-    class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            frame: FrameType | None = sys._getframe()
-            while frame is not None and in_backward():
-                seen.append((frame.f_code.co_filename, frame.f_code.co_name))
-                frame = frame.f_back
-            return func(*args, **(kwargs or {}))
-
-    x = torch.ones(2, dtype=torch.float32, device="cpu", requires_grad=True)
-    with Look():  # type: ignore[no-untyped-call]
-        out = checkpoint(lambda t: nn.functional.softmax(t, 0), x, use_reentrant=False)
-        out.sum().backward()
-    files = {file for file, _ in seen}
-    starts = {name for file, name in seen if file.startswith(FOLDER)}
-    there = all(map(os.path.isfile, (*FUNCTIONAL_FILES, *DISPATCH_FILES)))
-    return {CHECKPOINT_FILE, FUNCTIONAL_FILES[0]} <= files and ENGINE in starts and there
-
-
-def _wrappers_keep_names() -> bool:
-    joinable = inspect.unwrap(Joinable.__init__).__code__.co_names
-    own = inspect.signature(DistributedDataParallel.__init__).parameters
-    made = inspect.unwrap(DistributedDataParallel.__init__) is DistributedDataParallel.__init__
-    return _JOIN in joinable and _SYNCS in own and made and not _JoinConfig.construct_disabled_join_config().enable
-
-
-def _jagged_tensors_have_values() -> bool:
-    parts = [torch.ones(n, dtype=torch.float32, device="cpu") for n in (1, 3)]
-    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-    return jagged_values(nested).shape == (4,)
-
-
-def _states_have_metadata() -> bool:
-    return metadata_of(nn.Linear(1, 1).state_dict()).get("", {}).get("version") == 1
-
-
-_BEHAVIOURS: dict[str, Callable[[], bool]] = {
-    "AveragedModel.update_parameters asks both models for their parameters itself": _averages_ask_for_parameters,
-    "step hooks of all optimizers lie in two dicts": _global_hooks_are_kept,
-    f"LR schedulers look at {_STEPPED} and {SCHEDULED}": _schedulers_see_marks,
-    f"fused optimizers have {_FUSED}": _fused_optimizers_say_so,
-    "hooks of a tensor lie in two dicts, None while there are none": _hooks_of_tensors_are_kept,
-    f"the error for a constant beyond its format says {BEYOND!r}": _overflow_is_called_so,
-    f"torch.compile keeps a module as {COMPILED}": _compiled_modules_hold_theirs,
-    "what torch.compiler.set_stance returned can be turned into what was before": _stances_end,
-    "the tag of torch.compile's caches holds in every thread": _tag_holds_in_threads,
-    "autograd nodes are named for their operations and numbered in order": _nodes_are_named_and_numbered,
-    "files and functions of torch's on the stack are the known ones": _stack_has_known_files,
-    f"DistributedDataParallel has {_JOIN} and {_SYNCS}": _wrappers_keep_names,
-    "nested tensors of layout jagged have _values": _jagged_tensors_have_values,
-    "state dicts have _metadata": _states_have_metadata,
-}
 
 
 if _absent := missing():

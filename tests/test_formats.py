@@ -1,6 +1,5 @@
 """Facts and rounding of the formats, against torch.finfo, torch's own casts and plain Python arithmetic."""
 
-import itertools
 from fractions import Fraction
 
 import pytest
@@ -18,9 +17,8 @@ from halfstep.formats import (
     FP32,
     TF32,
     as_format,
-    count_rounding,
+    count_overflows,
     round_nearest,
-    round_stochastic,
     saturate,
 )
 
@@ -187,9 +185,9 @@ def test_both_sides_of_overflow_and_underflow(fmt, value, expected):
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 def test_sign_of_zero_and_nan_are_kept(fmt):
     values = torch.tensor([0.0, -0.0, -1e-44, NAN])
-    for result in (round_nearest(values, fmt), round_stochastic(values, fmt, seed=0)):
-        assert result.signbit()[:3].tolist() == [False, True, True]
-        assert result.isnan().tolist() == [False, False, False, True]
+    result = round_nearest(values, fmt)
+    assert result.signbit()[:3].tolist() == [False, True, True]
+    assert result.isnan().tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
@@ -205,15 +203,12 @@ def test_only_float32_is_rounded(dtype):
     values = torch.ones(2, dtype=dtype)
     with pytest.raises(FormatError, match="takes float32 values, got"):
         round_nearest(values, BF16)
-    with pytest.raises(FormatError, match="takes float32 values, got"):
-        round_stochastic(values, BF16, seed=0)
 
 
 def test_rounding_leaves_its_input_and_takes_any_layout():
     values = torch.randn(6, 4, requires_grad=True).t()[::2]
     before = values.detach().clone()
     assert torch.equal(round_nearest(values, E4M3), round_nearest(before.contiguous(), E4M3))
-    assert torch.equal(round_stochastic(values, E4M3, seed=2), round_stochastic(before.contiguous(), E4M3, seed=2))
     assert torch.equal(values, before)
     assert round_nearest(torch.empty(0, 3), FP16).shape == (0, 3)
 
@@ -222,121 +217,7 @@ def test_rounding_leaves_its_input_and_takes_any_layout():
 def test_rounding_returns_a_tensor_of_its_own(fmt):
     values = torch.ones(3)
     round_nearest(values, fmt).zero_()
-    round_stochastic(values, fmt, seed=0).zero_()
     assert values.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_stochastic_fp32_keeps_everything():
-    values = near(FP32)
-    assert torch.equal(bits(round_stochastic(values, FP32, seed=4)), bits(values))
-
-
-# --- stochastic ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP16, E4M3, E5M2], ids=str)
-def test_stochastic_keeps_exact_values(fmt):
-    values = every_value(fmt)
-    assert torch.equal(bits(round_stochastic(values, fmt, seed=9)), bits(values))
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP16, E4M3, E5M2], ids=str)
-def test_stochastic_gives_one_of_the_two_neighbours(fmt):
-    table = every_value(fmt)
-    table = table[~table.isnan()].sort().values.unique()
-    values = near(fmt)
-    values = values[~values.isnan()]
-    result = round_stochastic(values, fmt, seed=11)
-    within = values if fmt.has_inf else saturate(values, fmt)
-    below = table[(torch.searchsorted(table, within, right=True) - 1).clamp(min=0)]
-    above = table[torch.searchsorted(table, within).clamp(max=len(table) - 1)]
-    assert bool(((result == below) | (result == above)).all())
-    inexact = below != above
-    assert bool((result == below)[inexact].any())
-    assert bool((result == above)[inexact].any())
-
-
-def test_stochastic_tf32_gives_one_of_the_two_neighbours():
-    values = torch.randn(20_000)
-    below = (values.view(torch.int32) & -(1 << 13)).view(torch.float32)
-    above = ((values.view(torch.int32) & -(1 << 13)) + (1 << 13)).view(torch.float32)
-    result = round_stochastic(values, TF32, seed=5)
-    assert bool(((result == below) | (result == above)).all())
-    assert 0.48 < float((result == above).float().mean()) < 0.52
-
-
-@pytest.mark.parametrize(
-    ("fmt", "below", "step"),
-    [
-        (BF16, 1.0, 2.0**-7),
-        (BF16, -3.0, -(2.0**-6)),
-        (BF16, 2.0**-133, 2.0**-133),
-        (TF32, 2.0**-136 * 5, 2.0**-136),
-        (FP16, 65472.0, 32.0),
-        (FP16, 0.0, 2.0**-24),
-        (FP16, -(2.0**-24) * 7, -(2.0**-24)),
-        (E4M3, 0.0, 2.0**-9),
-        (E4M3, 416.0, 32.0),
-        (E5M2, 2.0**-16 * 3, 2.0**-16),
-    ],
-    ids=lambda v: str(v),
-)
-@pytest.mark.parametrize("part", [1 / 64, 0.25, 0.5, 0.75, 63 / 64])
-def test_stochastic_goes_up_as_often_as_the_distance_says(fmt, below, step, part):
-    count = 40_000
-    values = torch.full((count,), below, dtype=torch.float32) + torch.tensor(step * part)
-    ups = int((round_stochastic(values, fmt, seed=int(part * 64)) == below + step).sum())
-    deviation = (count * part * (1 - part)) ** 0.5
-    assert abs(ups - count * part) < 5 * deviation
-
-
-def test_stochastic_mean_is_the_value():
-    values = torch.randn(64).repeat(20_000, 1)
-    means = round_stochastic(values, E4M3, seed=1).double().mean(0)
-    steps = (round_nearest(values[0], E4M3).abs() * E4M3.eps).clamp(min=E4M3.smallest_subnormal)
-    assert float(((means - values[0]).abs() / steps).max()) < 5 * 0.5 / 20_000**0.5
-
-
-def test_stochastic_beyond_max():
-    values = torch.full((1000,), 65504.0 + 16)
-    assert sorted(round_stochastic(values, FP16, seed=0).unique().tolist()) == [65504.0, INF]
-    assert round_stochastic(torch.full((1000,), 479.0), E4M3, seed=0).unique().tolist() == [448.0]
-    assert round_stochastic(torch.tensor([70000.0, INF, -INF]), FP16, seed=0).tolist() == [INF, INF, -INF]
-
-
-def test_stochastic_bits_are_those_of_splitmix64():
-    # The first outputs for seed 1234567 as published with the algorithm's reference code.
-    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    parts = [((output >> 2) & 0xFFFF) / 0x10000 for output in outputs]
-    for part, index in zip(parts, itertools.count(), strict=False):
-        # bf16 drops 16 bits: a fraction of exactly the random part stays, the next larger one goes up.
-        exact = torch.full((5,), 1 + part * 2.0**-7)
-        more = exact + 2.0**-23
-        assert round_stochastic(exact, BF16, seed=1234567)[index] == 1.0
-        assert round_stochastic(more, BF16, seed=1234567)[index] == 1 + 2.0**-7
-
-
-def test_stochastic_is_the_same_in_chunks_and_shapes():
-    values = torch.randn(60)
-    whole = round_stochastic(values, E5M2, seed=-3)
-    parts = [round_stochastic(part, E5M2, seed=-3, offset=20 * i) for i, part in enumerate(values.split(20))]
-    assert torch.equal(whole, torch.cat(parts))
-    assert torch.equal(whole, round_stochastic(values.view(5, 12), E5M2, seed=-3).flatten())
-
-
-def test_stochastic_seeds_and_elements_are_independent():
-    values = torch.full((50_000,), 1 + 2.0**-8)
-    ups = torch.stack([round_stochastic(values, BF16, seed=seed) > 1 for seed in (0, 1, 2, 3)]).double() - 0.5
-    seeds = (ups @ ups.T / 50_000 * 4).fill_diagonal_(0).abs().max()
-    neighbours = ((ups[:, 1:] * ups[:, :-1]).mean(1) * 4).abs().max()
-    assert float(seeds) < 5 / 50_000**0.5
-    assert float(neighbours) < 5 / 50_000**0.5
-
-
-def test_stochastic_seed_is_taken_modulo_two_to_the_64():
-    values = torch.randn(100)
-    assert torch.equal(round_stochastic(values, E4M3, seed=7), round_stochastic(values, E4M3, seed=7 + (1 << 64)))
-    assert not torch.equal(round_stochastic(values, E4M3, seed=7), round_stochastic(values, E4M3, seed=7 + (1 << 63)))
 
 
 # --- counts -------------------------------------------------------------------------------------------------------
@@ -344,45 +225,28 @@ def test_stochastic_seed_is_taken_modulo_two_to_the_64():
 
 def counted(values, fmt, after=None):
     before = torch.tensor(values)
-    counts = count_rounding(before, round_nearest(before, fmt) if after is None else after, fmt)
-    return [int(n) for n in (counts.nonfinite, counts.overflowed, counts.underflowed, counts.subnormal)]
+    return int(count_overflows(before, round_nearest(before, fmt) if after is None else after, fmt))
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [
-        (0.0, [0, 0, 0, 0]),
-        (1.0, [0, 0, 0, 0]),
-        (INF, [1, 0, 0, 0]),
-        (NAN, [1, 0, 0, 0]),
-        (65519.0, [0, 0, 0, 0]),
-        (-65520.0, [0, 1, 0, 0]),
-        (2.0**-25, [0, 0, 1, 0]),
-        (2.0**-24, [0, 0, 0, 1]),
-        (2.0**-14 - 2.0**-24, [0, 0, 0, 1]),
-        (2.0**-14 - 2.0**-26, [0, 0, 0, 0]),  # rounds up to the smallest normal
-        (-(2.0**-14), [0, 0, 0, 0]),
-    ],
+    [(0.0, 0), (1.0, 0), (INF, 0), (NAN, 0), (65519.0, 0), (-65520.0, 1), (2.0**-25, 0), (2.0**-24, 0)],
 )
 def test_counts_on_both_sides_of_each_boundary(value, expected):
     assert counted([value, 1.0], FP16) == expected
 
 
 def test_counts_of_values_that_saturate():
-    assert counted([448.0, 464.0, 465.0, -1e9, INF, NAN], E4M3) == [2, 2, 0, 0]
+    assert counted([448.0, 464.0, 465.0, -1e9, INF, NAN], E4M3) == 2
     values = torch.tensor([57344.0, 61440.0, 61441.0, INF])
     after = round_nearest(saturate(values, E5M2), E5M2)
-    assert counted(values.tolist(), E5M2, after) == [1, 1, 0, 0]
+    assert counted(values.tolist(), E5M2, after) == 1
 
 
 def test_counts_see_a_cast_that_gives_nan_on_overflow():
-    assert counted([1.0, 500.0], E4M3, torch.tensor([1.0, NAN])) == [0, 1, 0, 0]
-
-
-def test_fp32_counts_its_own_subnormals():
-    assert counted([1e-40, 1.0, FP32.max, -INF], FP32) == [1, 0, 0, 1]
+    assert counted([1.0, 500.0], E4M3, torch.tensor([1.0, NAN])) == 1
 
 
 def test_counts_are_device_tensors():
-    counts = count_rounding(torch.ones(3), torch.ones(3), BF16)
-    assert (counts.overflowed.dtype, counts.overflowed.shape) == (torch.int64, torch.Size([]))
+    count = count_overflows(torch.ones(3), torch.ones(3), BF16)
+    assert (count.dtype, count.shape) == (torch.int64, torch.Size([]))

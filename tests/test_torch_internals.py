@@ -12,6 +12,7 @@ import torch
 from halfstep import torch_internals
 from halfstep.observe.opnames import PUBLIC
 from halfstep.torch_internals import missing
+from tests.torch_behaviours import otherwise
 
 PACKAGE = Path(torch_internals.__file__).parent
 BOUNDARY = PACKAGE / "torch_internals.py"
@@ -157,7 +158,7 @@ def test_this_torch_has_all_of_it():
 
 
 def test_this_torch_does_as_the_others_did():
-    assert missing(run=True) == []
+    assert otherwise() == []
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_an_attribute_that_modules_no_longer_have_is_missing(monkeypatch, name):
 )
 def test_what_a_release_does_otherwise_is_told(monkeypatch, name, value, told):
     monkeypatch.setattr(torch_internals, name, value)
-    (found,) = missing(run=True)
+    (found,) = otherwise()
     assert found.startswith(told)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +19,6 @@ from halfstep.session.parts import memory_of
 from halfstep.workloads.workload import Workload
 
 PEER = "torch.amp"
-
-
-class Contender(Protocol):
-    """One model in training. `train` is what is timed; `observe` follows each step, outside the timing."""
-
-    @property
-    def model(self) -> nn.Module:
-        """What is trained and evaluated, called with inputs."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What holds the learning rate."""
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Makes one training step, zeroing gradients first, and returns the loss on the device."""
-
-    def observe(self) -> None:
-        """Reads what `facts` needs after a step."""
-
-    def facts(self) -> Facts:
-        """Returns the counters and the memory, read on the host."""
-
-    def close(self) -> None:
-        """Ends the training; may be called twice."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +82,10 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
 
 
 class SessionContender:
-    """A workload trained as the README says: `backward` and `step` of a session."""
+    """A workload trained as the README says: `backward` and `step` of a session.
+
+    As of all contenders `train` is what is timed, and `observe` follows each step, outside the timing.
+    """
 
     def __init__(self, workload: Workload, model: nn.Module, plan: Plan) -> None:
         self.model = model
@@ -116,7 +94,7 @@ class SessionContender:
         self._session = initialize(model, self.optimizer, plan)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Makes one training step."""
+        """Makes one training step, zeroing gradients first, and returns the loss on the device."""
         self.optimizer.zero_grad()
         loss = self._workload.loss(self.model(inputs), targets)
         self._session.backward(loss)
@@ -174,6 +152,9 @@ class AmpContender:
 
     def close(self) -> None:
         """Has nothing to put back."""
+
+
+Contender = SessionContender | AmpContender
 
 
 class Autocast(nn.Module):

@@ -73,7 +73,7 @@ class AllocatorBytes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        return None
+        """Has nothing to put back."""
 
     def restart(self) -> None:
         """Forgets the peak so far."""

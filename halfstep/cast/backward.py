@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.machine import WideBackward
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
@@ -25,7 +23,7 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
         low = query.dtype
-        if low not in _LOW or not goes_wide(limits(), query.size(-1), max(query.size(-2), key.size(-2))):
+        if low not in LOW_DTYPES or not goes_wide(limits(), query.size(-1), max(query.size(-2), key.size(-2))):
             found: Sequence[Tensor] = stock.call_boxed(keyset, grad, query, key, *rest, **kwargs)
             return found
         args = [_widened(value) for value in (grad, query, key, *rest)]
@@ -45,4 +43,4 @@ def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value

@@ -150,7 +150,7 @@ class Casting:
     def weights_changed(self) -> None:
         """Drops the low copies of weights that were kept for use again."""
         if self._engine is not None:
-            self._engine.clear_cache()
+            torch.clear_autocast_cache()
 
     @contextmanager
     def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:

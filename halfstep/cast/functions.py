@@ -11,19 +11,17 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep.cast.ops import OpEngine, Switch
-from halfstep.cast.tree import CASTABLE, cast_floats, map_tensors
+from halfstep.cast.tree import CASTABLE, cast_floats, tensors_of
 from halfstep.cast.turns import Turns
-from halfstep.edits import OpChanges
+from halfstep.edits import OpChanges, OpList
 from halfstep.errors import PlanError
-from halfstep.plan.optable import Category
 
 Undo = Callable[[], None]
 _TURNS = Turns()
@@ -34,7 +32,7 @@ class _Patch:
     """What one session does to the calls of one function inside its regions."""
 
     switch: Switch
-    category: Category
+    category: OpList
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._dtype(args, kwargs)
@@ -140,9 +138,8 @@ def _written(function: Any) -> Any:
     return place.function if isinstance(place, _Place) else function
 
 
-def _functions(changes: OpChanges) -> list[tuple[Category, str]]:
-    lists: tuple[Category, ...] = tuple(field.name for field in fields(changes))  # type: ignore[misc]
-    return [(category, op) for category in lists for op in getattr(changes, category) if ":" in op]
+def _functions(changes: OpChanges) -> list[tuple[OpList, str]]:
+    return [(category, op) for category, op in changes.listed() if ":" in op]
 
 
 def _find(op: str) -> tuple[Any, str]:
@@ -176,12 +173,5 @@ def _place(holder: Any, name: str, patch: _Patch) -> _Place:
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Returns fp32 where the castable tensors among the arguments differ in dtype."""
-    found: list[torch.dtype] = []
-
-    def look(t: Tensor) -> Tensor:
-        if t.dtype in CASTABLE and t.dtype not in found:
-            found.append(t.dtype)
-        return t
-
-    map_tensors(look, (args, kwargs))
+    found = {t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}
     return torch.float32 if len(found) > 1 else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.enter import MARK, CheckpointHook, Mark, Values
-from halfstep.cast.tree import cast_floats, first_float_dtype
+from halfstep.cast.tree import CASTABLE, cast_floats, first_float_dtype
 from halfstep.errors import StateError
 from halfstep.formats import Format
 from halfstep.torch_internals import buffers_of, metadata_of, parameters_of
@@ -158,7 +158,7 @@ def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:
     """Casts a module's own floating buffers to `dtype` and returns the undo, which gives back their first dtypes."""
     before = {name: b.dtype for name, b in buffers_of(module).items() if b is not None and b.dtype is not dtype}
-    changed = {name: old for name, old in before.items() if old in (torch.float32, torch.bfloat16, torch.float16)}
+    changed = {name: old for name, old in before.items() if old in CASTABLE}
     for name in changed:
         buffers_of(module)[name] = buffers_of(module)[name].to(dtype)  # type: ignore[union-attr]
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.cast.tree import CASTABLE
 from halfstep.errors import OpError
-from halfstep.plan.optable import REFUSED, Action
+from halfstep.formats import LOW_DTYPES
+from halfstep.plan.optable import REFUSED, Action, overload_name
 from halfstep.torch_internals import (
     DispatchKey,
     DispatchKeySet,
@@ -30,8 +32,6 @@ from halfstep.torch_internals import (
 
 Act = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-CASTABLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
-LOW = frozenset((torch.bfloat16, torch.float16))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _STATISTICS = ("batch_norm", "instance_norm")
 # takes a low input with fp32 parameters and computes in fp32, in 0.4 of the time that two casts around cost
@@ -42,13 +42,6 @@ _TRACING = DispatchKey.PythonDispatcher
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 # refuse low tensors whatever dtype says
 _DTYPE_IN_VAIN = ("linalg_matrix_norm",)
-
-
-def overload_name(overload: OpOverload) -> str:
-    """Returns the name that the op table uses, such as "softmax.int"."""
-    schema = schema_of(overload)
-    name: str = schema.name.removeprefix("aten::")
-    return f"{name}.{schema.overload_name}" if schema.overload_name else name
 
 
 def is_composite(name: str) -> bool:
@@ -68,7 +61,7 @@ class OpSite:
         self._keys = DispatchKeySet(key)
         self._after = keyset_after(key)
         self._direct = direct_call(overload)
-        self._composite = is_composite(overload_name(overload))
+        self._composite = is_composite(overload_name(schema_of(overload)))
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op under autocast, which for this op itself does nothing."""
@@ -175,7 +168,7 @@ def _full_by_dtype(site: OpSite) -> Act:
     position = site.arguments.index("dtype")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].dtype in LOW and len(args) <= position and kwargs.get("dtype") is None:
+        if args[0].dtype in LOW_DTYPES and len(args) <= position and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float32
         return site.excluded(args, kwargs)
 
@@ -208,10 +201,10 @@ def _norm(site: OpSite) -> Act:
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0].dtype
         has = [p is not None for p in args[parameters]]
-        if mixed and given in LOW and all(has):
+        if mixed and given in LOW_DTYPES and all(has):
             wide, named = site.cast_all(args[1:], kwargs, torch.float32)
             return site.below(keyset, (args[0], *wide), named)
-        if len(site.dtypes(args, kwargs)) <= 1 and not (low_sums and given in LOW and any(has)):
+        if len(site.dtypes(args, kwargs)) <= 1 and not (low_sums and given in LOW_DTYPES and any(has)):
             return site.below(keyset, args, kwargs)
         out = site.excluded(*site.cast_all(args, kwargs, torch.float32))
         if isinstance(out, Tensor):
@@ -244,7 +237,7 @@ def _refuse(site: OpSite) -> Act:
     instead = REFUSED.get(site.name, "")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].dtype in LOW:
+        if args[0].dtype in LOW_DTYPES:
             raise OpError(
                 f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: a low sigmoid rounds to 0 "
                 f"or 1, whose logarithm is infinite; use {instead} on the logits, or give it input.float()"
@@ -266,7 +259,7 @@ def _gather(site: OpSite) -> Act:
         weight, *rest = args
         if site.name == "embedding_bag" and len(site.dtypes(args, kwargs)) > 1:  # with per-sample weights
             return site.excluded(*site.cast_all(args, kwargs, torch.float32))
-        if weight.dtype not in LOW or not weight.requires_grad or (sparse is None and not weight.is_leaf):
+        if weight.dtype not in LOW_DTYPES or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
         if sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False)):
             return site.below(keyset, args, kwargs)
@@ -277,10 +270,6 @@ def _gather(site: OpSite) -> Act:
         return (out[0].to(weight.dtype), *out[1:])
 
     return act
-
-
-def _pass(site: OpSite) -> Act:
-    return site.below
 
 
 def _infer(site: OpSite) -> Act:
@@ -297,6 +286,6 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "norm": _norm,
     "gather": _gather,
     "refuse": _refuse,
-    "pass": _pass,
+    "pass": lambda site: site.below,
     "infer": _infer,
 }

@@ -68,10 +68,6 @@ class OpEngine:
             REGISTRY.release(self._marker)
             self._marker = ""
 
-    def active(self) -> bool:
-        """Tells whether this thread is in a region that casts, of this engine or of one with an equal table."""
-        return self._marker != "" and self.switch.is_on()
-
     @property
     def switch(self) -> Switch:
         """What tells whether an open engine casts."""
@@ -92,15 +88,6 @@ class OpEngine:
             else:
                 with _without(others):
                     yield
-
-    @contextmanager
-    def backward_region(self) -> Iterator[None]:
-        """Lets the table act in a `with` around a backward pass."""
-        token = self.enter_backward()
-        try:
-            yield
-        finally:
-            self.leave_backward(token)
 
     def enter_backward(self) -> Switched:
         """Lets the table act around a backward pass, where checkpoints compute forward parts again.
@@ -147,10 +134,6 @@ class OpEngine:
         torch.set_autocast_enabled(marker, marker_was_on)
         for other in others:
             torch.set_autocast_enabled(other, True)
-
-    def clear_cache(self) -> None:
-        """Drops the low copies of weights that autocast keeps while any region is open; call it when weights change."""
-        torch.clear_autocast_cache()
 
     def _open_marker(self) -> str:
         if not self._marker:

@@ -335,7 +335,7 @@ class Guardian:
             return None
         if found.kind == Kind.ANOTHER_PROCESS:
             return say(found, plan, (), scale=scale), ""
-        if comes_down and lower.may_help and (lower.scale is None or lower.is_a_guess or lower.scale >= self._floor):
+        if comes_down and lower.may_help and (lower.scale is None or lower.scale >= self._floor):
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
@@ -395,13 +395,12 @@ def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]
 class _Lower:
     """What is known of lower loss scales without trying one.
 
-    `scale` is the largest halved one at which the operation's result fits the format (None: not known). It is a guess
-    where the true result is not known, and only that what led to it grows with the scale.
+    `scale` is the largest halved one at which the operation's result fits the format. It is None where the true result
+    is not known, and only that what led to it grows with the scale: halfstep.blame then tries it.
     """
 
     may_help: bool
     scale: float | None = None
-    is_a_guess: bool = False
 
     @staticmethod
     def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
@@ -410,7 +409,7 @@ class _Lower:
         if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
             return _Lower(False)
         if found.exact is None:
-            return _Lower(True, 1.0 if scale > 1 else None, is_a_guess=True)
+            return _Lower(True)
         lower = scale
         while lower > LEAST:
             lower = max(lower / 2, LEAST)

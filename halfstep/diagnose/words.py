@@ -113,8 +113,6 @@ def _evidence(found: Diagnosis, scale: float) -> str:
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
         return f"at {lower:g} all gradients are finite"
-    if found.exact is None:
-        return f"what it gives at {lower:g} was not seen"
     return f"it needs at most {lower:g}, and what comes later in the backward pass may need less"
 
 

@@ -18,7 +18,7 @@ from halfstep.errors import SessionError
 from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import TensorName, show_weight_grads, watching
-from halfstep.formats import FP32, Format, count_rounding, saturate
+from halfstep.formats import FP32, Format, count_overflows, saturate
 from halfstep.observe.stats import measure
 from halfstep.records import Rounded, ScaleRange, TensorStats
 
@@ -41,10 +41,6 @@ class Scouted:
     largest_gradient: float = 0.0
     inside: float = 1.0
     ceiling: float = LARGEST_SCALE
-
-    def is_low(self, place: TensorName) -> bool:
-        """Returns whether a tensor is stored low; one that the scout has not seen counts as low."""
-        return self.low.get(place, True)
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class RoundingTotals:
         Of a group with low and full tensors only the low ones count.
         """
         group: Group = place[:2]
-        low = self._scouted.is_low(place)
+        low = self._scouted.low.get(place, True)  # one that the scout has not seen counts as low
         if tensor.numel() == 0 or (not low and group in self._low_groups):
             return None
         values = tensor.detach().float()
@@ -270,8 +266,9 @@ class _Sum:
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()
         if not _largest(values) <= (fmt or FP32).max:  # NaN too
-            counts = count_rounding(values, result, fmt or FP32)
-            self._saturated += counts.overflowed + counts.nonfinite if arrived else counts.overflowed
+            self._saturated += count_overflows(values, result, fmt or FP32)
+            if arrived:
+                self._saturated += values.numel() - values.isfinite().sum()
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None) -> None:

@@ -175,6 +175,11 @@ def resolved(t: Tensor) -> Tensor:
     return t.resolve_neg() if t.is_neg() else t
 
 
+def as_real(t: Tensor) -> Tensor:
+    """Returns `t`, a complex one as real and imaginary parts in a last dimension of 2."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
 def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
     """Returns `t` itself where its memory runs as that of a dense `weight` does, else a copy that does.
 

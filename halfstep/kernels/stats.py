@@ -24,7 +24,6 @@ RUN = 64  # neighbours that a sample reads together
 _SOURCE = Path(__file__).with_name("stats.cpp")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _PIECE = 2**22  # elements that the torch operations take at a time: they need some 30 bytes per element
-_INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _GOLDEN = 0x9E3779B9
 _MERGES: dict[Callable[..., Any], Callable[..., Tensor]] = {operator.add: torch.add, max: torch.maximum}

@@ -31,12 +31,10 @@ class Updates(Protocol):
     @property
     def params(self) -> list[Parameter]:
         """Whose updates these are."""
-        ...
 
     @property
     def stored(self) -> list[Tensor]:
         """The parameters as they lie in memory before the step."""
-        ...
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
         """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; None passes it over.
@@ -44,7 +42,6 @@ class Updates(Protocol):
         The elements are updates in units in the last place of the stored weight, zero where the step is skipped.
         `rows` and `sample` are as in `halfstep.kernels.stats.add_stats`. Reads nothing on the host.
         """
-        ...
 
 
 def in_last_places(update: Tensor, weight: Tensor) -> Tensor:

@@ -30,15 +30,12 @@ class Watch(Protocol):
 
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
         """Yields what is known before the step is made, from the gradients that it gets, times `factor`."""
-        ...
 
     def after(self) -> Iterator[Updates]:
         """Yields the rest."""
-        ...
 
     def forget(self) -> None:
         """Ends this where the step was not made."""
-        ...
 
 
 class Probe:

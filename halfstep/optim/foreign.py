@@ -25,7 +25,6 @@ class ForeignStepper:
     skip.
     """
 
-    predicated = False
     syncs = True
 
     def __init__(

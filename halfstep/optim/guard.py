@@ -36,7 +36,6 @@ def send_step(
     before finds its mark on the guard, one made while the guard stands wraps the guard, which `undo` then turns into a
     pass-through.
     """
-    held = vars(optimizer).get("step")
     original = original_step(optimizer)
     released = False
 
@@ -51,18 +50,28 @@ def send_step(
     setattr(step, _ORIGINAL, original)
     if hasattr(optimizer.step, SCHEDULED):
         setattr(step, SCHEDULED, True)
-    guard = MethodType(step, optimizer)
-    optimizer.step = guard  # type: ignore[method-assign]
+    put_back = put_over(optimizer, "step", MethodType(step, optimizer))
 
     def undo() -> None:
         nonlocal released
         released = True
-        if vars(optimizer).get("step") is not guard:
+        put_back()
+
+    return undo
+
+
+def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Gives an optimizer a method of its own; the returned undo does nothing where somebody has wrapped it since."""
+    held = vars(optimizer).get(name)
+    setattr(optimizer, name, method)
+
+    def undo() -> None:
+        if vars(optimizer).get(name) is not method:
             return
         if held is None:
-            del optimizer.step
+            delattr(optimizer, name)
         else:
-            optimizer.step = held  # type: ignore[method-assign]
+            setattr(optimizer, name, held)
 
     return undo
 

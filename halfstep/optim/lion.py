@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Batch, Options
+from halfstep.kernels.batch import Batch, Options, as_real
 from halfstep.optim.eager import decayed, rounded, update
 
 
@@ -69,7 +69,7 @@ class Lion(Optimizer):
                 state = self.state[p]
                 if state.get("exp_avg") is None:
                     state["exp_avg"] = torch.zeros_like(p)
-                tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (p, p.grad, state["exp_avg"])]
+                tensors = [as_real(t) for t in (p, p.grad, state["exp_avg"])]
                 batch = Batch("full", tensors[:1], [], tensors[1:2], {"exp_avg": tensors[2:]})
                 update(eager, batch, options(group), torch.zeros((), dtype=torch.bool, device=p.device))
         return loss

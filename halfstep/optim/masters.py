@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from torch.nn import Parameter
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Layout
 from halfstep.optim.split import join, round_half_away, split
+from halfstep.plan.plan import Master
 from halfstep.torch_internals import version_of
 
-MasterKind = Literal["none", "copy", "split"]
-_LAYOUTS: dict[MasterKind, Layout] = {"none": "low", "copy": "copy", "split": "split"}
+_LAYOUTS: dict[Master, Layout] = {"none": "low", "copy": "copy", "split": "split"}
 
 
 @dataclass
@@ -34,7 +33,7 @@ class MasterStore:
     (`split`), or nothing (`none`). Parameters that are not tracked are their own master.
     """
 
-    def __init__(self, kind: MasterKind, low: torch.dtype) -> None:
+    def __init__(self, kind: Master, low: torch.dtype) -> None:
         if kind == "split" and low is not torch.bfloat16:
             raise ValueError(f"a split master needs bf16 weights, not {low}; keep a copy instead")
         self.kind = kind
@@ -46,9 +45,6 @@ class MasterStore:
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter([entry.param for entry in self._entries.values()])
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @torch.no_grad()
     def track(self, p: Parameter) -> None:

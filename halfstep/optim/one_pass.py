@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.kernels.batch import Batch, Options, Scratch, in_layout_of, is_dense, is_wrapped, resolved
+from halfstep.kernels.batch import Batch, Options, Scratch, as_real, in_layout_of, is_dense, is_wrapped, resolved
 from halfstep.optim.batch_cache import BatchCache
 from halfstep.optim.gradients import true_gradients
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
@@ -35,7 +35,6 @@ class OnePassStepper:
     every step, a skipped one too: whether it is one is known on the device only.
     """
 
-    predicated = True
     syncs = False
 
     def __init__(
@@ -161,7 +160,7 @@ class OnePassStepper:
         sparse: list[SparseRows] = []
         for p, grad in members:
             layout = self._store.layout(p)
-            weight = _real(p.detach())
+            weight = as_real(p.detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
             if grad.is_sparse:
                 grad = widened(grad)
@@ -178,7 +177,7 @@ class OnePassStepper:
                 )
             batch.weights.append(weight)
             batch.extras.extend(extra)
-            batch.grads.append(in_layout_of(_real(grad.detach()), weight))
+            batch.grads.append(in_layout_of(as_real(grad.detach()), weight))
             if options.states or self._row.counts:
                 self._collect_state(p, batch, options)
             cache.place(p, batch, self._optimizer.state.get(p))
@@ -212,7 +211,7 @@ class OnePassStepper:
                 )
             elif tensor.dtype is not dtype or tensor.device != device or tensor.stride() != stride:
                 tensor = state[name] = in_layout_of(tensor.to(device, dtype), p)
-            tensors.append(_real(tensor))
+            tensors.append(as_real(tensor))
         if self._row.counts:
             batch.steps.append(_step_count(state, device))
         else:
@@ -288,7 +287,3 @@ def _step_count(state: StateDict, device: torch.device) -> Tensor:
     elif step.device != device or step.dtype is not torch.float32 or step.dim():
         step = state["step"] = step.to(device, torch.float32).reshape(())
     return step
-
-
-def _real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StateError
+from halfstep.optim.guard import put_over
 from halfstep.optim.masters import is_low
 from halfstep.optim.rehearsal import can_rehearse, rehearse, small_state
 from halfstep.optim.table import TABLE
@@ -69,7 +70,6 @@ def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: Removabl
 
     The pre-hook `judge` runs after those who adapt what comes, and the post hook `mend` before those who read it.
     """
-    held = vars(optimizer).get("load_state_dict")
     load = optimizer.load_state_dict
     pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
     released = False
@@ -92,17 +92,12 @@ def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: Removabl
             optimizer.state, optimizer.param_groups = before
             raise
 
-    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    put_back = put_over(optimizer, "load_state_dict", load_state_dict)
 
     def undo() -> None:
         nonlocal released
         released = True
-        if vars(optimizer).get("load_state_dict") is not load_state_dict:
-            return
-        if held is None:
-            del optimizer.load_state_dict
-        else:
-            optimizer.load_state_dict = held  # type: ignore[method-assign]
+        put_back()
 
     return undo
 

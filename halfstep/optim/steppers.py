@@ -22,10 +22,9 @@ from halfstep.torch_internals import mark_stepped
 class Stepper(Protocol):
     """Makes one optimizer's updates.
 
-    `predicated` says that `step` obeys `found` on the device; `syncs` that it waits for the device to read it.
+    `syncs` says that `step` waits for the device to read `found`, where the others obey it on the device.
     """
 
-    predicated: bool
     syncs: bool
 
     def step(
@@ -37,21 +36,17 @@ class Stepper(Protocol):
         sparse, and carry the loss scale; they and every `p.grad` are left as they are. `factor` is a 0-dim fp32 tensor,
         the inverse scale times the clip coefficient, or None for exactly 1; `found` a 0-dim bool tensor.
         """
-        ...
 
     def prepare(self) -> None:
         """Makes the state that a first update of the parameters with a gradient needs, to be read or loaded."""
-        ...
 
     def close(self) -> None:
         """Takes off what the stepper attached to the optimizer."""
-        ...
 
 
 class PlainStepper:
     """The optimizer's own step on the parameters and gradients as they are, as at O0."""
 
-    predicated = False
     syncs = False
 
     def __init__(self, optimizer: Optimizer) -> None:

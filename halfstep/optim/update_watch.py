@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Batch, Options, chunks, in_layout_of, is_dense
+from halfstep.kernels.batch import Batch, Options, as_real, chunks, in_layout_of, is_dense
 from halfstep.kernels.stats import add_stats, is_sampled, sampled_places
 from halfstep.kernels.update_stats import Updates, add_updates, addresses_of, fits, in_last_places
 from halfstep.optim.foreign import ForeignStepper
@@ -66,7 +66,7 @@ class UpdateWatch:
         unrounded = self._stepper.unrounded if isinstance(self._stepper, ForeignStepper) else None
         for p, stored, full in self._held:
             value = self._store.full(p) if not unrounded or p not in unrounded else unrounded[p]
-            yield Made([p], [_real(stored)], _real(value).double() - _real(full).double())
+            yield Made([p], [as_real(stored)], as_real(value).double() - as_real(full).double())
         self.forget()
 
     def forget(self) -> None:
@@ -85,7 +85,7 @@ class UpdateWatch:
     ) -> None:
         """Adds what the update of `p` reads to that of its like; no state is made or changed."""
         layout = self._store.layout(p)
-        weight = _real(p.detach())
+        weight = as_real(p.detach())
         key = (layout, p.device, weight.dtype, is_dense(weight))
         if key not in coming:
             local = None if factor is None else factor.to(p.device, non_blocking=True)
@@ -97,12 +97,12 @@ class UpdateWatch:
         if layout in ("copy", "split"):
             batch.extras.append(self._store.extra(p))
         dense = widened(grad).to_dense() if grad.is_sparse else grad
-        batch.grads.append(in_layout_of(_real(dense.detach()), weight))
+        batch.grads.append(in_layout_of(as_real(dense.detach()), weight))
         state = self._optimizer.state.get(p, {})
         for name, tensors in batch.states.items():
             held = state.get(name)
             zero = torch.zeros_like(weight, dtype=batch.dtype) if held is None else None
-            tensors.append(in_layout_of(_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
+            tensors.append(in_layout_of(as_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
         if row.counts:
             count = state.get("step", 0.0)
             if isinstance(count, Tensor):
@@ -220,7 +220,3 @@ def _picked(batch: Batch, places: Tensor) -> Batch:
         grads=pick(batch.grads),
         states={name: pick(tensors) for name, tensors in batch.states.items()},
     )
-
-
-def _real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t

@@ -139,10 +139,6 @@ def _refuse_lazy(model: nn.Module) -> None:
         )
 
 
-def _modules(models: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    return [item for model in models for item in model.named_modules()]
-
-
 def _shards(module: nn.Module) -> bool:
     return any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__)
 
@@ -195,7 +191,8 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     by_name = [item for model in models for item in model.named_parameters()]
     wrapped = [f"{name} ({type(p).__name__})" for name, p in by_name if id(p) in trained and is_wrapped(p)]
     if not wrapped and (optimizers or plan.param == "low"):
-        wrapped = [f"{name or 'the model'} ({type(m).__name__})" for name, m in _modules(models) if _shards(m)]
+        modules = [item for model in models for item in model.named_modules()]
+        wrapped = [f"{name or 'the model'} ({type(m).__name__})" for name, m in modules if _shards(m)]
     if wrapped:
         raise SetupError(
             f"parameters that are sharded over processes or have no plain storage (DTensor, ...) "

@@ -183,4 +183,4 @@ def _op_edits(ops: OpChanges | Mapping[str, Iterable[str]] | None) -> list[OpCha
             if key not in OP_LISTS:
                 raise PlanError(f"ops has key {key!r}; allowed are {', '.join(OP_LISTS)}{near_miss(key, OP_LISTS)}")
         ops = OpChanges(**{key: as_tuple(f"ops[{key!r}]", value, of="op names") for key, value in ops.items()})
-    return [OpChange(name, op) for name in OP_LISTS for op in getattr(ops, name)]
+    return [OpChange(name, op) for name, op in ops.listed()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
 from halfstep.plan.optable import find
@@ -16,12 +14,11 @@ def check_op_changes(changes: OpChanges) -> None:
         PlanError: a name is no op or cannot be cast (with near misses), or two lists name the same op differently.
     """
     listed: dict[str, tuple[str, str]] = {}
-    for field in fields(changes):
-        for op in getattr(changes, field.name):
-            for overload in () if ":" in op else find(op):
-                name, where = listed.setdefault(overload, (op, field.name))
-                if where != field.name:
-                    raise PlanError(
-                        f"op {op!r} in {field.name} and {name!r} in {where} are both {overload!r}; "
-                        "an op belongs to one list: remove the other"
-                    )
+    for category, op in changes.listed():
+        for overload in () if ":" in op else find(op):
+            name, where = listed.setdefault(overload, (op, category))
+            if where != category:
+                raise PlanError(
+                    f"op {op!r} in {category} and {name!r} in {where} are both {overload!r}; "
+                    "an op belongs to one list: remove the other"
+                )

@@ -7,18 +7,17 @@ the list for CPU what has no low kernel. What torch's lists lack for whole model
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from halfstep.edits import OpChanges
+from halfstep.edits import OpList
 from halfstep.errors import PlanError
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
-Category = Literal["allow", "deny", "infer", "promote"]
 Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]
 """What happens to an overload: "pass" leaves it as written and its parts to their own rows, "infer" those too."""
 
@@ -31,13 +30,13 @@ class Row:
 
     op: str
     overloads: tuple[str, ...]
-    category: Category
+    category: OpList
     why: str
     source: Source
 
 
 # source, category, why, overloads
-_TABLE: tuple[tuple[Source, Category, str, str], ...] = (
+_TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
     (
         "torch",
         "allow",
@@ -208,7 +207,7 @@ _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cuda", "linalg_matrix_norm"): "pass",
     ("cuda", "linalg_matrix_norm.str_ord"): "pass",
 }
-_BY_CATEGORY: Mapping[Category, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
+_BY_CATEGORY: Mapping[OpList, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
 # also those that a model computes inside its forward: a loss of 4.18 is 4.22 in bf16
 _FULL_AT_LOW_WEIGHTS = ("no low kernel", "loss")
 
@@ -282,7 +281,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
         actions.update((overload, "gather") for overload in GATHERS)
     actions.update((overload, "pass") for overload in AS_WRITTEN)
     actions.update((overload, "refuse") for overload in REFUSED)
-    for category, op in _changes(plan.op_changes):
+    for category, op in plan.op_changes.listed():
         if op in REFUSED and category != "deny":
             raise PlanError(
                 f"op {op!r} in {category}: its logarithm of a low sigmoid is infinite; "
@@ -292,11 +291,6 @@ def effective(plan: Plan) -> Mapping[str, Action]:
         action = "infer" if category == "infer" else _BY_CATEGORY[category]
         actions.update((overload, action) for overload in overloads)
     return actions
-
-
-def _changes(changes: OpChanges) -> Iterable[tuple[Category, str]]:
-    lists: tuple[Category, ...] = tuple(field.name for field in fields(changes))  # type: ignore[misc]
-    return [(category, op) for category in lists for op in getattr(changes, category)]
 
 
 def find(public_name: str) -> tuple[str, ...]:
@@ -318,7 +312,7 @@ def find(public_name: str) -> tuple[str, ...]:
     schemas = [schema for packet in names for schema in _schemas(packet)]
     if not schemas:
         raise PlanError(_unknown(public_name, name))
-    found = tuple(_overload_name(schema) for schema in schemas if not _obstacle(schema))
+    found = tuple(overload_name(schema) for schema in schemas if not _obstacle(schema))
     if not found:
         raise PlanError(f"op {public_name!r} cannot be cast: {_obstacle(schemas[0])}")
     return found
@@ -337,10 +331,11 @@ def _registered(overload: str, key: str | None = None) -> bool:
 def _schemas(packet: str) -> list[FunctionSchema]:
     """Returns the schemas of an op's overloads that have kernels, without the variants that write into `out`."""
     schemas = schemas_of_op(f"aten::{packet}")
-    return [s for s in schemas if _registered(_overload_name(s)) and not any(a.is_out for a in s.arguments)]
+    return [s for s in schemas if _registered(overload_name(s)) and not any(a.is_out for a in s.arguments)]
 
 
-def _overload_name(schema: FunctionSchema) -> str:
+def overload_name(schema: FunctionSchema) -> str:
+    """Returns the name that the op table uses, such as "softmax.int"."""
     name: str = schema.name.removeprefix("aten::")
     return f"{name}.{schema.overload_name}" if schema.overload_name else name
 

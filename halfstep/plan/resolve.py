@@ -75,7 +75,8 @@ class Assignment:
         Raises:
             PlanError: there is no such module.
         """
-        here = {each: formats for formats in self.modules if formats.model == model for each in _all_names(formats)}
+        own = [formats for formats in self.modules if formats.model == model]
+        here = {each: formats for formats in own for each in (formats.name, *formats.aliases)}
         if name not in here:
             raise PlanError(f"model {model} has no module {name!r}; it has {len(here)} modules{near_miss(name, here)}")
         return here[name]
@@ -87,10 +88,6 @@ class Assignment:
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows)
         return "\n".join((f"plan {self.plan.name} in {self.plan.low}", *lines))
-
-
-def _all_names(formats: ModuleFormats) -> tuple[str, ...]:
-    return (formats.name, *formats.aliases)
 
 
 def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:

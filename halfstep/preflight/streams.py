@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnose.words import in_model, place_of, which_model
+from halfstep.formats import LOW_DTYPES
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note
 from halfstep.records import Finding
 
-LOW = (torch.float16, torch.bfloat16)
 ENOUGH = 2  # modules that cast what was widened; of one alone it is no stream
 ADDED = ("add", "add_", "sub", "sub_", "rsub")
 
@@ -56,14 +56,14 @@ class Streams:
         if wide is not None:
             if note.dtype is torch.float32:
                 self._wide[note.index] = wide
-            elif note.dtype in LOW and note.module is not None:
+            elif note.dtype in LOW_DTYPES and note.module is not None:
                 wide.casts[note.module] = None
             return
         full = [(t, source) for t, source in pairs if t.dtype is torch.float32]
         if note.dtype is not torch.float32:
             return
         known = [self._from_outside(t, source) for t, source in full]
-        if any(t.dtype in LOW for t, _ in pairs):
+        if any(t.dtype in LOW_DTYPES for t, _ in pairs):
             found = next((each for (t, _), each in zip(full, known, strict=True) if each is not None and t.dim()), None)
             if found is not None and note.module is not None:
                 stream = _Stream(note, found)

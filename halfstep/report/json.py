@@ -1,4 +1,4 @@
-"""Results of commands as JSON, and a benchmark back."""
+"""Results of commands as JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from halfstep.errors import DataError
 from halfstep.records import BenchResult, Finding, WhatIf
 from halfstep.report.lines import plain
 
@@ -32,18 +29,6 @@ def whatif_json(result: WhatIf) -> str:
 def check_json(found: Sequence[Finding], *, workload: str, plan: str, low: str) -> str:
     """Returns the findings of a check, with the edits that cure them, and what was checked as JSON."""
     return _json({"workload": workload, "plan": plan, "low": low, "findings": plain(found)})
-
-
-def read_bench(text: str | bytes) -> BenchResult:
-    """Returns the benchmark that `bench_json` wrote.
-
-    Raises:
-        DataError: the text is not JSON, or not of a benchmark; the message has the place in the file.
-    """
-    try:
-        return msgspec.convert(json.loads(text), BenchResult, strict=False)
-    except (ValueError, msgspec.ValidationError) as error:
-        raise DataError(f"not the JSON of a benchmark: {error}") from error
 
 
 def _json(fields: dict[str, Any]) -> str:

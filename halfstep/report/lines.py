@@ -1,23 +1,20 @@
 """The lines of a run log: each a JSON object with its `type`; the first is a `start` with the schema version.
 
 A record is written by its fields, which stand in `records.py` alone: the types of the lines are made of them. JSON has
-no NaN and no infinity: such a number is the text "nan", "inf" or "-inf". Edits are written as in plan files; schema 1
-had them as Python code.
+no NaN and no infinity: such a number is the text "nan", "inf" or "-inf". Edits are written as in plan files.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Union, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
-from halfstep.edits import FULL, LOW, Edit, OpChange, Policy, Rule, Scaling
+from halfstep.edits import Edit
 from halfstep.errors import LogError, PlanError
 from halfstep.machine import Machine
 from halfstep.plan.io import edit_from_dict, edit_to_dict
@@ -33,7 +30,6 @@ from halfstep.records import (
 )
 
 SCHEMA = 2
-READ = (1, SCHEMA)
 START_BYTES = 4096  # more than the first line of a log has: a file that is not a log may be one line of any length
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -90,7 +86,7 @@ _BINS = {
     "first": Count,
     "exponents": tuple[Count, ...],
 }  # counts from the bin `first` on, without the zeros at the ends
-_NOTED = {"after": Count, "cure": tuple[str | dict[str, Any], ...]}  # the last step before, and edits
+_NOTED = {"after": Count, "cure": tuple[dict[str, Any], ...]}  # the last step before, and edits
 StepLine = _line_of(StepValues, "step", {"step": Count, "time": Time})
 ObservationLine = _line_of(
     Observation, "observation", {"step": Count, "stats": None} | _STATS | _BINS, dict.fromkeys(_STATS, 0)
@@ -129,45 +125,11 @@ def decode(line: bytes) -> Line:
     if isinstance(found, ObservationLine):
         return _observation(given)
     after = given.pop("after")
-    record = (Verdict if isinstance(found, VerdictLine) else Finding)(**given | _cure(given))
-    return Event(after, record)
-
-
-def _cure(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a verdict or finding that its edits give; code that makes none goes to the advice."""
     try:
-        cure = tuple(_from_code(each) if isinstance(each, str) else edit_from_dict(each) for each in given["cure"])
+        given["cure"] = tuple(map(edit_from_dict, given["cure"]))
     except PlanError as error:
         raise msgspec.ValidationError(str(error)) from None
-    if None in cure:
-        return {"cure": (), "advice": f"{given['advice']}; edits: {', '.join(map(str, given['cure']))}"}
-    return {"cure": cure}
-
-
-_NAMES: Mapping[str, Policy] = {"FULL": FULL, "LOW": LOW}
-_MAKERS: Mapping[str, type] = {each.__name__: each for each in (Policy, Rule, OpChange, Scaling)}
-
-
-def _from_code(code: str) -> Edit | None:
-    """Returns the edit that Python code makes, as logs of schema 1 have it, without running it; None if it makes none.
-
-    >>> _from_code("Rule(pattern='head', policy=FULL)"), _from_code("print()")
-    (Rule('head', FULL), None)
-    """
-    try:
-        made = _made(ast.parse(code, mode="eval").body)
-    except (ValueError, TypeError, SyntaxError, LookupError, RecursionError, MemoryError):
-        return None
-    return made if isinstance(made, Edit) else None
-
-
-def _made(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name):
-        return _NAMES[node.id]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        given = {str(each.arg): _made(each.value) for each in node.keywords}
-        return _MAKERS[node.func.id](*map(_made, node.args), **given)
-    return ast.literal_eval(node)
+    return Event(after, Verdict(**given) if isinstance(found, VerdictLine) else Finding(**given))
 
 
 def _entries(record: object) -> object:
@@ -235,9 +197,9 @@ def check_start(line: bytes, path: object) -> None:
         raise LogError(f"{path} {what}; a run log is what RunLog(path) in sinks=[...] of a session writes") from None
     if not isinstance(found, dict) or found.get("type") != "start" or "schema" not in found:
         raise LogError(f"{path} is not a run log: its first line is not one; name the file that RunLog(path) wrote")
-    if found["schema"] not in READ:
+    if found["schema"] != SCHEMA:
         raise LogError(
-            f"{path} is of schema {found['schema']!r}, this halfstep reads {' and '.join(map(str, READ))}; "
+            f"{path} is of schema {found['schema']!r}, this halfstep reads {SCHEMA}; "
             "use the halfstep that wrote it, or another file"
         )
     try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import get_args
 
 from rich.markup import escape
 from rich.table import Table
 
-from halfstep.plan.optable import ROWS, Action, Category, Row, device_note, effective, find
+from halfstep.plan.optable import ROWS, Action, Row, device_note, effective, find
 from halfstep.plan.plan import Plan
 
 WORDS: Mapping[Action | None, str] = {
@@ -84,19 +83,13 @@ def _changed(plan: Plan) -> dict[str, Row]:
         return {}
     rows = {row.op: row for row in ROWS}
     changed: dict[str, Row] = {}
-    for op, category, overload in _changes(plan):
-        earlier = changed.get(op) or rows.get(op) or Row(op, (), category, CHANGED, "halfstep")
-        overloads = tuple(dict.fromkeys((*earlier.overloads, overload)))
-        changed[op] = replace(earlier, overloads=overloads, category=category, why=CHANGED)
+    for category, name in plan.op_changes.listed():
+        for overload in (name,) if ":" in name else find(name):
+            op = _op(overload)
+            earlier = changed.get(op) or rows.get(op) or Row(op, (), category, CHANGED, "halfstep")
+            overloads = tuple(dict.fromkeys((*earlier.overloads, overload)))
+            changed[op] = replace(earlier, overloads=overloads, category=category, why=CHANGED)
     return changed
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, Category, str]]:
-    """Yields (op, category, overload) of each change."""
-    for category in get_args(Category):
-        for name in getattr(plan.op_changes, category):
-            for overload in (name,) if ":" in name else find(name):
-                yield _op(overload), category, overload
 
 
 def _op(overload: str) -> str:

@@ -245,7 +245,7 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
         "sampled": sums.sampled,
         "first": FIRST + first,
         "bins": end - first,
-        "share": _packed(_over(sums.histogram[:, first:end], sums.histogram.sum(1, keepdims=True)), "f4"),
+        "share": _packed(sums.histogram[:, first:end] / np.maximum(1, sums.histogram.sum(1, keepdims=True)), "f4"),
         "judged": {  # by format: of each module and loss scale the lost, subnormal and saturated share
             name: _packed(np.stack([sums.judge(each, scale) for scale in scales], axis=1), "f4")
             for name, each in limits.items()
@@ -277,11 +277,6 @@ def _shares(counted: Array) -> dict[str, Array]:
             "zero": by["zeros"] / by["count"],
             "saturated": by["saturated"] / by["count"],
         }
-
-
-def _over(values: Array, whole: Array) -> Array:
-    share: Array = values / np.where(whole > 0, whole, 1)
-    return share
 
 
 def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:

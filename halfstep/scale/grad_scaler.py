@@ -115,7 +115,7 @@ class GradScaler(OpenGradScaler):
             self.before_step(optimizer)
         with_dampening = _start_momentum(optimizer)
         result = super().step(optimizer, *args, **kwargs)
-        if with_dampening and self._found(optimizer):
+        if with_dampening and any(bool(found) for found in self.found(optimizer)):
             for param in with_dampening:
                 optimizer.state[param].pop("momentum_buffer", None)
         return result
@@ -190,9 +190,6 @@ class GradScaler(OpenGradScaler):
 
     def _get_overflows_left(self) -> int:
         return self._init_overflows_left if self._overflows_left is None else int(self._overflows_left)
-
-    def _found(self, optimizer: Optimizer) -> bool:
-        return any(bool(found) for found in self.found(optimizer))
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Any]:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import Scratch, resolved
 from halfstep.scale.norm import read
 from halfstep.torch_internals import foreach_mul_, version_of
-
-_LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ class GradientLedger:
         """Turns low gradients into fp32 ones, and has autograd add to them in fp32."""
         for param in params:
             grad = param.grad
-            if grad is not None and grad.dtype in _LOW:
+            if grad is not None and grad.dtype in LOW_DTYPES:
                 param.grad = None
                 if grad.shape != param.shape:  # somebody reshaped its data; it fits nowhere
                     continue

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SessionError
+from halfstep.formats import LOW_DTYPES
 from halfstep.scale.scaling import Scale
 
 FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the scale itself, and 65,504 is the largest
@@ -87,6 +88,6 @@ def scaled(loss: Tensor, scale: Scale) -> Tensor:
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """Returns a gradient divided by `scale`, in fp32 (float64 and complex stay), differentiably; None is no scale."""
-    if gradient.dtype in (torch.float16, torch.bfloat16):
+    if gradient.dtype in LOW_DTYPES:
         gradient = gradient.float()
     return gradient if scale is None else gradient / scale.to(gradient.device)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Scratch
 from halfstep.torch_internals import foreach_norm
@@ -62,19 +63,6 @@ def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Sc
     return Reading(*(t.to(device, non_blocking=True) for t in found))
 
 
-def global_norm(grads: Sequence[Tensor], *, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the L2 norm over all elements of `grads` and whether any element is infinite or NaN.
-
-    Both as in `Reading`. The test is exact: finite gradients pass whatever their squares do.
-
-    >>> norm, found = global_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16)])
-    >>> norm, found
-    (tensor(5.), tensor(False))
-    """
-    reading = read(list(grads), device=device)
-    return reading.norm, reading.found
-
-
 @torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns norm, test and flags of any gradients from torch operations, on the device of the first."""
@@ -115,7 +103,7 @@ def elements(grad: Tensor) -> Tensor:
     tensor([1.])
     """
     if grad.layout is not torch.strided:
-        wide = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+        wide = grad.float() if grad.dtype in LOW_DTYPES else grad
         grad = wide.coalesce().values()
     grad = grad.detach()
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad

@@ -25,12 +25,7 @@ class LossScales:
         self._scaling, self._device = scaling, device
         self._scales: dict[int, Scale] = {}
         self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
-        self._ceiling: float | None = None
-
-    @property
-    def ceiling(self) -> float | None:
-        """What `limit` keeps all scales at or below; None where it was not called."""
-        return self._ceiling
+        self.ceiling: float | None = None  # what `limit` keeps all scales at or below
 
     @property
     def active(self) -> bool:
@@ -50,8 +45,8 @@ class LossScales:
         if loss_id not in self._scales:
             shared = self._scaling.kind != "dynamic" and self._scales
             scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
-            if self._ceiling is not None:
-                scale.limit(self._ceiling)
+            if self.ceiling is not None:
+                scale.limit(self.ceiling)
             self._scales[loss_id] = scale
         return self._scales[loss_id]
 
@@ -61,7 +56,7 @@ class LossScales:
         Raises:
             SessionError: the plan fixes the scale, or its floor, above `maximum`.
         """
-        self._ceiling = maximum
+        self.ceiling = maximum
         for scale in self._scales.values():
             scale.limit(maximum)
 

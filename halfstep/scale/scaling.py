@@ -21,12 +21,10 @@ class Scale(Protocol):
     @property
     def value(self) -> Tensor:
         """The scale, a 0-dim fp32 tensor that is updated in place; 1.0 where scaling is off."""
-        ...
 
     @property
     def active(self) -> bool:
         """Whether the scale can differ from 1."""
-        ...
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
         """Adapts the scale to one step, on the device.
@@ -34,7 +32,6 @@ class Scale(Protocol):
         `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False` an overflow
         backs off but a clean step does not count towards growth: for a second optimizer's step after one backward.
         """
-        ...
 
     def limit(self, maximum: float) -> None:
         """Keeps the scale at or below `maximum` from now on, for a loss tensor whose format ends there.
@@ -42,11 +39,9 @@ class Scale(Protocol):
         Raises:
             SessionError: the plan fixes the scale, or its floor, above `maximum`.
         """
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as plain numbers; reads the device."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned.
@@ -54,7 +49,6 @@ class Scale(Protocol):
         Raises:
             StateError: the state is of another kind or misses a key or has an unknown one; nothing was changed.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -549,7 +549,7 @@ class Session:
             tensors=tensors,
             sample=sample,
             deliver=deliver,
-            absorbed=self.stage.under if absorbed and not self._plain else None,
+            absorbed=self.stage.under if absorbed and self._decision.mixed else None,
         )
         self._probes.add(probe)
         return probe

@@ -14,9 +14,9 @@ import torch
 
 from halfstep.kernels.batch import Batch, Scratch
 from halfstep.optim.implementations import update
-from halfstep.scale.norm import global_norm
 from tests.kernels import triton_cases as cases
 from tests.kernels.triton_cases import OPTIONS, STORAGES
+from tests.scale.reads import global_norm
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

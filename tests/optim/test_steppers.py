@@ -41,7 +41,7 @@ def test_halfstep_updates_exactly_torchs_adam_adamw_and_sgd(optimizer, own):
     assert (row_of(optimizer) is not None) is own
     stepper = make_stepper(optimizer, STORE, plain=False)
     assert isinstance(stepper, OnePassStepper if own else ForeignStepper)
-    assert (stepper.predicated, stepper.syncs) == (own, not own)
+    assert stepper.syncs is not own
 
 
 def test_a_plain_stepper_is_the_optimizers_own_step():
@@ -49,7 +49,7 @@ def test_a_plain_stepper_is_the_optimizers_own_step():
     optimizer, peer = optim.AdamW(params, lr=0.1), optim.AdamW(theirs, lr=0.1)
     stepper = make_stepper(optimizer, STORE, plain=True)
     assert isinstance(stepper, PlainStepper)
-    assert (stepper.predicated, stepper.syncs) == (False, False)
+    assert not stepper.syncs
     for p in (*params, *theirs):
         p.grad = torch.tensor([0.5, -1.0])
     stepper.step([], [], None, torch.tensor(False))

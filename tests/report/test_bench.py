@@ -4,14 +4,14 @@ import json
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from halfstep.errors import DataError
 from halfstep.machine import Machine
 from halfstep.records import BenchResult, BenchRun, Spread
 from halfstep.report.bench import bench_table, over_seeds
-from halfstep.report.json import bench_json, read_bench
+from halfstep.report.json import bench_json
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32", "bf16"), "Linux", "3.11.7", "2.13.0", "0.1.0", "abc")
 O0 = BenchRun(
@@ -144,7 +144,7 @@ def test_figures_over_seeds(values, text):
 
 
 def test_json_and_back_is_the_same():
-    assert read_bench(bench_json(RESULT)) == RESULT
+    assert msgspec.convert(json.loads(bench_json(RESULT)), BenchResult, strict=False) == RESULT
 
 
 def test_json_is_standard_also_where_a_loss_is_not_finite():
@@ -157,9 +157,3 @@ def test_json_is_standard_also_where_a_loss_is_not_finite():
 
 def test_lists_of_numbers_stay_on_one_line():
     assert '"times_ms": [ 100.0, 104.0 ]' in bench_json(RESULT)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", bench_json(RESULT).replace('"steps": 40', '"steps": "many"')])
-def test_json_that_is_no_benchmark_is_an_error(text):
-    with pytest.raises(DataError, match="not the JSON of a benchmark"):
-        read_bench(text)

@@ -10,8 +10,8 @@ from torch import nn
 
 from halfstep.edits import Scaling
 from halfstep.scale.ledger import GradientLedger
-from halfstep.scale.norm import global_norm
 from halfstep.scale.scaling import make_scale
+from tests.scale.reads import global_norm
 from tests.scale.sync import NoSync
 
 CPU = torch.device("cpu")
