@@ -53,14 +53,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 def enterable(module: nn.Module) -> bool:
     """Returns whether a call of a module inside a model can be given something to do around it.
 
-    Not what is scripted, what has its forward on the instance or not as a function of its class, generators, and what
-    splits or gathers the model over devices and processes: below these the user's own modules are entered.
+    Not what is scripted, what has a forward that is no function, and what splits or gathers the model over devices and
+    processes: below these the user's own modules are entered.
     """
     if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
-    forward = inspect.getattr_static(type(module), "forward", None)
-    plain = inspect.isfunction(forward) and not inspect.isgeneratorfunction(forward)
-    return plain and "forward" not in module.__dict__ and not _shards(module)
+    return inspect.isfunction(inspect.getattr_static(type(module), "forward", None)) and not _shards(module)
 
 
 def named(names: Iterable[str]) -> str:
