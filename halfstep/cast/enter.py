@@ -448,7 +448,7 @@ def make_class(
 
 
 @functools.cache
-def _writing_through(metaclass: type) -> type:
+def _writing_through(metaclass: Any) -> Any:
     """Returns a metaclass whose classes hand on what is written to them, and are pickled as the class below.
 
     `type(self).count += 1` and torch's parametrizations write to the class of a module. What the class has itself
@@ -465,7 +465,7 @@ def _writing_through(metaclass: type) -> type:
         metaclass.__delattr__(cls, name) if own(cls, name) else delattr(vars(cls)[BASE], name)
 
     through = type(metaclass.__name__, (metaclass,), {"__setattr__": set_attribute, "__delattr__": delete_attribute})
-    copyreg.pickle(through, _reduce_class)  # type: ignore[arg-type]
+    copyreg.pickle(through, _reduce_class)
     return through
 
 
@@ -477,7 +477,8 @@ def _reduce_class(cls: type) -> Any:
 
 def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
     """Returns the subclass without telling the base's `__init_subclass__` and metaclass, which may keep registries."""
-    metaclass: Any = _writing_through(type(base))
+    written: Any = type(base)
+    metaclass: Any = _writing_through(written)
     swapped: type[nn.Module]
     try:
         swapped = type.__new__(metaclass, base.__name__, (nn.Module,), namespace)

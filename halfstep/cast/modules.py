@@ -157,8 +157,8 @@ def keep_parameters(module: nn.Module) -> Undo:
 
 def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:
     """Returns a module's own parameters that are kept, also where a parametrization has moved them one level down."""
-    lists = module.parametrizations if parametrize.is_parametrized(module) else {}
-    owners = [("", module), *((f"parametrizations.{name}.", each) for name, each in lists.items())]  # type: ignore[operator, union-attr]
+    lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+    owners = [("", module), *((f"parametrizations.{name}.", each) for name, each in lists.items())]
     found = [(prefix + name, p) for prefix, owner in owners for name, p in parameters_of(owner).items()]
     return [(name, p) for name, p in found if p is not None and p in values]
 
