@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -29,12 +29,11 @@ from halfstep.torch_internals import AVERAGING, makes_weights, state_dict_hooks_
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
-MARK = "_halfstep_session"
 _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a module until the pickler looks at its class
 STAND_IN = "_halfstep_stand_in"
 BASE = "_halfstep_base"
 AGAIN = "_halfstep_again"  # makes a class of ours over another one
-OURS = frozenset({GATE, MARK, STAND_IN})
+OURS = frozenset({GATE, STAND_IN})
 """What halfstep keeps in the `__dict__` of a module; written in this file alone."""
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would bypass"
 OUTSIDE = (
@@ -102,11 +101,8 @@ class CheckpointHook:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (CheckpointHook, (_nothing,))
-
-
-def _nothing(*args: Any) -> None:
-    """What is left of a checkpoint hook in a submodule that was pickled by itself."""
+        """Leaves in a submodule that is pickled by itself what does nothing, also where halfstep is not installed."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 class _OfOneModule:
@@ -119,11 +115,8 @@ class _OfOneModule:
         return (OrderedDict, ())  # nothing, in a form that `torch.load(weights_only=True)` takes
 
 
-class Mark(_OfOneModule):
-    """What says on each module of a model which session it is in; worth nothing in copies that outlive the session."""
-
-    def __init__(self, owner: object) -> None:
-        self.owner = weakref.ref(owner)
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Who has a module; not in its `__dict__`, which is copied and pickled at O0 too, where its class is the user's."""
 
 
 class _StandIn(_OfOneModule):
@@ -135,23 +128,26 @@ class _StandIn(_OfOneModule):
 
 def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
     """Marks modules as the owner's and returns the undo."""
-    marked, sign = list(modules), Mark(owner)
-    for module in marked:
-        module.__dict__[MARK] = sign
+    marked, sign = list(modules), weakref.ref(owner)
+    _OWNERS.update((module, sign) for module in marked)
 
     def undo() -> None:
         for module in marked:
-            if module.__dict__.get(MARK) is sign:
-                del module.__dict__[MARK]
+            if _OWNERS.get(module) is sign:
+                del _OWNERS[module]
 
     return undo
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Tells whether a module has an owner; its copies have none."""
+    return module in _OWNERS
+
+
 def owners(modules: Iterable[nn.Module]) -> list[object]:
     """Returns whose mark modules bear, each once."""
-    signs = (module.__dict__.get(MARK) for module in modules)
-    found = {id(owner): owner for sign in signs if isinstance(sign, Mark) and (owner := sign.owner()) is not None}
-    return list(found.values())
+    signs = [sign for module in modules if (sign := _OWNERS.get(module)) is not None]
+    return list({id(owner): owner for sign in signs if (owner := sign()) is not None}.values())
 
 
 def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

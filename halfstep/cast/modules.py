@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from halfstep.cast.enter import MARK, CheckpointHook, Mark, Values
+from halfstep.cast.enter import CheckpointHook, Values, is_marked
 from halfstep.cast.tree import cast_floats, first_float_dtype
 from halfstep.errors import SessionError, StateError
 from halfstep.formats import Format
@@ -140,7 +140,7 @@ def keep_parameters(module: nn.Module) -> Undo:
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        if not isinstance(module.__dict__.get(MARK), Mark) or not metadata.get(_ASSIGN, False):
+        if not is_marked(module) or not metadata.get(_ASSIGN, False):
             return
         for entry in (metadata, *metadata_of(state).values()):
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
