@@ -26,6 +26,8 @@ import torch
 import torch.compiler.config
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 WORKS_WITH = "2.11 to 2.13"
@@ -181,6 +183,7 @@ state_dict_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = operato
 _name("torch.nn.Module._state_dict_hooks")
 _name("torch.nn.Module._load_state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_post_hooks")
+forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile; tried
 AVERAGING: CodeType = _name(
     "torch.optim.swa_utils.AveragedModel.update_parameters.__code__"
@@ -191,6 +194,11 @@ def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
     """Returns what a state dict says of its modules by name; a dict that torch did not make says nothing. Tried."""
     found: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return found
+
+
+def makes_weights(module: nn.Module) -> bool:
+    """Tells whether a hook computes a module's weight before forward: the older `spectral_norm` and `weight_norm`."""
+    return any(isinstance(hook, (SpectralNorm, WeightNorm)) for hook in forward_pre_hooks_of(module).values())
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:

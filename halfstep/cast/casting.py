@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.cast.emulate import Emulation
 from halfstep.cast.enter import Entrances, Gate, Inside
 from halfstep.cast.functions import patch_functions
-from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to
+from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switched
 from halfstep.cast.tree import map_tensors
 from halfstep.formats import FP32
@@ -22,6 +23,7 @@ from halfstep.machine import WideBackward
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
+from halfstep.torch_internals import in_backward
 
 Mode = AbstractContextManager[Any]
 
@@ -92,7 +94,9 @@ class Casting:
                 explain = door if stored_low or own_low else None
                 gate = self._gate(self._engine, formats, full, look)
                 as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
-                as_root.cast_out = _where_off(door.device_type, as_root.cast_out, gate.cast_out)
+                as_root.cast_out = _called_first(door.device_type, as_root.cast_out, gate.cast_out)
+                if stored_low and isinstance(module, ParametrizationList):
+                    as_root.cast_in = refuse_removal
                 if not formats.boundary:
                     stack.callback(entrances.install(module, first(as_root), door=door, explain=explain))
                     continue
@@ -208,17 +212,18 @@ def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
     return replace(formats, input=takes, output=output)
 
 
-def _where_off(device_type: str, cast: CastOut | None, otherwise: CastOut | None) -> CastOut | None:
-    """Returns the first cast where autocast of a device is off, else the other one.
+def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
+    """Returns the first cast, and the other one for what a checkpoint inside the model computes again.
 
-    It is on where a checkpoint inside the model computes a module again, outside of `session.backward`: that is to
-    return what it returned.
+    Outside of `session.backward` that looks as if called first; it is to return what it returned. Autocast of the
+    device alone does not tell: the caller may be in a region of its own.
     """
-    if cast is None and otherwise is None:
+    if cast is None and again is None:
         return None
 
     def cast_out(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        chosen = otherwise if torch.is_autocast_enabled(device_type) else cast
+        repeated = torch.is_autocast_enabled(device_type) and not torch.compiler.is_compiling() and in_backward()
+        chosen = again if repeated else cast
         return out if chosen is None else chosen(out, args, kwargs)
 
     return cast_out

@@ -8,29 +8,32 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import inspect
 import logging
 import re
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from halfstep.torch_internals import AVERAGING, state_dict_hooks_of, tree_leaves
+from halfstep.torch_internals import AVERAGING, makes_weights, state_dict_hooks_of, tree_leaves
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
-MARK = "_halfstep_session"
 _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a module until the pickler looks at its class
 STAND_IN = "_halfstep_stand_in"
-OURS = frozenset({GATE, MARK, STAND_IN})
+BASE = "_halfstep_base"
+AGAIN = "_halfstep_again"  # makes a class of ours over another one
+OURS = frozenset({GATE, STAND_IN})
 """What halfstep keeps in the `__dict__` of a module; written in this file alone."""
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would bypass"
 OUTSIDE = (
@@ -98,11 +101,8 @@ class CheckpointHook:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (CheckpointHook, (_nothing,))
-
-
-def _nothing(*args: Any) -> None:
-    """What is left of a checkpoint hook in a submodule that was pickled by itself."""
+        """Leaves in a submodule that is pickled by itself what does nothing, also where halfstep is not installed."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 class _OfOneModule:
@@ -115,11 +115,8 @@ class _OfOneModule:
         return (OrderedDict, ())  # nothing, in a form that `torch.load(weights_only=True)` takes
 
 
-class Mark(_OfOneModule):
-    """What says on each module of a model which session it is in; worth nothing in copies that outlive the session."""
-
-    def __init__(self, owner: object) -> None:
-        self.owner = weakref.ref(owner)
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Who has a module; not in its `__dict__`, which is copied and pickled at O0 too, where its class is the user's."""
 
 
 class _StandIn(_OfOneModule):
@@ -131,23 +128,26 @@ class _StandIn(_OfOneModule):
 
 def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
     """Marks modules as the owner's and returns the undo."""
-    marked, sign = list(modules), Mark(owner)
-    for module in marked:
-        module.__dict__[MARK] = sign
+    marked, sign = list(modules), weakref.ref(owner)
+    _OWNERS.update((module, sign) for module in marked)
 
     def undo() -> None:
         for module in marked:
-            if module.__dict__.get(MARK) is sign:
-                del module.__dict__[MARK]
+            if _OWNERS.get(module) is sign:
+                del _OWNERS[module]
 
     return undo
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Tells whether a module has an owner; its copies have none."""
+    return module in _OWNERS
+
+
 def owners(modules: Iterable[nn.Module]) -> list[object]:
     """Returns whose mark modules bear, each once."""
-    signs = (module.__dict__.get(MARK) for module in modules)
-    found = {id(owner): owner for sign in signs if isinstance(sign, Mark) and (owner := sign.owner()) is not None}
-    return list(found.values())
+    signs = [sign for module in modules if (sign := _OWNERS.get(module)) is not None]
+    return list({id(owner): owner for sign in signs if (owner := sign()) is not None}.values())
 
 
 def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -173,6 +173,43 @@ def _run_inside(
     finally:
         gate.leave(token)
     return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def _run_generator(
+    gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> Generator[Any, Any, Any]:
+    """Does the same around each part of a forward that is a generator, and nothing while its caller has the turn."""
+    parts: Generator[Any, Any, Any]
+
+    def start(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal parts
+        parts = forward(module, *args, **kwargs)
+        return next(parts)
+
+    resume: Callable[[], Any] = functools.partial(_run_eager, gate, start, module, args, kwargs)
+    while True:
+        try:
+            value = resume()
+        except StopIteration as end:
+            return end.value
+        try:
+            sent = yield value
+            go_on, given = parts.send, sent
+        except GeneratorExit:
+            parts.close()
+            raise
+        except BaseException as error:
+            go_on, given = parts.throw, error
+        resume = functools.partial(_run_part, gate, go_on, given, (args, kwargs))
+
+
+def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: tuple[Any, Any]) -> Any:
+    with ExitStack() as stack:
+        if gate.around is not None:
+            stack.enter_context(gate.around())
+        stack.callback(gate.leave, gate.enter())
+        out = go_on(given)
+    return out if gate.cast_out is None else gate.cast_out(out, *called_with)
 
 
 def _run_uncompiled() -> Callable[..., Any]:
@@ -233,7 +270,7 @@ def _own(cls: type, name: str, ours: Callable[..., Any]) -> Callable[..., Any] |
 
 
 def _plain_class(cls: type) -> type:
-    plain: type = cls.__dict__.get("_halfstep_base", cls)  # of the class itself, not of a base
+    plain: type = cls.__dict__.get(BASE, cls)  # of the class itself, not of a base
     return plain
 
 
@@ -249,7 +286,7 @@ def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
         for own in OURS:
             module.__dict__.pop(own, None)
-        module.__class__ = _plain_class(type(module))
+        give_class(module, _plain_class(type(module)))
         for hooks in state_dict_hooks_of(module):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), CheckpointHook)]:
                 del hooks[key]
@@ -278,7 +315,16 @@ def _class_of(self: nn.Module) -> type:
 
 
 def _set_class(self: nn.Module, cls: type) -> None:
-    object.__dict__["__class__"].__set__(self, cls)
+    """Sets the class; where torch takes off the one that it made for parametrizations, that below ours goes."""
+    own = type(self)
+    if cls is _plain_class(own) and cls.__module__ == parametrize.__name__:
+        cls = getattr(own, AGAIN)(cls.__bases__[0])
+    give_class(self, cls)
+
+
+def give_class(module: nn.Module, cls: type) -> None:
+    """Gives a module a class, whatever its class says of that."""
+    object.__dict__["__class__"].__set__(module, cls)
 
 
 def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -327,14 +373,36 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None) -> type[nn.Module]:
+def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
+    """Returns the `__call__` of a door whose forward is not all that computes, or not its class's."""
+    base_call = base.__call__
+    is_on = torch.is_autocast_enabled
+
+    @functools.wraps(base_call)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate: Any = self._halfstep_gate
+        entered = is_on(door.device_type) and is_on(door.marker)
+        if gate is None or not gate.active or entered:
+            return base_call(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return (gate.uncompiled or _run_traced)(gate, base_call, self, args, kwargs)
+        return _run_eager(gate, base_call, self, args, kwargs)
+
+    return call
+
+
+def make_class(
+    base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
+) -> type[nn.Module]:
     """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate.
 
     That of a `door` does so only where the plan is not entered yet; inside it costs two looks at bits of the thread.
+    A door is entered `at_call` where hooks of the module compute its weight or its forward is the instance's own.
     With `explain` an error of mixed formats in another method of a user's says what to do.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
+    run = _run_generator if inspect.isgeneratorfunction(base_forward) else _run_eager
 
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -350,7 +418,7 @@ def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: In
             return gate.uncompiled(gate, base_forward, self, args, kwargs)
         if torch.compiler.is_compiling():
             return _run_traced(gate, base_forward, self, args, kwargs)
-        return _run_eager(gate, base_forward, self, args, kwargs)
+        return run(gate, base_forward, self, args, kwargs)
 
     if door is not None:
         device_type, marker, through = door.device_type, door.marker, forward
@@ -369,23 +437,54 @@ def make_class(base: type[nn.Module], *, door: Inside | None = None, explain: In
         "__copy__": _copy,
         "__reduce_ex__": _reduce_ex,
         "__class__": property(_class_of, _set_class),
-        "_halfstep_base": base,
+        BASE: base,
+        AGAIN: staticmethod(functools.partial(make_class, door=door, explain=explain, at_call=at_call)),
         GATE: None,
         STAND_IN: None,
         "forward": forward,
         "parameters": _parameters,
         **(_explaining(_methods(base), explain) if explain is not None else {}),
+        **({"__call__": _around_call(base, door)} if at_call and door is not None else {}),
     }
     return _subclass(base, namespace)
 
 
+@functools.cache
+def _writing_through(metaclass: Any) -> Any:
+    """Returns a metaclass whose classes hand on what is written to them, and are pickled as the class below.
+
+    `type(self).count += 1` and torch's parametrizations write to the class of a module. What the class has itself
+    stays there: the class below would otherwise get a function of ours where somebody puts one back.
+    """
+
+    def own(cls: type, name: str) -> bool:
+        return BASE not in vars(cls) or name in vars(cls) or name == "__bases__"
+
+    def set_attribute(cls: type, name: str, value: Any) -> None:
+        metaclass.__setattr__(cls, name, value) if own(cls, name) else setattr(vars(cls)[BASE], name, value)
+
+    def delete_attribute(cls: type, name: str) -> None:
+        metaclass.__delattr__(cls, name) if own(cls, name) else delattr(vars(cls)[BASE], name)
+
+    through = type(metaclass.__name__, (metaclass,), {"__setattr__": set_attribute, "__delattr__": delete_attribute})
+    copyreg.pickle(through, _reduce_class)
+    return through
+
+
+def _reduce_class(cls: type) -> Any:
+    if BASE in vars(cls):
+        return copy.copy, (vars(cls)[BASE],)  # a class is its own copy, also where halfstep is not installed
+    return cls.__qualname__  # a class on top of ours: torch's words for those that cannot be found
+
+
 def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
     """Returns the subclass without telling the base's `__init_subclass__` and metaclass, which may keep registries."""
-    metaclass: Any = type(base)
+    written: Any = type(base)
+    metaclass: Any = _writing_through(written)
     swapped: type[nn.Module]
     try:
         swapped = type.__new__(metaclass, base.__name__, (nn.Module,), namespace)
-        swapped.__bases__ = (base,)
+        type.__setattr__(swapped, "__bases__", (base,))
     except TypeError:  # a base with slots has another layout
         swapped = metaclass(base.__name__, (base,), namespace)
     return swapped
@@ -401,27 +500,28 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
                 if base not in classes:
                     classes[base] = make_class(base)
                 module.__class__ = classes[base]
-                stack.callback(setattr, module, "__class__", base)
+                stack.callback(give_class, module, base)
             module.__dict__[STAND_IN] = _StandIn(forward)
             stack.callback(module.__dict__.pop, STAND_IN, None)
         return stack.pop_all().close
 
 
 class Entrances:
-    """The modules of one session whose forward is entered through a gate; one or two subclasses a class."""
+    """The modules of one session whose forward is entered through a gate; a few subclasses of a class at most."""
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None], type[nn.Module]] = {}
+        self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None, bool], type[nn.Module]] = {}
 
     def install(
         self, module: nn.Module, gate: Gate, *, door: Inside | None = None, explain: Inside | None = None
     ) -> Callable[[], None]:
         """Sends the module's forward through the gate, that of a `door` where it is first, and returns the undo."""
         base = type(module)
-        key = base, door, explain
+        at_call = door is not None and ("forward" in module.__dict__ or makes_weights(module))
+        key = base, door, explain, at_call
         swapped = self._classes.get(key)
         if swapped is None:
-            swapped = self._classes[key] = make_class(base, door=door, explain=explain)
+            swapped = self._classes[key] = make_class(base, door=door, explain=explain, at_call=at_call)
         for each in (gate, gate.first):
             if each is not None and each.around is not None:
                 each.uncompiled = torch.compiler.disable(_run_uncompiled(), reason=EMULATED)  # type: ignore[no-untyped-call]
@@ -431,8 +531,9 @@ class Entrances:
         def undo() -> None:
             gate.active = False
             for each in (module, *gate.copies):
-                if each.__class__ is swapped:  # else somebody (FSDP2) put a class on top: ours stays, a pass-through
-                    each.__class__ = base
+                cls = type(each)
+                if cls is swapped or (each.__dict__.get(GATE) is gate and BASE in vars(cls)):
+                    give_class(each, _plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on
                     each.__dict__.pop(GATE, None)
 
         return undo

@@ -22,6 +22,7 @@ from halfstep.cast.tree import CASTABLE, cast_floats, tensors_of
 from halfstep.cast.turns import Turns
 from halfstep.edits import OpChanges, OpList
 from halfstep.errors import PlanError
+from halfstep.plan.optable import LOSSES
 
 Undo = Callable[[], None]
 _TURNS = Turns()
@@ -90,17 +91,23 @@ class _Place:
 def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
     """Makes the functions named "module:function" follow their list inside the engine's regions; returns the undo.
 
-    Nothing inside them is cast further. All of them are looked up before one is replaced.
+    Losses that torch makes of several operations are denied, unless `changes` names them. Nothing inside a function is
+    cast further. All of them are looked up before one is replaced.
 
     Raises:
         PlanError: a module that cannot be imported, or that has no such function.
     """
-    wanted = [(*_find(op), _Patch(engine.switch, category)) for category, op in _functions(changes)]
+    asked = _functions(changes)
+    wanted = [(*_find(op), _Patch(engine.switch, category)) for category, op in asked]
     places = [
         (_place(where, bound, patch), patch)
         for holder, name, patch in wanted
         for where, bound in [(holder, name), *_further_names(holder, name)]
     ]
+    full = _Patch(engine.switch, "deny")
+    for op in LOSSES:
+        if all(op != other for _, other in asked):
+            places.append((_place(*_find(op), full), full))  # by torch's name alone: a look at all modules takes long
 
     def undo() -> None:
         while places:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from halfstep.cast.enter import MARK, CheckpointHook, Mark, Values
+from halfstep.cast.enter import CheckpointHook, Values, is_marked
 from halfstep.cast.tree import CASTABLE, cast_floats, first_float_dtype
-from halfstep.errors import StateError
+from halfstep.errors import SessionError, StateError
 from halfstep.formats import Format
 from halfstep.torch_internals import buffers_of, metadata_of, parameters_of
 
 Undo = Callable[[], None]
 _ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
+_FRAMES_OF_A_CALL = 10  # between torch's function and what the gate of a module calls
 CastOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -136,7 +140,7 @@ def keep_parameters(module: nn.Module) -> Undo:
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        if not isinstance(module.__dict__.get(MARK), Mark) or not metadata.get(_ASSIGN, False):
+        if not is_marked(module) or not metadata.get(_ASSIGN, False):
             return
         for entry in (metadata, *metadata_of(state).values()):
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
@@ -152,7 +156,24 @@ def keep_parameters(module: nn.Module) -> Undo:
 
 
 def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in parameters_of(module).items() if p is not None and p in values]
+    """Returns a module's own parameters that are kept, also where a parametrization has moved them one level down."""
+    lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
+    owners = [("", module), *((f"parametrizations.{name}.", each) for name, each in lists.items())]
+    found = [(prefix + name, p) for prefix, owner in owners for name, p in parameters_of(owner).items()]
+    return [(name, p) for name, p in found if p is not None and p in values]
+
+
+def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Raises where torch computes a parametrized weight to put it, in fp32, into an original that is stored low."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_OF_A_CALL):
+        frame = None if frame is None else frame.f_back
+        if frame is not None and frame.f_code is parametrize.remove_parametrizations.__code__:
+            raise SessionError(
+                "remove_parametrizations would write an fp32 weight into one that the session stores low: give it "
+                "leave_parametrized=False, or call it after session.close()"
+            )
+    return args, kwargs
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:

@@ -116,6 +116,8 @@ class OpEngine:
         others = tuple(other for other in REGISTRY.others(marker) if on(other)) if enabled else ()
         token = (on(device_type), torch.get_autocast_dtype(device_type), marker, on(marker), others)
         torch.autocast_increment_nesting()
+        if token[0] and token[1] is not self.low:
+            torch.clear_autocast_cache()  # which keeps one cast of a weight, whatever its format
         torch.set_autocast_enabled(device_type, enabled)
         torch.set_autocast_dtype(device_type, self.low)
         if enabled:
@@ -125,9 +127,9 @@ class OpEngine:
         return token
 
     def leave(self, token: Token) -> None:
-        """Undoes the `enter` that gave this token; the outermost one drops the weights that autocast has cast."""
+        """Undoes the `enter` that gave this token; the outermost, or one in another format, drops the cast weights."""
         was_on, dtype, marker, marker_was_on, others = token
-        if torch.autocast_decrement_nesting() == 0:
+        if torch.autocast_decrement_nesting() == 0 or (was_on and dtype is not self.low):
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(self.device_type, was_on)
         torch.set_autocast_dtype(self.device_type, dtype)

@@ -17,7 +17,7 @@ from halfstep.optim.table import TABLE
 Group = dict[str, Any]
 State = dict[str, Any]
 # Options that choose a kernel, not numbers.
-_CHOICES = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
+CHOICES = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
 
 
 def can_rehearse(optimizer: Optimizer) -> bool:
@@ -46,7 +46,7 @@ def rehearse(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> Sta
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("step", "state")})
     options = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
-    options |= {key: value for key, value in _CHOICES.items() if key in optimizer.defaults}
+    options |= {key: value for key, value in CHOICES.items() if key in optimizer.defaults}
     held: defaultdict[Any, State] = defaultdict(dict)
     if state:
         held[stand_in] = {key: small.value(key, value) for key, value in state.items()}

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import StateError
 from halfstep.optim.guard import put_over
 from halfstep.optim.masters import is_low
-from halfstep.optim.rehearsal import can_rehearse, rehearse, small_state
+from halfstep.optim.rehearsal import CHOICES, can_rehearse, rehearse, small_state
 from halfstep.optim.table import TABLE
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
@@ -126,8 +126,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
             "each must be that of one parameter"
         )
     for number, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        if type(optimizer) in TABLE:
-            _check_options(f"parameter group {number} of the optimizer state", group)
+        _check_options(f"parameter group {number} of the optimizer state", group, optimizer)
         for p, index in zip(now["params"], group["params"], strict=True):
             entry = state.get(index, {})
             what = f"parameter {index} of shape {tuple(p.shape)}"
@@ -138,13 +137,25 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
                 raise StateError(wrong)
 
 
-def _check_options(what: str, group: StateDict) -> None:
-    for name, value in group.items():
+def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
+    if can_rehearse(optimizer):
+        _check_kinds(what, group, optimizer.defaults)
+    for name, value in group.items() if type(optimizer) in TABLE else ():
         values = value if name == "betas" and isinstance(value, tuple | list) else (value,)
         if name in _NUMBERS and not all(_is_number(one, tensor=name == "lr") for one in values):
             raise StateError(f"{what} has {name}={value!r:.60}; a number is needed, and two for betas")
         if name in _FLAGS and not isinstance(value, bool | int):
             raise StateError(f"{what} has {name}={value!r:.60}; True or False is needed")
+
+
+def _check_kinds(what: str, group: StateDict, defaults: StateDict) -> None:
+    """Refuses options of an optimizer of torch's that torch would only stumble on in a later step."""
+    for name in defaults.keys() & group.keys():
+        value = group[name]
+        if (isinstance(defaults[name], bool) or name in CHOICES) and not isinstance(value, bool | int | None):
+            raise StateError(f"{what} has {name}={value!r:.60}; True, False or None is needed")
+        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta):
+            raise StateError(f"{what} has {name}={value!r:.60}; one number is needed")
 
 
 def _is_number(value: Any, *, tensor: bool) -> bool:

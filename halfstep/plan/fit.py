@@ -53,14 +53,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 def enterable(module: nn.Module) -> bool:
     """Returns whether a call of a module inside a model can be given something to do around it.
 
-    Not what is scripted, what has its forward on the instance or not as a function of its class, generators, and what
-    splits or gathers the model over devices and processes: below these the user's own modules are entered.
+    Not what is scripted, what has a forward that is no function, and what splits or gathers the model over devices and
+    processes: below these the user's own modules are entered.
     """
     if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
-    forward = inspect.getattr_static(type(module), "forward", None)
-    plain = inspect.isfunction(forward) and not inspect.isgeneratorfunction(forward)
-    return plain and "forward" not in module.__dict__ and not _shards(module)
+    return inspect.isfunction(inspect.getattr_static(type(module), "forward", None)) and not _shards(module)
 
 
 def named(names: Iterable[str]) -> str:
@@ -249,6 +247,11 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; a loss id and a dict are needed")
     if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
         raise StateError(f"session state of schema {state['schema']!r}; this halfstep reads {STATE_SCHEMA}")
+    strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
+    if strange is not None:
+        raise StateError(
+            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; plain values are needed"
+        )
     changed = {key for key in plan.keys() | state["plan"].keys() if plan.get(key) != state["plan"].get(key)}
     differing = sorted(changed, key=str)
     if differing:
@@ -257,3 +260,12 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             f"the state is of another plan ({which}); initialize with that plan, or leave the session state out: the "
             "states of model and optimizer load under any plan, and only loss scale and counts begin anew"
         )
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is what a plan is written as, and can be compared with one."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bool | int | float)

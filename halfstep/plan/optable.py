@@ -189,6 +189,13 @@ NORMS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "batch_nor
 REFUSED: Mapping[str, str] = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
 """Ops refused on low inputs, and the one to use: a low sigmoid rounds to 0 or 1, whose logarithm is infinite."""
 
+LOSSES = (
+    "torch.nn.functional:gaussian_nll_loss",
+    "torch.nn.functional:multilabel_soft_margin_loss",
+    "torch.nn.functional:triplet_margin_with_distance_loss",
+)
+"""Losses that are Python functions made of several ops, which have no row; full at every level, as the others."""
+
 _CPU_ONLY = (
     "cat stack trace adaptive_avg_pool3d adaptive_max_pool3d max_pool3d max_unpool2d max_unpool3d "
     "fractional_max_pool2d fractional_max_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "

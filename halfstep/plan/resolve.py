@@ -260,7 +260,9 @@ def _is_door(plan: Plan, module: nn.Module, decision: _Decision) -> bool:
 
     Those of norms that stay full are neither.
     """
-    if decision.policy.compute == "full" or _is_uncalled(module) or not enterable(module):
+    own_forward = "forward" in module.__dict__ and compiled_module(module) is None
+    called = own_forward or not _is_uncalled(module)
+    if decision.policy.compute == "full" or not called or not enterable(module):
         return False
     if decision.param == "low" and _own_fp32(module):
         return True

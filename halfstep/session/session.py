@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from halfstep.cast.casting import Casting
@@ -189,6 +190,8 @@ class Session:
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
         if formats.param is None or formats.param is FP32:
+            if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
+                self._undo.callback(keep_checkpoints_full(module, self._store))
             return
         own = [p for p in parameters_of(module).values() if p is not None and p.dtype is torch.float32]
         for parameter in own:

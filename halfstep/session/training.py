@@ -263,7 +263,7 @@ class TrueGradients(MixedTraining):
 
     def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None, unscale: bool = True) -> None:
         super()._after(loss_id, scale, not_finite)
-        if unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true ones already, in fp32
+        if unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true already
             self.unscale_()
 
 

@@ -240,3 +240,17 @@ def test_a_pickled_model_and_its_parts_bear_no_mark(name):
         buffer.seek(0)
         assert not torch.load(buffer, weights_only=False).__dict__.get("_halfstep_session")
     session.close()
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+def test_a_saved_part_holds_nothing_of_halfsteps(name):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU())
+    with halfstep.initialize(model, None, name, low="bf16"):
+        for part in (model, *model):
+            buffer = io.BytesIO()
+            torch.save(part, buffer)
+            assert b"halfstep" not in buffer.getvalue()
+            buffer.seek(0)
+            again = torch.load(buffer, weights_only=False)
+            again.load_state_dict(again.state_dict())
+            assert again(torch.ones(2, 4)).dtype is torch.float32

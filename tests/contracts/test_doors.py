@@ -350,3 +350,143 @@ def test_a_stand_in_is_called_inside_the_plan_too():
         with session.autocast():
             assert set(model[0](torch.ones(2, 4)).flatten().tolist()) == {7.0}
         undo()
+
+
+def generating(self, x):
+    y = self.a(x)
+    got = yield y
+    yield F.linear(y if got is None else got, self.b.weight)
+    return "end"
+
+
+class Generating(Block):
+    forward = generating
+
+
+class Unusual(nn.Module):
+    """Modules that something else than the forward of their class computes in."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.normed, self.scaled = nn.utils.spectral_norm(nn.Linear(8, 8)), nn.utils.weight_norm(nn.Linear(8, 8))
+        self.bound, self.bare, self.generating = nn.Linear(8, 8), nn.Module(), Generating(8)
+        self.bound.forward = lambda x: F.linear(x, self.bound.weight, self.bound.bias)
+        self.bare.inner = nn.Linear(8, 8)
+        self.bare.forward = lambda x: self.bare.inner(x) * 2
+
+    def forward(self, x):
+        x = self.bare(self.bound(self.scaled(self.normed(x))))
+        *_, last = self.generating(x)
+        self.computed = last
+        return last
+
+
+@mixed_plans
+@pytest.mark.parametrize("amp", [False, True], ids=["", "in autocast"])
+@pytest.mark.parametrize("part", ["", "normed", "scaled", "bound", "bare", "generating"])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
+def test_unusual_modules_called_first_run_under_the_plan(name, low, part, amp):
+    model, dtype = Unusual().eval(), halfstep.formats.as_format(low).dtype
+    session = halfstep.initialize(model, None, name, low=low)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        out = model.get_submodule(part)(torch.randn(4, 8))
+        out = [*out][-1] if part == "generating" else out
+    assert out.dtype is torch.float32
+    assert torch.equal(out, out.to(dtype).float())
+    model(torch.randn(4, 8))
+    assert model.computed.dtype is dtype  # inside the model nothing returns fp32
+    session.close()
+    assert type(model.bound) is nn.Linear
+    assert "__call__" not in vars(type(model.normed))
+
+
+@mixed_plans
+def test_a_generator_called_first_takes_what_it_is_sent_and_thrown_and_leaves_the_plan_between(name, low):
+    model = nn.Sequential(Generating(8))
+    session = halfstep.initialize(model, None, name, low=low)
+    parts = model[0](torch.randn(4, 8))
+    first = next(parts)
+    assert autocast_bits() == [False] * 6
+    assert first.dtype is torch.float32
+    second = parts.send(torch.zeros(4, 8))
+    assert not second.any()
+    with pytest.raises(StopIteration) as end:
+        next(parts)
+    assert end.value.value == "end"
+    parts = model[0](torch.randn(4, 8))
+    next(parts)
+    with pytest.raises(ZeroDivisionError):
+        parts.throw(ZeroDivisionError())
+    assert autocast_bits() == [False] * 6
+    session.close()
+
+
+@mixed_plans
+def test_weights_that_autocast_of_the_caller_has_cast_are_not_taken(name, low):
+    """torch keeps one cast of a weight, whatever its format."""
+    model, session = started(name, low)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = F.linear(torch.ones(1, 8), model.enc[0].weight)
+        assert model.enc[0](torch.ones(1, 8)).dtype is torch.float32
+        assert torch.equal(F.linear(torch.ones(1, 8), model.enc[0].weight), before)
+    session.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_a_checkpoint_of_a_module_called_first_in_autocast_of_the_caller_has_the_same_gradients(name, reentrant):
+    gradients, low = [], "bf16"
+    for compute in (lambda block, x: block(x), lambda block, x: checkpoint(block, x, use_reentrant=reentrant)):
+        model, session = started(name, low)
+        torch.manual_seed(1)
+        x = torch.randn(4, 8, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = compute(model.dec[0], x)
+        assert out.dtype is torch.float32
+        session.backward(out.sum() / 64)
+        gradients.append(model.dec[0].a.weight.grad.clone())
+        session.close()
+    assert torch.equal(*gradients)
+
+
+class Counting(nn.Linear):
+    calls = 0
+    largest: float
+
+    def forward(self, x):
+        type(self).calls += 1
+        self.__class__.largest = 2.0
+        return super().forward(x)
+
+
+@mixed_plans
+def test_what_a_module_writes_to_its_class_reaches_the_users_class_at_once(name, low):
+    class Own(Counting, metaclass=type("Meta", (type,), {})):
+        pass
+
+    model = nn.Sequential(Own(4, 4), Own(4, 4))
+    session = halfstep.initialize(model, None, name, low=low)
+    model(torch.randn(1, 4))
+    assert (Own.calls, Own.largest) == (2, 2.0)
+    del type(model[0]).largest
+    assert not hasattr(Own, "largest")
+    assert isinstance(type(type(model[0])), type(type(Own)))
+    kept = type(model[0]).forward
+    type(model[0]).forward = kept  # what is put back is no one else's
+    session.close()
+    assert "calls" in vars(Own)
+    assert "forward" not in vars(Own)
+    model(torch.randn(1, 4))
+    assert Own.calls == 4
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_the_class_of_a_module_is_pickled_as_the_users(name):
+    model = nn.Sequential(Block(8))
+    session = halfstep.initialize(model, None, name, low="bf16")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        written = pickle.dumps([type(model[0]), type(model[0].a)], protocol)
+        assert b"halfstep" not in written
+        assert pickle.loads(written) == [Block, nn.Linear]
+    session.close()

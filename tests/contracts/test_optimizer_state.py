@@ -103,3 +103,36 @@ def test_what_a_hook_raises_in_a_load_puts_everything_back():
     assert differing(snapshot(model, optimizer, session), before) == []
     session.close()
     assert "load_state_dict" not in vars(optimizer)
+
+
+CHOICES = ("capturable", "foreach", "differentiable", "maximize")
+NO_CHOICES = {"word": "x", "two": torch.ones(2), "meta": torch.ones(1, device="meta"), "half": 0.5}
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("value", NO_CHOICES)
+@pytest.mark.parametrize("option", CHOICES)
+def test_a_choice_that_is_none_is_refused_before_anything_changed(name, optimizer, value, option):
+    run = start(name, optimizer)
+    step(*run)
+    state, before = copy.deepcopy(run[1].state_dict()), snapshot(*run)
+    state["param_groups"][0][option] = NO_CHOICES[value]
+    with pytest.raises(halfstep.StateError, match=rf"{option}=.*True.*False.*needed"):
+        run[1].load_state_dict(state)
+    assert differing(snapshot(*run), before) == []
+    step(*run)
+    run[2].close()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(1, device="meta")], ids=["two", "meta"])
+@pytest.mark.parametrize("optimizer", ["RMSprop", "NAdam"])
+def test_an_option_of_several_numbers_is_refused_before_anything_changed(optimizer, value):
+    run = start("O2", optimizer)
+    step(*run)
+    state, before = copy.deepcopy(run[1].state_dict()), snapshot(*run)
+    state["param_groups"][0]["eps"] = value
+    with pytest.raises(halfstep.StateError, match=r"eps=.*one number is needed"):
+        run[1].load_state_dict(state)
+    assert differing(snapshot(*run), before) == []
+    run[2].close()

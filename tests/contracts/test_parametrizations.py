@@ -106,3 +106,68 @@ def test_a_dynamically_quantized_layer_is_given_fp32(name):
     with halfstep.initialize(net, None, name, low="bf16"):
         assert net(x).dtype is torch.float32
         assert net[1](x).dtype is torch.float32
+
+
+def trained_on(net, session, optimizer):
+    for p in net.parameters():
+        p.grad = None
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    session.backward(net(torch.randn(4, 8)).square().mean() / 64)
+    assert not bool(session.step().skipped)
+    after = net.state_dict()
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    assert [key for key in before if torch.equal(before[key], after[key])] == []
+    net.load_state_dict(before)
+    assert [key for key, value in net.state_dict().items() if not torch.equal(value, before[key])] == []
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+def test_parametrizations_begin_and_end_inside_a_session(name, bias):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias))
+    parametrize.register_parametrization(net[0], "weight", nn.Identity())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    session = halfstep.initialize(net, optimizer, name, low="bf16")
+    parametrize.remove_parametrizations(net[0], "weight", leave_parametrized=False)
+    parametrize.register_parametrization(net[1], "weight", nn.Identity())
+    trained_on(net, session, optimizer)
+    assert net[0](torch.randn(1, 8)).dtype is torch.float32  # still a door
+    session.close()
+    assert type(net[0]) is nn.Linear
+    trained = copy.deepcopy(net.state_dict())
+    assert set(trained) == {"0.weight", "1.parametrizations.weight.original", *(["0.bias", "1.bias"] if bias else [])}
+    net(torch.randn(1, 8))
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
+def test_a_second_parametrization_of_a_module_outlives_the_session(name):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    parametrize.register_parametrization(net[0], "weight", nn.Identity())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    session = halfstep.initialize(net, optimizer, name, low="bf16")
+    parametrize.register_parametrization(net[0], "bias", nn.Identity())
+    trained_on(net, session, optimizer)
+    session.close()
+    net(torch.randn(1, 8))
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_a_weight_is_left_parametrized_or_refused_before_anything_changed(name):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    parametrize.register_parametrization(net[0], "weight", Symmetric())
+    session = halfstep.initialize(net, None, name, low="bf16")
+    before, x = copy.deepcopy(net.state_dict()), torch.randn(4, 8)
+    out = net(x)
+    if name == "O1":
+        parametrize.remove_parametrizations(net[0], "weight")
+        assert torch.equal(net(x), out)
+    else:
+        with pytest.raises(halfstep.SessionError, match=r"leave_parametrized=False.*after session\.close\(\)"):
+            parametrize.remove_parametrizations(net[0], "weight")
+        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+        assert torch.equal(net(x), out)
+    session.close()
+    if name != "O1":
+        parametrize.remove_parametrizations(net[0], "weight")
+    assert type(net[0]) is nn.Linear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import subprocess
@@ -150,6 +151,23 @@ def test_a_truncated_state_is_refused_and_changes_nothing(missing):
         session.load_state_dict(state)
     state = {**was, "scales": {"0": {}}}
     with pytest.raises(halfstep.StateError):
+        session.load_state_dict(state)
+    assert session.state_dict() == was
+    session.close()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(()), torch.ones(2, device="meta"), object()])
+@pytest.mark.parametrize("path", [("low",), ("rules",), ("scale", "init")])
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_a_plan_that_holds_no_plain_values_is_refused_and_changes_nothing(name, path, value):
+    _, _, session = start(name, "bf16")
+    was = session.state_dict()
+    state = copy.deepcopy(was)
+    held = state["plan"]
+    for key in path[:-1]:
+        held = held[key]
+    held[path[-1]] = [value] if path == ("rules",) else value
+    with pytest.raises(halfstep.StateError, match=rf"plan has '{path[0]}'.*plain values"):
         session.load_state_dict(state)
     assert session.state_dict() == was
     session.close()
