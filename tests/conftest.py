@@ -1,17 +1,21 @@
 """What every test stands on: fixed seeds, a fixed number of threads, and where data and a GPU are looked for."""
 
+import functools
 import gc
 import os
 import random
 import sys
+import weakref
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from halfstep import machine
+from halfstep.session.session import Session
 
 # The examples of a property are the same in every run, and a busy machine fails none of them.
 settings.register_profile("house", deadline=None, derandomize=True)
@@ -75,11 +79,34 @@ def nothing_left_behind():
         if torch.is_autocast_enabled(device):
             left.append(f"autocast on for {device}")
             torch.set_autocast_enabled(device, False)
+    while modes := _get_current_dispatch_mode_stack():
+        left.append(f"the dispatch mode {modes[-1]}")
+        _pop_mode()
     stance = torch._dynamo.eval_frame._stance.stance if "torch._dynamo" in sys.modules else "default"
     if stance != "default":
         left.append(f"the stance {stance} of torch.compile")
         torch.compiler.set_stance("default")
     assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def sessions_closed(nothing_left_behind, monkeypatch):
+    """Closes the sessions that a test leaves open, the last first."""
+    opened, open_session = [], Session.__init__
+
+    @functools.wraps(open_session)
+    def note(session, *args, **options):
+        open_session(session, *args, **options)
+        opened.append(weakref.ref(session))
+
+    def close():
+        for session in [reference() for reference in reversed(opened)]:
+            if session is not None:
+                session.close()
+
+    monkeypatch.setattr(Session, "__init__", note)
+    yield close
+    close()
 
 
 @pytest.fixture
@@ -104,10 +131,11 @@ def data_dir():
 
 
 @pytest.fixture
-def process_group(tmp_path):
+def process_group(tmp_path, sessions_closed):
     """A process group of this process alone, for as long as the test runs."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
+    sessions_closed()
     # What was wrapped goes first. torch's DDP, where it is the last to hold the group, waits with Python's lock for a
     # thread of the group that may be waiting for this lock, and neither goes on.
     gc.collect()

@@ -1,7 +1,5 @@
 """What dispatch modes switch off: autocast around custom operations, and compiled code, for whoever asks for it."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from contextlib import nullcontext

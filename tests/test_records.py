@@ -1,7 +1,5 @@
 """Shares of lost, subnormal and saturated values, from the histogram alone, against exact rounding."""
 
-from __future__ import annotations
-
 from typing import get_type_hints
 
 import pytest

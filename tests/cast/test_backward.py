@@ -82,7 +82,6 @@ def test_up_to_the_limits_of_the_cpu_it_is_wide_and_beyond_torchs_own(row, width
         plain = backward(qkv, grad)
         assert all(map(torch.equal, plain, backward(qkv, grad, session))) is not wide
         assert all(map(torch.equal, plain, backward(qkv, grad)))  # outside the session
-    session.close()
 
 
 def test_the_longer_of_queries_and_keys_counts(on_processor):
@@ -93,7 +92,6 @@ def test_the_longer_of_queries_and_keys_counts(on_processor):
         (_, k, v), _ = inputs(keys, 64)
         plain, inside = (backward((q, k, v), grad, *one) for one in ((), (session,)))
         assert all(map(torch.equal, plain, inside)) is not wide
-    session.close()
 
 
 def test_sessions_of_different_measurements_keep_to_their_own(on_processor):
@@ -123,7 +121,6 @@ def test_fp32_attention_is_torchs_own():
     plain = backward(qkv, grad)
     session = session_on()
     assert all(map(torch.equal, plain, backward(qkv, grad, session)))
-    session.close()
 
 
 def test_two_sessions_and_after_the_last_one_the_kernel_is_gone():

@@ -1,7 +1,5 @@
 """Emulated products against fp32 computation rounded once, bit by bit; and what the mode leaves as it was."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

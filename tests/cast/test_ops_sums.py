@@ -1,13 +1,12 @@
 """Gradients that many rows add to are summed in fp32: a bf16 sum of ones stops at 256, an fp16 one at 2048."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import halfstep
+from tests.contracts.cases import backward_and_step
 
 ROWS = 6000
 ZEROS = torch.zeros(ROWS, dtype=torch.int64)
@@ -48,22 +47,18 @@ def test_a_gradient_of_six_thousand_ones_is_six_thousand(use, name, low):
     expected = torch.tensor(float(ROWS)).to(dtype)  # 6016 in bf16
     assert torch.equal(model.weight.grad[0], expected.expand(4))
     assert not model.weight.grad[1].any()
-    session.close()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_sparse_gradients_are_summed_in_fp32_by_the_step(optimizer):
-    torch.manual_seed(0)
     model = nn.Embedding(2, 4, sparse=True)
     before = model.weight.detach().clone()
     opt = optimizer(model.parameters(), lr=2.0**-12)
     session = halfstep.initialize(model, opt, "O2", low="bf16")
-    session.backward(model(ZEROS).sum())
-    record = session.step()
+    record = backward_and_step(session, model(ZEROS).sum())
     assert float(record.grad_norm) == 2 * ROWS
     if optimizer is torch.optim.SGD:
         torch.testing.assert_close(model.state_dict()["weight"][0], before[0] - ROWS * 2.0**-12)
-    session.close()
 
 
 def test_activations_are_gathered_as_they_are():
@@ -81,10 +76,9 @@ def test_activations_are_gathered_as_they_are():
                 return x[torch.tensor([0, 1])]
 
     model = Picks()
-    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O2", low="bf16")
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O2", low="bf16")
     assert model(torch.randn(3, 4)).shape == (2, 4)
     assert torch.ops.aten._to_copy.default not in seen
-    session.close()
 
 
 class Casts(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,7 +1,5 @@
 """Turns at what the process has once: finalizers wait for nobody, and nobody is disturbed by one."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What the contract tests share: every level in every format, a small network with all kinds of state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -53,6 +51,11 @@ def batch(step, seed=0):
     return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
 
+def backward_and_step(session, loss, **options):
+    session.backward(loss)
+    return session.step(**options)
+
+
 def train(session, model, optimizer, steps, *, poison=()):
     """Runs the given step numbers; those in `poison` get an infinite input, and so must be skipped."""
     records = []
@@ -62,8 +65,7 @@ def train(session, model, optimizer, steps, *, poison=()):
             inputs[0, 0] = torch.inf
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
-        session.backward(loss)
-        records.append(session.step(max_norm=1.0))
+        records.append(backward_and_step(session, loss, max_norm=1.0))
     return records
 
 

@@ -1,7 +1,5 @@
 """A training run that checkpoints as it goes and resumes from its last checkpoint; test_kill.py kills it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

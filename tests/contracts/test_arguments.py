@@ -1,7 +1,5 @@
 """Every argument is used or refused, and after an error the model is as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 import halfstep
 from halfstep import FULL, LOW, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
 from halfstep.initialize import _say_that_it_steps_itself
-from tests.contracts.cases import Net, batch, make, start
+from tests.contracts.cases import Net, backward_and_step, batch, make, start
 from tests.contracts.test_close import fingerprint
 
 BAD = {
@@ -111,7 +109,6 @@ def test_lbfgs_is_refused_with_the_reason(name, low):
 
 
 def test_lbfgs_works_where_no_scale_is_active():
-    torch.manual_seed(0)
     model = nn.Linear(8, 1)
     opt = torch.optim.LBFGS(model.parameters(), max_iter=5)
     x, y = batch(0)[0], batch(0)[0].sum(1, keepdim=True)
@@ -127,18 +124,15 @@ def test_lbfgs_works_where_no_scale_is_active():
     assert float(opt.step(closure)) < first / 10
     with pytest.raises(SessionError, match="closure"):
         session.step()
-    session.close()
 
 
 def test_step_before_backward_is_an_error():
     model, _, session = start("O1", "bf16")
     with pytest.raises(SessionError, match=r"session\.backward"):
         session.step()
-    session.backward(model(batch(0)[0]).sum())
-    session.step()
+    backward_and_step(session, model(batch(0)[0]).sum())
     with pytest.raises(SessionError, match=r"session\.backward"):
         session.step()
-    session.close()
 
 
 def test_a_habitual_optimizer_step_is_an_error_that_names_session_step():
@@ -146,7 +140,6 @@ def test_a_habitual_optimizer_step_is_an_error_that_names_session_step():
     session.backward(model(batch(0)[0]).sum())
     with pytest.raises(SessionError, match=r"session\.step\(\)"):
         opt.step()
-    session.close()
 
 
 def test_bad_losses_are_refused():
@@ -168,7 +161,6 @@ def test_bad_losses_are_refused():
         session.backward(out.sum(), loss_id=-1)
     with pytest.raises(SessionError, match="loss_id"):
         session.backward(out.sum(), loss_id="generator")
-    session.close()
 
 
 def test_bad_steps_are_refused():
@@ -183,7 +175,6 @@ def test_bad_steps_are_refused():
         with pytest.raises(SessionError, match="max_norm"):
             session.step(max_norm=norm)
     session.step()
-    session.close()
 
 
 def test_inference_sessions_do_not_train():
@@ -194,7 +185,6 @@ def test_inference_sessions_do_not_train():
         session.backward(out.sum())
     with pytest.raises(SessionError, match="no optimizer"):
         session.step()
-    session.close()
 
 
 def test_an_fp16_loss_keeps_the_scale_below_the_largest_fp16():
@@ -203,15 +193,13 @@ def test_an_fp16_loss_keeps_the_scale_below_the_largest_fp16():
     model = nn.Linear(4, 1)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, opt, "O1", low="fp16")
-    session.backward(model(torch.randn(4, 4)).mean().half())
-    record = session.step()
+    record = backward_and_step(session, model(torch.randn(4, 4)).mean().half())
     assert not bool(record.skipped)
     assert float(record.scale) == 32768.0
     session.close()
     session = halfstep.initialize(model, opt, "O1", low="fp16", loss_scale=2.0**17)
     with pytest.raises(SessionError, match=r"131072.*loss\.float\(\)"):
         session.backward(model(torch.randn(4, 4)).mean().half())
-    session.close()
 
 
 def test_keywords_are_used():
@@ -239,7 +227,6 @@ def test_keywords_are_used():
     record = session.step(opt)
     assert seen == [record]
     assert float(record.scale) == 8.0
-    session.close()
 
 
 def test_forwards_that_cannot_be_entered_are_refused():
@@ -268,8 +255,7 @@ def test_a_scripted_part_runs_at_o1_and_is_refused_where_weights_change_format()
     model = nn.Sequential(nn.Linear(8, 8), scripted)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, opt, "O1", low="bf16")
-    session.backward(model(torch.randn(2, 8)).sum())
-    session.step()
+    backward_and_step(session, model(torch.randn(2, 8)).sum())
     session.close()
     with pytest.raises(SetupError, match=r"'1'.*scripted"):
         halfstep.initialize(model, opt, "O2", low="bf16")
@@ -283,7 +269,6 @@ def test_a_backward_that_did_not_happen_does_not_count(name):
         session.backward(loss, no_such_argument=1)
     with pytest.raises(SessionError, match=r"session\.backward"):
         session.step()
-    session.close()
 
 
 @pytest.fixture
@@ -300,8 +285,7 @@ def test_an_optimizer_without_an_own_update_steps_on_copies_and_it_is_said_once(
             model = nn.Linear(3, 3)
             session = halfstep.initialize(model, build(model.parameters()), "O2", low=low)
             for _ in range(2):
-                session.backward(model(torch.ones(1, 3)).sum())
-                session.step()
+                backward_and_step(session, model(torch.ones(1, 3)).sum())
             assert session.plan.master == "copy"
             session.close()
     assert [f"no update of its own for {build.__name__}" in record.message for record in caplog.records] == [True]
@@ -326,7 +310,5 @@ def test_status_names_the_gradients_of_a_skipped_step():
     assert session.status().nonfinite_gradients == ("1.bias",)
     assert "1.bias" in str(session.status())
     optimizer.zero_grad()
-    session.backward(model(torch.ones(1, 3)).sum())
-    session.step()
+    backward_and_step(session, model(torch.ones(1, 3)).sum())
     assert session.status().nonfinite_gradients == ()
-    session.close()

@@ -4,8 +4,6 @@ A tape stands in for the graph, so that a CPU can check it: it notes every opera
 the tensors and into the tensors of the first time, and none of Python in between.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

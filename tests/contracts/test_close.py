@@ -1,7 +1,5 @@
 """After close(), also after an exception or Ctrl-C inside, all is as before, and the model is an ordinary fp32 one."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
-from tests.contracts.cases import batch, every_plan, make, start, train
+from tests.contracts.cases import backward_and_step, batch, every_plan, make, start, train
 
 HOOKS = [
     "_forward_hooks",
@@ -124,9 +122,7 @@ def test_a_session_goes_on_after_an_exception_in_forward(name, low):
         model(torch.randn(2, 4))
     assert not torch.is_autocast_enabled("cpu")
     model.error = None
-    session.backward(model(torch.randn(2, 4)).square().mean())
-    session.step()
-    session.close()
+    backward_and_step(session, model(torch.randn(2, 4)).square().mean())
 
 
 class Interrupts(torch.autograd.Function):
@@ -148,8 +144,7 @@ def test_ctrl_c_in_backward_leaves_nothing_on(name, low):
     with pytest.raises(KeyboardInterrupt):
         session.backward(Interrupts.apply(model(torch.randn(2, 4))).sum())
     opt.zero_grad()
-    session.backward(model(torch.randn(2, 4)).square().mean())
-    session.step()
+    backward_and_step(session, model(torch.randn(2, 4)).square().mean())
     session.close()
     assert fingerprint(model, opt) == was
 

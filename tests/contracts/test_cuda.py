@@ -1,7 +1,5 @@
 """On a GPU: a step waits for nothing, and all of it can be captured in a CUDA graph and replayed, overflow included."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 import halfstep
 from tests.contracts.cases import batch, differing, mixed_plans, snapshot
 from tests.contracts.cases import make as make_on_cpu
+from tests.scale.sync import no_cuda_sync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,11 +28,8 @@ STEPS = 7
 @contextmanager
 def no_sync():
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def on_cuda(step):
@@ -81,7 +77,6 @@ def test_a_step_does_not_wait_for_the_device(name, low, optimizer):
         records = [step(model, opt, session, *batches[i]) for i in range(1, STEPS)]
     assert [i for i, record in enumerate(records, 1) if bool(record.skipped)] == list(POISONED)
     assert not any(record.synced for record in records)
-    session.close()
 
 
 @mixed_plans
@@ -128,7 +123,6 @@ def test_a_replay_that_overflows_changes_no_bit(name, low, optimizer):
     graph.replay()
     assert not bool(record.skipped)
     assert differing(was, snapshot(model, opt)) != []
-    session.close()
 
 
 @mixed_plans
@@ -141,7 +135,6 @@ def test_steps_without_a_graph_go_on_beside_one(name, low):
     graph.replay()
     assert not bool(record.skipped)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    session.close()
 
 
 FUSED = {

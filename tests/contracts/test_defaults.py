@@ -1,7 +1,5 @@
 """torch's default dtype and default device belong to the user: training under others gives the same bits."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,7 +1,5 @@
 """A session that nobody closes: when it is gone, with its model, all that it held of the process is as before."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

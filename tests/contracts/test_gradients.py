@@ -3,14 +3,13 @@
 The whole model computes in fp32 here (a rule), so scaling by powers of two must change no bit at all.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import halfstep
 from halfstep import FULL, Rule, Scaling
+from tests.contracts.cases import backward_and_step
 
 EVERYTHING_FULL = (Rule("", FULL),)
 
@@ -55,7 +54,6 @@ def test_true_gradients_equal_fp32_while_the_scale_grows(name, count):
             assert torch.equal(p.grad, want), f"step {step}"
         session.step()
     assert session.status().scales == {0: 2.0**13}
-    session.close()
 
 
 @pytest.mark.parametrize("name", ["O1", "O2"])
@@ -65,18 +63,15 @@ def test_weights_equal_fp32_when_steps_with_overflow_lie_between(name):
     reference, plain = build()
     for step in range(6):
         optimizer.zero_grad()
-        session.backward(losses(model, step, 1)[0] * torch.inf)
-        assert bool(session.step().skipped)
+        assert bool(backward_and_step(session, losses(model, step, 1)[0] * torch.inf).skipped)
         optimizer.zero_grad()
-        session.backward(losses(model, step, 1)[0])
-        session.step()
+        backward_and_step(session, losses(model, step, 1)[0])
         plain.zero_grad()
         losses(reference, step, 1)[0].backward()
         plain.step()
     for got, want in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(got, want)
     assert session.status().scales == {0: 2.0**10}
-    session.close()
 
 
 @pytest.mark.parametrize("name", ["O1", "O2"])
@@ -101,11 +96,9 @@ def test_losses_with_scales_of_their_own_add_up_to_fp32(name, middle):
         for a, p in zip(got, model.parameters(), strict=True):
             torch.testing.assert_close(a, p.grad, rtol=1e-6, atol=1e-7)
         optimizer.zero_grad()
-        session.backward(losses(model, step, 1)[0])
-        session.step()
+        backward_and_step(session, losses(model, step, 1)[0])
     scales = session.status().scales
     assert scales[1] == scales[0] / 2 == 2.0**15
-    session.close()
 
 
 @pytest.mark.parametrize("name", ["O1", "O2"])
@@ -120,7 +113,6 @@ def test_gradients_read_after_unscale_and_changed_are_what_steps(name):
     session.step()
     for p, was in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.detach(), was - 0.125)
-    session.close()
 
 
 def test_gradient_penalty_equals_fp32():
@@ -139,7 +131,6 @@ def test_gradient_penalty_equals_fp32():
     session.unscale_()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-8)
-    session.close()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -162,8 +153,7 @@ def test_ddp_takes_part_in_every_way_to_add_up(story, name, low):
             if story == "two losses" and step == 0:
                 second = second * torch.inf  # the scale of this one comes down
             session.backward(second, loss_id=int(story == "two losses"))
-            session.backward(third)
-            session.step()
+            backward_and_step(session, third)
         session.close()
         trained.append([p.detach().float() for p in model.parameters()])
     for bare, reduced in zip(*trained, strict=True):

@@ -1,7 +1,5 @@
 """Killed with SIGKILL at random steps and restarted from the last checkpoint: bit-identical to an uninterrupted run."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

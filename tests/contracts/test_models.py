@@ -1,7 +1,5 @@
 """What real models and training loops bring along: adapters on frozen weights, sparse gradients, custom batches."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 
@@ -11,7 +9,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, LOW, Rule, SessionError
-from tests.contracts.cases import batch, mixed_plans
+from tests.contracts.cases import backward_and_step, batch, mixed_plans
 
 
 class Adapter(nn.Module):
@@ -28,7 +26,6 @@ class Adapter(nn.Module):
 
 @mixed_plans
 def test_frozen_low_weights_stay_as_they_are_and_the_adapter_trains(name, low):
-    torch.manual_seed(0)
     dtype = halfstep.formats.as_format(low).dtype
     model = Adapter(dtype)
     base = model.base.weight.detach().clone()
@@ -38,8 +35,7 @@ def test_frozen_low_weights_stay_as_they_are_and_the_adapter_trains(name, low):
     for _ in range(30):
         opt.zero_grad()
         loss = nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1])
-        session.backward(loss)
-        session.step()
+        backward_and_step(session, loss)
         losses.append(loss.detach())
     assert losses[-1] < 0.8 * losses[0]
     session.close()
@@ -51,7 +47,6 @@ def test_frozen_low_weights_stay_as_they_are_and_the_adapter_trains(name, low):
 @mixed_plans
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
 def test_sparse_embedding_gradients_train(name, low, optimizer):
-    torch.manual_seed(0)
     model = nn.EmbeddingBag(16, 4, sparse=True, mode="mean")
     opt = optimizer(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, opt, name, low=low)
@@ -60,12 +55,10 @@ def test_sparse_embedding_gradients_train(name, low, optimizer):
     for _ in range(20):
         opt.zero_grad()
         loss = nn.functional.mse_loss(model(rows), target)
-        session.backward(loss)
-        assert not bool(session.step().skipped)
+        assert not bool(backward_and_step(session, loss).skipped)
         losses.append(loss.detach())
     assert losses[-1] < 0.99 * losses[0]
     assert torch.isfinite(model.weight).all()
-    session.close()
 
 
 @pytest.mark.parametrize("name", ["O1", "O2"])
@@ -74,24 +67,20 @@ def test_sparse_gradients_are_counted_and_looked_at(name):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, optimizer, name, low="bf16")
     rows, size = torch.tensor([3, 3, 5]), 4 if name == "O1" else 2
-    session.backward(model(rows).sum())
-    session.step()
+    backward_and_step(session, model(rows).sum())
     memory = session.status().memory
     assert memory["weights"] == 4000 * size
     assert memory["gradients"] == 3 * (8 + 4 * size)  # an index and a row of values for each entry
     assert halfstep.blame(session, lambda: model(rows).sum()) is None
     optimizer.zero_grad()
-    session.backward(model(rows).sum() * torch.inf)
-    session.step()
+    backward_and_step(session, model(rows).sum() * torch.inf)
     assert session.status().nonfinite_gradients == ("weight",)
     verdict = halfstep.blame(session, lambda: model(rows).sum() * torch.inf)
     assert verdict is not None
-    session.close()
 
 
 @mixed_plans
 def test_a_param_group_added_later_trains(name, low):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     opt = torch.optim.AdamW(model[2].parameters(), lr=0.01)
     session = halfstep.initialize(model, opt, name, low=low)
@@ -99,8 +88,7 @@ def test_a_param_group_added_later_trains(name, low):
     def step():
         opt.zero_grad()
         model.zero_grad()
-        session.backward(nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1]))
-        session.step()
+        backward_and_step(session, nn.functional.mse_loss(model(batch(0)[0]), batch(0)[1]))
 
     step()
     before = model.state_dict()["0.weight"].clone()
@@ -109,7 +97,6 @@ def test_a_param_group_added_later_trains(name, low):
     opt.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
     step()
     assert not torch.equal(model.state_dict()["0.weight"], before)
-    session.close()
 
 
 @mixed_plans
@@ -118,11 +105,9 @@ def test_parameters_without_a_gradient_this_step_stay_as_they_are(name, low):
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, opt, name, low=low)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    session.backward(model["a"](batch(0)[0]).square().mean())
-    session.step()
+    backward_and_step(session, model["a"](batch(0)[0]).square().mean())
     after = model.state_dict()
     assert {k for k in before if not torch.equal(before[k], after[k])} == {"a.weight", "a.bias"}
-    session.close()
 
 
 def test_float64_and_complex_parameters_keep_their_dtype():
@@ -144,11 +129,9 @@ def test_float64_and_complex_parameters_keep_their_dtype():
         torch.float64,
         torch.complex64,
     )
-    session.backward(model(batch(0)[0]).square().mean().float())
-    session.step()
+    backward_and_step(session, model(batch(0)[0]).square().mean().float())
     assert not torch.equal(model.wide, torch.ones(4, dtype=torch.float64))
     assert not torch.equal(model.wave, torch.ones(4, dtype=torch.complex64))
-    session.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +153,12 @@ def test_nested_and_custom_batches_go_through_the_model(name, low):
             return {"out": self.layer(sample.inputs) + self.layer(options["more"][0]), "name": sample.name}
 
     model = Takes()
-    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
     sample = Sample(batch(0)[0], torch.arange(3), "first")
     out = model(sample, options={"more": [batch(1)[0]]})
     assert out["out"].dtype is torch.float32
     assert out["name"] == "first"
     assert sample.inputs.dtype is torch.float32
-    session.close()
 
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")])
@@ -192,20 +174,18 @@ def test_a_module_kept_full_gives_its_output_the_format_of_its_input(name, low):
     model(batch(0)[0])
     assert seen[1] == (dtype, dtype)
     assert model[1].weight.dtype is torch.float32
-    session.close()
 
 
 def test_a_low_module_inside_a_full_one_computes_low():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 4))
     rules = [Rule("0", FULL), Rule("0.0", LOW)]
-    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16", rules=rules)
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16", rules=rules)
     assert [p.dtype for p in model.parameters()][::2] == [torch.bfloat16, torch.float32, torch.bfloat16]
     x, inner, seen = batch(0)[0], model[0][0], []
     inner.register_forward_hook(lambda module, args, out: seen.append(out))
     assert model(x).dtype is torch.float32
     assert seen[0].dtype is torch.float32, "the full module around it casts nothing"
     assert torch.equal(seen[0], nn.functional.linear(x.bfloat16(), inner.weight, inner.bias).float())
-    session.close()
 
 
 def test_a_loss_with_weights_runs_under_the_plan_in_autocast():
@@ -215,7 +195,6 @@ def test_a_loss_with_weights_runs_under_the_plan_in_autocast():
     with session.autocast():
         assert (model(batch(0)[0]) @ torch.randn(8, 2)).dtype is torch.bfloat16
         assert torch.exp(torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32
-    session.close()
 
 
 def test_binary_cross_entropy_on_low_inputs_names_the_safe_op():
@@ -224,9 +203,7 @@ def test_binary_cross_entropy_on_low_inputs_names_the_safe_op():
     with session.autocast(), pytest.raises(Exception, match="binary_cross_entropy_with_logits"):
         nn.functional.binary_cross_entropy(torch.rand(4).bfloat16(), torch.ones(4).bfloat16())
     loss = nn.functional.binary_cross_entropy(torch.sigmoid(model(batch(0)[0])), torch.ones(16, 1))
-    session.backward(loss)
-    session.step()
-    session.close()
+    backward_and_step(session, loss)
 
 
 def test_grad_of_what_is_no_scalar_needs_directions():
@@ -237,7 +214,6 @@ def test_grad_of_what_is_no_scalar_needs_directions():
         session.grad(model(x), x)
     (g,) = session.grad(model(x), x, grad_outputs=torch.ones(16, 1))
     torch.testing.assert_close(g, model.weight.detach().expand(16, 8), rtol=1e-3, atol=1e-4)
-    session.close()
 
 
 def test_weights_written_behind_the_session_are_adopted():
@@ -255,8 +231,7 @@ def test_status_names_what_is_not_finite_and_counts_bytes():
     model = nn.Linear(8, 4)
     opt = torch.optim.AdamW(model.parameters())
     session = halfstep.initialize(model, opt, "O2", low="bf16")
-    session.backward(model(batch(0)[0]).sum())
-    session.step()
+    backward_and_step(session, model(batch(0)[0]).sum())
     status = session.status()
     assert status.memory == {"weights": 72, "masters": 72, "gradients": 72, "optimizer": 36 * 8 + 2 * 4}
     assert (status.level, status.low, status.steps, status.skipped) == ("O2", "bf16", 1, 0)
@@ -265,7 +240,6 @@ def test_status_names_what_is_not_finite_and_counts_bytes():
         model.bias[0] = torch.nan
     assert session.status().nonfinite_parameters == ("bias",)
     assert "non-finite parameters: bias" in str(session.status())
-    session.close()
 
 
 def test_a_class_weighted_loss_inside_forward_trains_at_low_weights():
@@ -282,8 +256,7 @@ def test_a_class_weighted_loss_inside_forward_trains_at_low_weights():
     for name, low in (("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")):
         model = Classifies()
         session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low)
-        session.backward(model(batch(0)[0], torch.arange(16) % 4))
-        assert not bool(session.step().skipped)
+        assert not bool(backward_and_step(session, model(batch(0)[0], torch.arange(16) % 4)).skipped)
         session.close()
 
 
@@ -314,7 +287,6 @@ def test_a_loss_computed_inside_forward_is_full(name, low):
     )
     loss = model(batch(0)[0], y)
     assert torch.equal(loss, nn.functional.cross_entropy(model.logits, y).float())  # the way back: a low loss
-    session.close()
 
 
 def test_an_fp16_loss_computed_inside_forward_caps_the_scale_too():
@@ -329,14 +301,12 @@ def test_an_fp16_loss_computed_inside_forward_caps_the_scale_too():
     model = Loses()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, opt, "O2", low="fp16")
-    session.backward(model(batch(0)[0])["loss"])
-    record = session.step()
+    record = backward_and_step(session, model(batch(0)[0])["loss"])
     assert (float(record.scale), bool(record.skipped)) == (32768.0, False)
     session.close()
     session = halfstep.initialize(model, opt, "O2", low="fp16", loss_scale=2.0**17)
     with pytest.raises(SessionError, match=r"131072"):
         session.backward(model(batch(0)[0])["loss"])
-    session.close()
 
 
 class Registered(nn.Module):
@@ -370,7 +340,6 @@ def test_registries_of_classes_are_left_alone():
 
 
 def test_a_gradient_penalty_of_another_loss_backs_off_that_loss_scale():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     session = halfstep.initialize(model, opt, "O1", low="fp16")
@@ -384,7 +353,6 @@ def test_a_gradient_penalty_of_another_loss_backs_off_that_loss_scale():
     assert skipped[0]
     assert not any(skipped[12:])
     assert 1.0 < session.status().scales[1] < 65536.0
-    session.close()
 
 
 class Diffusion(nn.Module):
@@ -404,15 +372,13 @@ class Diffusion(nn.Module):
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_model_code_sees_inputs_as_given(name, low):
-    torch.manual_seed(0)
     model = Diffusion()
     x, t, noise = torch.randn(2, 1, 4, 4), torch.tensor([999.0, 513.0]), torch.tensor([2049.0])
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low) as session:
         out = model(x, t, {"noise": noise})
         assert all(model.seen[key] is value for key, value in (("x", x), ("t", t), ("noise", noise)))
         assert out.dtype is torch.float32
-        session.backward(out.square().mean() / 64)
-        assert not bool(session.step().skipped)
+        assert not bool(backward_and_step(session, out.square().mean() / 64).skipped)
     dtype = halfstep.formats.as_format(low).dtype
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, input="low"):
         model(x, t, {"noise": noise})
@@ -452,5 +418,4 @@ def test_boxes_and_targets_arrive_as_given(name):
     boxes = torch.tensor([[512.0, 512.0, 513.0, 513.0]])  # 513 is 512 in bf16
     targets = [{"boxes": boxes} for _ in range(2)]
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-6), name, low="bf16") as session:
-        session.backward(sum(model(images, targets).values()))
-        assert not bool(session.step().skipped)
+        assert not bool(backward_and_step(session, sum(model(images, targets).values())).skipped)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import halfstep
-from tests.contracts.cases import differing, snapshot
+from tests.contracts.cases import backward_and_step, differing, snapshot
 
 OPTIMIZERS = {
     "AdamW": lambda ps: optim.AdamW(ps, lr=0.1, amsgrad=True),
@@ -37,8 +37,7 @@ def start(name, optimizer):
 
 def step(model, optimizer, session):
     optimizer.zero_grad()
-    session.backward(model(torch.linspace(-1, 1, 8).reshape(2, 4)).square().mean())
-    session.step()
+    backward_and_step(session, model(torch.linspace(-1, 1, 8).reshape(2, 4)).square().mean())
 
 
 @st.composite

@@ -1,7 +1,5 @@
 """Parametrizations compute full at low weights, from stored originals that are low; quantized layers are given fp32."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -54,7 +52,6 @@ def train(net, name, low, steps=20):
 @LOWS
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weight_is_fp32s_of_the_stored_original_rounded_once(kind, name, low):
-    torch.manual_seed(0)
     net = nn.Sequential(KINDS[kind](nn.Linear(8, 8)), nn.Linear(8, 4))
     names = list(net.state_dict())
     session, skipped = train(net, name, low)

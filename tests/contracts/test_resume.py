@@ -1,7 +1,5 @@
 """Stop, save, load in a new process, go on: bit-identical to never having stopped."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -52,7 +50,6 @@ def test_every_load_order_goes_on_bit_identically(name, low, order, poison):
     train(other[2], *other[:2], range(3, 6))
     assert differing(snapshot(model, opt, session), snapshot(*other[:2], other[2])) == []
     other[2].close()
-    session.close()
 
 
 @every_plan
@@ -69,7 +66,6 @@ def test_states_loaded_before_initialize_go_on_bit_identically(name, low):
     train(again, fresh, fresh_opt, range(3, 6))
     assert differing(snapshot(model, opt, session), snapshot(fresh, fresh_opt, again)) == []
     again.close()
-    session.close()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam])
@@ -86,7 +82,6 @@ def test_foreign_optimizers_resume_exactly(optimizer):
     train(again, fresh, fresh_opt, range(3, 6))
     assert differing(snapshot(model, opt, session), snapshot(fresh, fresh_opt, again)) == []
     again.close()
-    session.close()
 
 
 RESUME = """
@@ -111,7 +106,6 @@ def test_a_new_process_goes_on_bit_identically(name, low, tmp_path):
     subprocess.run([sys.executable, "-c", RESUME, name, low, source, target, threads], check=True, cwd=ROOT)
     train(session, model, opt, range(3, 6))
     assert differing(snapshot(model, opt, session), torch.load(target)) == []
-    session.close()
 
 
 @mixed_plans
@@ -153,7 +147,6 @@ def test_a_truncated_state_is_refused_and_changes_nothing(missing):
     with pytest.raises(halfstep.StateError):
         session.load_state_dict(state)
     assert session.state_dict() == was
-    session.close()
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(()), torch.ones(2, device="meta"), object()])
@@ -181,14 +174,12 @@ def test_loading_leaves_its_input_as_it_was():
     for part, state in zip((model, opt, session), states, strict=True):
         part.load_state_dict(state)
     assert [repr(state) for state in states] == before
-    session.close()
 
 
 def test_assign_is_refused_since_it_would_part_model_and_optimizer():
-    model, _, session = start("O2", "bf16")
+    model, _, _session = start("O2", "bf16")
     with pytest.raises(halfstep.StateError, match="assign=True"):
         model.load_state_dict(model.state_dict(), assign=True)
-    session.close()
 
 
 BAD_STATES = {
@@ -235,7 +226,6 @@ def test_a_state_with_a_wrong_entry_is_refused_and_changes_nothing(case):
         session.load_state_dict({**was, **BAD_STATES[case]})
     assert session.state_dict() == was
     train(session, model, opt, [2])
-    session.close()
 
 
 def test_a_session_state_of_another_level_says_that_it_can_be_left_out():

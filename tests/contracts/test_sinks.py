@@ -12,6 +12,7 @@ from halfstep.records import Finding, Recorder, SessionStart
 from halfstep.report.live import LiveLine
 from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
+from tests.contracts.cases import backward_and_step
 
 
 class Kept:
@@ -40,10 +41,8 @@ def test_the_loss_of_a_step_is_the_true_sum_of_its_backwards(name, low):
     model, session = open_session(name, low)
     for _ in range(2):
         session.backward(model(torch.tensor([[1.0, 2.0]])).sum())
-        session.backward(model(torch.tensor([[0.5, 0.0]])).sum())
-        assert session.step().loss.item() == 3.5
-    session.backward(model(torch.tensor([[4.0, 0.0]])).sum())
-    record = session.step()
+        assert backward_and_step(session, model(torch.tensor([[0.5, 0.0]])).sum()).loss.item() == 3.5
+    record = backward_and_step(session, model(torch.tensor([[4.0, 0.0]])).sum())
     assert record.loss.item() == 4.0
     assert not record.loss.requires_grad
 
@@ -73,8 +72,7 @@ def test_a_recorder_is_told_what_opens_and_what_it_is_given_and_a_function_is_no
     assert (start.plan["name"], start.plan["low"]) == ("O2", "fp16")
     finding = Finding("note", "code", "place", "evidence", "advice")
     session.tell(finding)
-    session.backward(model(torch.ones(1, 2)).sum())
-    record = session.step()
+    record = backward_and_step(session, model(torch.ones(1, 2)).sum())
     assert kept.others == [start, finding]
     assert kept.steps == steps == [record]
 
@@ -87,8 +85,7 @@ def test_log_live_line_and_tensorboard_take_all_that_a_session_gives(tmp_path):
     model, session = open_session("O2", "bf16", sinks=sinks)
     session.observe(every=1)
     for _ in range(2):
-        session.backward(model(torch.ones(1, 2)).sum())
-        session.step()
+        backward_and_step(session, model(torch.ones(1, 2)).sum())
     session.tell(Finding("note", "code", "place", "evidence", "advice"))
     session.close()
     for sink in sinks:

@@ -1,13 +1,11 @@
 """A skipped step leaves weights, optimizer state, buffers and counters bit-identical to before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import halfstep
 from halfstep.scale.buffers import BufferGuard
-from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
+from tests.contracts.cases import backward_and_step, differing, mixed_plans, snapshot, start, train
 
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
@@ -28,7 +26,6 @@ def test_skip_changes_nothing(name, low, optimizer, before):
     now = snapshot(model, opt)
     created = {key for key in now if key not in was and key.startswith("optimizer.")}  # zero state of a first step
     assert [key for key in differing(was, now) if key not in created] == []
-    session.close()
 
 
 @mixed_plans
@@ -53,7 +50,6 @@ def test_a_good_step_is_not_skipped_and_changes_the_weights(name, low):
     assert not bool(record.skipped)
     assert "model.first.weight" in differing(was, snapshot(model, opt))
     assert "model.frozen.weight" not in differing(was, snapshot(model, opt))
-    session.close()
 
 
 @mixed_plans
@@ -62,12 +58,10 @@ def test_a_non_finite_loss_is_a_skipped_step(name, low, value):
     """Its gradient may be finite: d(loss + inf) = d(loss)."""
     model, opt, session = start(name, low, loss_scale=1.0)
     was = snapshot(model, opt)
-    session.backward(model(torch.randn(16, 8)).square().mean() + value)
-    assert bool(session.step().skipped)
+    assert bool(backward_and_step(session, model(torch.randn(16, 8)).square().mean() + value).skipped)
     now = snapshot(model, opt)
     assert [key for key in differing(was, now) if not key.startswith("optimizer.")] == []
     assert session.status().skipped == 1
-    session.close()
 
 
 def test_a_skip_does_not_undo_a_checkpoint_loaded_before_it():
@@ -77,7 +71,6 @@ def test_a_skip_does_not_undo_a_checkpoint_loaded_before_it():
     model.load_state_dict(state)
     train(session, model, opt, [2], poison=[2])
     assert torch.equal(model.norm.running_mean, state["norm.running_mean"])
-    session.close()
 
 
 def test_a_compiled_model_is_guarded_too():
@@ -105,7 +98,6 @@ def test_a_compiled_model_is_guarded_too():
     model.load_state_dict({k: v + 1 for k, v in before.items()})
     assert step(bad)
     assert torch.equal(model[1].running_mean, before["1.running_mean"] + 1)
-    session.close()
 
 
 def test_large_buffers_that_training_never_changes_are_copied_once_only():
@@ -130,19 +122,16 @@ def test_large_buffers_that_training_never_changes_are_copied_once_only():
 
 
 def test_a_skip_takes_back_its_own_forward_only_wherever_that_was_entered():
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     session = halfstep.initialize(model, opt, "O1", low="bf16")
     for _ in range(3):
-        session.backward(model(torch.randn(16, 8)).square().mean())
-        session.step()
+        backward_and_step(session, model(torch.randn(16, 8)).square().mean())
     bad = torch.full((16, 8), torch.inf)
     before = {k: v.clone() for k, v in model.state_dict().items()}
 
     def skip(forward):
-        session.backward(forward(bad).square().mean())
-        assert bool(session.step().skipped)
+        assert bool(backward_and_step(session, forward(bad).square().mean()).skipped)
         assert [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])] == []
 
     with session.autocast():
@@ -151,4 +140,3 @@ def test_a_skip_takes_back_its_own_forward_only_wherever_that_was_entered():
     torch._dynamo.reset()
     skip(torch.compile(model, backend="eager"))
     skip(model)
-    session.close()

@@ -1,7 +1,5 @@
 """What a step must survive: gradients in unusual memory, weights that change their memory format, refusals."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch
@@ -9,6 +7,7 @@ from torch import nn
 
 import halfstep
 from halfstep import SessionError
+from tests.contracts.cases import backward_and_step
 
 
 class Imaginary(nn.Module):
@@ -39,7 +38,6 @@ def test_a_gradient_with_the_negative_bit_has_its_sign(build, unscale):
             session.unscale_()
         session.step()
     assert model.b.item() == pytest.approx(3, abs=0.5)
-    session.close()
 
 
 class Filter(nn.Module):
@@ -104,7 +102,6 @@ def test_a_gradient_of_another_shape_is_named_whatever_the_optimizer(build):
     model.weight.data = model.weight.data.reshape(3, 2)
     with pytest.raises(SessionError, match=r"'weight' has shape \(2, 3\)"):
         session.step()
-    session.close()
 
 
 @pytest.mark.parametrize("master", ["copy", "split"])
@@ -114,11 +111,9 @@ def test_weights_in_another_memory_format_keep_their_values(master):
     session = halfstep.initialize(model, optimizer, "O2", low="bf16", master=master)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.to(memory_format=torch.channels_last)
-    session.backward(model(torch.randn(2, 3, 8, 8)).sum())
-    session.step()
+    backward_and_step(session, model(torch.randn(2, 3, 8, 8)).sum())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    session.close()
 
 
 def test_of_several_optimizers_all_step_or_none():
@@ -132,7 +127,6 @@ def test_of_several_optimizers_all_step_or_none():
         session.step()
     assert torch.equal(models[0].weight, before)
     assert session.status().steps == 0
-    session.close()
 
 
 def test_max_norm_takes_any_real_number():
@@ -142,7 +136,6 @@ def test_max_norm_takes_any_real_number():
     with pytest.raises(SessionError, match="max_norm is True"):
         session.step(max_norm=True)
     assert session.step(max_norm=numpy.float32(1.0)).step == 1
-    session.close()
 
 
 def test_one_backward_serves_two_steps_of_two_optimizers():
@@ -157,7 +150,6 @@ def test_one_backward_serves_two_steps_of_two_optimizers():
         assert torch.equal(m.bias, was - 1)
     with pytest.raises(SessionError, match="without gradients"):
         session.step(optimizers[0])
-    session.close()
 
 
 def test_clipping_divides_by_the_norm_and_a_millionth_as_torch_does():
@@ -165,10 +157,8 @@ def test_clipping_divides_by_the_norm_and_a_millionth_as_torch_does():
     with torch.no_grad():
         model.weight.zero_()
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O1", low="bf16")
-    session.backward(model(torch.full((1, 1), 2.0**-20)).sum())
-    session.step(max_norm=2.0**-20)
+    backward_and_step(session, model(torch.full((1, 1), 2.0**-20)).sum(), max_norm=2.0**-20)
     assert model.weight.item() == pytest.approx(-(2.0**-20) * 2.0**-20 / (2.0**-20 + 1e-6), rel=1e-5)  # about half
-    session.close()
 
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O1", "fp16"), ("O2", "fp16")])
@@ -180,8 +170,7 @@ def test_clipping_measures_the_true_gradient(name, low, loss_scale, build, max_n
     with torch.no_grad():
         model.weight.zero_()
     session = halfstep.initialize(model, build(model.parameters(), lr=1.0), name, low=low, loss_scale=loss_scale)
-    session.backward(model(torch.full((1, 1), 3.0)).sum())
-    assert session.step(max_norm=max_norm).grad_norm.item() == 3.0
+    assert backward_and_step(session, model(torch.full((1, 1), 3.0)).sum(), max_norm=max_norm).grad_norm.item() == 3.0
     session.close()
     assert model.weight.item() == pytest.approx(-moved, rel=1e-5)
 
@@ -191,11 +180,9 @@ def test_a_step_counts_as_one_for_schedulers(recwarn):
     optimizer = torch.optim.AdamW(model.parameters())
     session = halfstep.initialize(model, optimizer, "O1", low="bf16")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    session.backward(model(torch.ones(1, 2)).sum())
-    session.step()
+    backward_and_step(session, model(torch.ones(1, 2)).sum())
     scheduler.step()
     assert [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)] == []
-    session.close()
 
 
 @pytest.mark.parametrize("reorder", [False, True])
@@ -220,4 +207,3 @@ def test_o0_clips_bit_identically_to_torch_however_groups_order_the_parameters(r
         theirs[1].step()
         assert torch.equal(session.step(max_norm=0.1).grad_norm, norm)
     assert all(torch.equal(p, q) for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True))
-    session.close()

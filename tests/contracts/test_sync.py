@@ -1,7 +1,5 @@
 """A training step reads nothing on the host, at every level but O0; an optimizer that must is said to in the record."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ def test_a_step_does_not_wait_for_the_device(name, low, optimizer):
     assert not record.synced
     assert not bool(record.skipped)
     assert bool(skipped.skipped)
-    session.close()
 
 
 def test_an_optimizer_that_cannot_be_predicated_says_that_it_waited():
@@ -29,7 +26,6 @@ def test_an_optimizer_that_cannot_be_predicated_says_that_it_waited():
     assert record.synced
     with pytest.raises(AssertionError), NoSync():
         train(session, model, opt, [1])
-    session.close()
 
 
 @mixed_plans
@@ -46,4 +42,3 @@ def test_what_is_carried_from_step_to_step_on_the_device_stays_where_it_is(name,
     before = places()
     train(session, model, opt, [1, 2, 3], poison=[2])
     assert places() == before
-    session.close()

@@ -1,7 +1,5 @@
 """Tensors whose numbers do not lie in memory as they are: refused by name before a kernel reads at no address."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
 from halfstep import SessionError, SetupError
+from tests.contracts.cases import backward_and_step
 
 
 @pytest.fixture
@@ -31,8 +30,7 @@ def test_a_sharded_model_is_refused_and_trains_at_o0(name, kind, mesh):
         halfstep.initialize(model, opt, name, low="bf16")
     if kind == "FSDP2":
         session = halfstep.initialize(model, opt, "O0")
-        session.backward(model(torch.ones(2, 4)).sum())
-        session.step()
+        backward_and_step(session, model(torch.ones(2, 4)).sum())
         session.close()
 
 
@@ -44,7 +42,6 @@ def test_a_gradient_that_does_not_lie_in_its_memory_is_named(mesh):
     with pytest.raises(SessionError, match="'weight' is of type DTensor"):
         session.step()
     model.zero_grad()
-    session.close()
 
 
 def test_a_gradient_of_a_class_of_its_own_is_read_like_others():
@@ -60,7 +57,6 @@ def test_a_gradient_of_a_class_of_its_own_is_read_like_others():
         model.bias.grad = model.bias.grad.as_subclass(Marked)
         assert session.step().grad_norm.item() == pytest.approx(10**0.5)
     assert torch.equal(model.bias, before - 2)
-    session.close()
 
 
 @pytest.mark.parametrize("name", ["O1", "O2"])

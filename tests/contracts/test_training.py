@@ -1,13 +1,11 @@
 """Loss scaling is needed and works; masters keep what low weights lose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import halfstep
-from tests.contracts.cases import batch
+from tests.contracts.cases import backward_and_step, batch
 
 FAINT = 2.0**28
 
@@ -33,8 +31,7 @@ def train_faint(plan, low="fp16", **options):
         inputs = batch(step % 4)[0]
         opt.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), inputs[:, :1]) / FAINT
-        session.backward(loss)
-        session.step()
+        backward_and_step(session, loss)
         last = float(loss.detach()) * FAINT
         first = first or last
     session.close()
@@ -73,7 +70,6 @@ def test_ten_thousand_updates_of_relative_size_2_to_the_minus_13(master):
         assert value == 1.0
     else:
         assert value == expected.item()
-    session.close()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -87,8 +83,7 @@ def test_copy_and_split_train_bit_identically(optimizer):
         for step in range(50):
             inputs, targets = batch(step)
             opt.zero_grad()
-            session.backward(nn.functional.mse_loss(model(inputs), targets))
-            session.step(max_norm=1.0)
+            backward_and_step(session, nn.functional.mse_loss(model(inputs), targets), max_norm=1.0)
         results.append([*model.parameters(), *model.state_dict().values()])
         results[-1] = [t.detach().clone() for t in results[-1]]
         session.close()
@@ -110,7 +105,6 @@ def test_accumulation_over_many_backwards_keeps_growing():
     opt.zero_grad()
     session.backward(model.weight.float().sum())
     assert model.weight.grad.dtype is torch.bfloat16
-    session.close()
 
 
 def test_a_gan_trains_in_one_session_and_in_two():

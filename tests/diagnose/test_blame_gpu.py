@@ -1,15 +1,15 @@
 """Blame and guardian on a CUDA device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import halfstep
 from halfstep.diagnose.counter import WINDOW, Counter
+from tests.contracts.cases import backward_and_step
 from tests.diagnose.faults.hosts import Cnn, Transformer, images, targets, words
 from tests.diagnose.faults.plants import CustomBackward, Gain
+from tests.scale.sync import no_cuda_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -18,11 +18,8 @@ def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
     counter = Counter(torch.device("cuda"))
     flags = [torch.tensor(n < 3, device="cuda") for n in range(WINDOW)]
     scale = torch.tensor(8.0, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         found = [counter.count(flag, scale) for flag in flags]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert found == [None] * WINDOW
     torch.cuda.synchronize()
     assert counter.count(flags[0], scale) == (3, 8.0)
@@ -51,10 +48,8 @@ def test_a_run_of_skips_raises_with_a_verdict():
     def train():
         for _ in range(6 * WINDOW):
             optimizer.zero_grad()
-            session.backward(nn.functional.cross_entropy(model(batch), labels))
-            session.step()
+            backward_and_step(session, nn.functional.cross_entropy(model(batch), labels))
 
     with pytest.raises(halfstep.NumericsError) as caught:
         train()
     assert caught.value.verdict.module == "plant"
-    session.close()

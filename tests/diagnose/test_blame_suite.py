@@ -1,7 +1,5 @@
 """Planted faults: blame names module, operator, direction and kind of each, and what it advises makes the run train."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 import halfstep
+from tests.contracts.cases import backward_and_step
 from tests.diagnose.faults.fault import HARMLESS
 from tests.diagnose.faults.hosts import targets
 from tests.diagnose.faults.table import FAULTS as PLANNED
@@ -56,8 +55,7 @@ def assert_trains(session, optimizer, closure, *, most=TRAINED):
     while len(steps) < TRAINED or (any(skipped for _, skipped in steps[-3:]) and len(steps) < most):
         optimizer.zero_grad()
         loss = closure()
-        session.backward(loss)
-        steps.append((float(loss.detach()), bool(session.step().skipped)))
+        steps.append((float(loss.detach()), bool(backward_and_step(session, loss).skipped)))
     session.close()
     values = [loss for loss, _ in steps]
     assert all(torch.isfinite(torch.tensor(values))), values
@@ -85,8 +83,7 @@ ROWS = [
 def test_a_fault_is_named_and_its_cure_cures(fault):
     session, optimizer, closure = opened(fault)
     for factor in (torch.inf, 1.0) if fault.stale else ():
-        session.backward(closure() * factor)
-        session.step()
+        backward_and_step(session, closure() * factor)
     if fault.compiled and not fault.stale:
         closure()
     verdict = halfstep.blame(session, closure)

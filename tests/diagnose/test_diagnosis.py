@@ -1,7 +1,5 @@
 """What is told of a failure: the number that vanished, and the edit whose loss is that of fp32."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The power of the loss scale that a gradient goes with, against what two backward passes at two scales show."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

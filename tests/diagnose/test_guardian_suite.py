@@ -1,7 +1,5 @@
 """The planted faults of blame, met by the guardian: it names the same, or the loss scale comes down and cures them."""
 
-from __future__ import annotations
-
 import pytest
 
 from halfstep import NumericsError

@@ -1,8 +1,5 @@
 """Which operation, or tensor, is taken for the first that made a number not finite."""
 
-from __future__ import annotations
-
-import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +9,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.diagnose.counter import WINDOW
+from tests.contracts.cases import backward_and_step
 
 
 def session_on(model):
@@ -36,7 +34,6 @@ def test_a_row_that_a_mask_has_emptied_is_named_in_each_normaliser(operator):
         session, lambda: NORMALISED[operator](model(torch.ones(4, 8)).masked_fill(empty, -torch.inf))
     )
     assert (verdict.kind, verdict.operator) == ("masked row", operator)
-    session.close()
 
 
 def elsewhere(function):
@@ -51,24 +48,19 @@ def test_what_another_thread_computed_is_no_input_data(caplog):
     def closure():
         return model[1](elsewhere(lambda: model[0](torch.ones(4, 8)).log().sub(torch.inf))).float().mean()
 
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        assert halfstep.blame(session, closure) is None
+    assert halfstep.blame(session, closure) is None
     assert "could not be recorded" in caplog.text
-    session.close()
 
 
 def test_a_loss_that_another_thread_computed_is_no_input_data_to_the_guardian(caplog):
     model = nn.Linear(8, 8)
     session, optimizer = session_on(model)
     inputs = torch.ones(4, 8)
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        for _ in range(2 * WINDOW):
-            optimizer.zero_grad()
-            model(inputs)
-            session.backward(elsewhere(lambda: model(inputs).float().mean().sub(torch.inf)))
-            session.step()
+    for _ in range(2 * WINDOW):
+        optimizer.zero_grad()
+        model(inputs)
+        backward_and_step(session, elsewhere(lambda: model(inputs).float().mean().sub(torch.inf)))
     assert "could not be recorded" in caplog.text
-    session.close()
 
 
 class Infinite(torch.autograd.Function):
@@ -95,7 +87,6 @@ def test_an_infinity_that_a_backward_multiplies_by_is_the_origin_and_no_mask(low
     assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("invalid", "1.1", "mul", "backward")
     assert verdict.where.endswith("in backward")
     assert verdict.advice == "the code itself gives inf to mul: see where that number comes from"
-    session.close()
 
 
 class MaskedAgain(torch.autograd.Function):
@@ -122,7 +113,6 @@ def test_a_mask_that_a_backward_writes_again_is_still_one(rows, operator):
     weights = torch.randn(rows, 8)
     verdict = halfstep.blame(session, lambda: (MaskedAgain.apply(model(weights), mask) * weights).mean())
     assert (None if verdict is None else verdict.operator) == operator
-    session.close()
 
 
 class Around(nn.Module):
@@ -148,4 +138,3 @@ def test_one_fault_in_a_hook_is_one_though_a_cast_moves_it_to_the_module_around(
     assert (verdict.kind, verdict.operator, verdict.phase) == ("invalid", "div", "backward")
     assert verdict.evidence.endswith("in fp32 the same closure fails too")
     assert "two faults" not in verdict.advice
-    session.close()

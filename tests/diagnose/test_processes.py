@@ -1,7 +1,5 @@
 """Two processes that train one model: what one of them looks at alone, and what each says of the other."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 import json

@@ -1,7 +1,5 @@
 """Rehearsals: what a closure sees of the session and its models while it runs again, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -44,7 +42,6 @@ def test_a_rehearsal_adds_no_attribute_to_the_session_and_no_forward_to_modules(
     assert len(seen) > 3
     assert all(each == parts for each in seen)
     assert [set(vars(module)) for module in model.modules()] == parts
-    session.close()
 
 
 @pytest.mark.parametrize("plan", ["O1", "O2"])
@@ -74,7 +71,6 @@ def test_parts_that_a_closure_calls_itself_are_those_of_the_copy_under_its_plan(
     assert verdict is not None
     assert "in fp32 its loss is" in verdict.evidence
     assert formats == {torch.float16, torch.float32}
-    session.close()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -94,7 +90,6 @@ def test_a_wrapper_of_data_parallel_training_is_left_as_it_is():
     assert all(each == own for each in seen)
     assert type(wrapper) is nn.parallel.DistributedDataParallel
     assert set(vars(wrapper)) == own
-    session.close()
 
 
 def test_a_copy_that_a_closure_makes_runs_itself():
@@ -114,7 +109,6 @@ def test_a_copy_that_a_closure_makes_runs_itself():
     assert verdict is not None
     assert outputs
     assert set(outputs) == {0.0}
-    session.close()
 
 
 def test_a_rehearsal_inside_a_closure_is_refused_and_ends_the_outer_one():
@@ -125,7 +119,6 @@ def test_a_rehearsal_inside_a_closure_is_refused_and_ends_the_outer_one():
     loss = fails(model)()
     session.backward(loss)  # open for training again
     session.step()
-    session.close()
 
 
 @pytest.mark.parametrize("method", ["backward", "step", "unscale_"])
@@ -135,7 +128,6 @@ def test_a_closure_cannot_train(method):
     given = {"backward": [torch.ones((), requires_grad=True)]}.get(method, [])
     with pytest.raises(SessionError, match="no step"):
         halfstep.blame(session, lambda: getattr(session, method)(*given))
-    session.close()
 
 
 @pytest.mark.parametrize("given", [None, "closed", object()], ids=["None", "closed", "object"])

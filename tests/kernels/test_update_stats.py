@@ -1,7 +1,5 @@
 """Updates in units of last places: the unit of every value, and the compiled loop against the reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ Each brings a small task that it learns in some twenty steps. They have what lar
 network: rotary buffers, a mask of floats, states made by torch.zeros, arange().float(), norms of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

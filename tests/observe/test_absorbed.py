@@ -1,7 +1,5 @@
 """An overflow is followed in fp32 to the operation that absorbs it; what fp32 has too, or rounds the same, is none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

@@ -1,7 +1,5 @@
 """Updates are told from the last place of the stored weight, on both sides of a half."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -10,6 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep.observe.lost import lost_by_module
+from tests.contracts.cases import backward_and_step
 
 
 class Weights(nn.Module):
@@ -34,8 +33,7 @@ def observed(name, lr=1.0, optimizer=torch.optim.SGD, **options):
     session = halfstep.initialize(model, opt, name, low="bf16", **options)
     probe = session.observe(every=1, tensors="update")
     before = model.weight.detach().clone()
-    session.backward(model())
-    session.step()
+    backward_and_step(session, model())
     (observation,) = probe.flush()
     changed = model.weight.detach() != before
     session.close()
@@ -75,11 +73,9 @@ def test_a_skipped_step_has_no_update():
     model = Weights(GRADIENTS)
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O3", low="bf16")
     probe = session.observe(every=1, tensors="update")
-    session.backward(model() * torch.inf)
-    assert bool(session.step().skipped)
+    assert bool(backward_and_step(session, model() * torch.inf).skipped)
     (observation,) = probe.flush()
     assert (observation.stats.zeros, observation.lost_updates) == (len(GRADIENTS), 0.0)
-    session.close()
 
 
 def test_the_share_of_a_module_is_that_of_all_its_weights():
@@ -95,19 +91,16 @@ def test_other_kinds_know_no_lost_updates():
     model = Weights(GRADIENTS)
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O3", low="bf16")
     probe = session.observe(every=1, tensors="weight")
-    session.backward(model())
-    session.step()
+    backward_and_step(session, model())
     (observation,) = probe.flush()
     assert observation.lost_updates is None
-    session.close()
 
 
 def test_a_sampled_update_is_named_so():
     model = nn.Linear(100, 100, bias=False)
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), "O2", low="bf16")
     probe = session.observe(every=1, tensors="update", sample=128)
-    session.backward(model(torch.ones(1, 100)).sum())
-    session.step()
+    backward_and_step(session, model(torch.ones(1, 100)).sum())
     (observation,) = probe.flush()
     assert (observation.sampled, observation.stats.count) == (True, 128)
     session.close()

@@ -1,7 +1,5 @@
 """Tensors are found in whatever a module returns."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Which tensor of a model a piece of memory is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

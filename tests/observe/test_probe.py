@@ -1,10 +1,7 @@
 """A probe sees what a step did, to the last element, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import collections
 import copy
-import logging
 import pickle
 
 import pytest
@@ -21,7 +18,7 @@ from halfstep.observe import probe as probe_module
 from halfstep.observe.stats import measure
 from halfstep.optim import update_watch
 from halfstep.records import TENSOR_KINDS
-from tests.contracts.cases import batch, every_plan, mixed_plans, start, train
+from tests.contracts.cases import backward_and_step, batch, every_plan, mixed_plans, start, train
 from tests.scale.sync import NoSync
 
 ALL = (*TENSOR_KINDS, "update")
@@ -48,6 +45,26 @@ def step(model, session, x=None, **options):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)) if x is None else x
     session.backward(model(x).square().mean(), **options)
     return session.step()
+
+
+def observed(name="O1", low="bf16", *, model=None, steps=1, every=1, **options):
+    """What a probe sees of some steps."""
+    model, session = small_session(name, low, model)
+    probe = session.observe(every=every, **options)
+    for _ in range(steps):
+        step(model, session)
+    return probe.flush()
+
+
+def two_passes(model, name="O1"):
+    """What a probe sees of one step of two backward passes, by subject."""
+    model, session = small_session(name, model=model)
+    probe = session.observe(every=1)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for _ in range(2):
+        session.backward(model(x).square().mean())
+    session.step()
+    return {(o.module, o.kind, o.name): (o.stats, o.scale) for o in probe.flush()}
 
 
 def by_subject(observations, kind):
@@ -102,7 +119,6 @@ def test_what_is_seen_is_what_the_step_had(name, low):
             assert observation.stats == measure(t), (kind, subject)
             assert (observation.scale, observation.sampled) == (kind_scale, False)
             assert observation.format == {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[t.dtype]
-    session.close()
 
 
 def test_the_first_step_and_then_every_nth_are_seen():
@@ -113,7 +129,6 @@ def test_the_first_step_and_then_every_nth_are_seen():
         step(model, session)
     assert [o.step for o in probe.flush() if (o.module, o.name) == ("first", "weight")] == [2, 4, 8, 12]
     assert probe.flush() == []
-    session.close()
 
 
 class Counted(TorchDispatchMode):
@@ -193,7 +208,6 @@ def test_ctrl_c_while_a_probe_is_attached_leaves_nothing_behind(calls, monkeypat
     assert not hooks_of(model)
     assert torch._dynamo.eval_frame._stance.stance == "default"
     assert {o.step for o in probe.flush()} == {1}
-    session.close()
 
 
 @mixed_plans
@@ -222,7 +236,6 @@ def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkey
     with NoSync():
         train(session, model, optimizer, [1, 2])
     assert {o.step for o in probe.flush()} == {1, 2, 3}
-    session.close()
 
 
 class Wrapped(nn.Module):
@@ -243,18 +256,9 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_a_checkpoint_that_computes_again_is_counted_once(name, reentrant):
-    found = []
-    for kind in (None, reentrant):
-        model, session = small_session(name, model=Wrapped(kind))
-        probe = session.observe(every=1)
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        for _ in range(2):  # two passes before a step
-            session.backward(model(x).square().mean())
-        session.step()
-        found.append({(o.module, o.kind, o.name): (o.stats, o.scale) for o in probe.flush()})
-        session.close()
-    assert found[0] == found[1]
-    assert found[0]["inner.first", "activation", ""][0].count == 2 * 5 * 6
+    found = two_passes(Wrapped(reentrant), name)
+    assert found == two_passes(Wrapped(None), name)
+    assert found["inner.first", "activation", ""][0].count == 2 * 5 * 6
 
 
 class Nested(nn.Module):
@@ -278,17 +282,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
 def test_checkpoints_inside_checkpoints_are_counted_once(outer, inner):
-    found = []
-    for kinds in ((None, None), (outer, inner)):
-        model, session = small_session(model=Nested(*kinds))
-        probe = session.observe(every=1)
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        for _ in range(2):
-            session.backward(model(x).square().mean())
-        session.step()
-        found.append({(o.module, o.kind, o.name): (o.stats, o.scale) for o in probe.flush()})
-        session.close()
-    assert found[0] == found[1]
+    assert two_passes(Nested(outer, inner)) == two_passes(Nested(None, None))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +321,6 @@ def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how):
         # four inside, one after them, and the model's own output where it is a cast
         count = 5 if name == "O0" else 6
         assert steps == {1: count, 3: count, 6: count}
-    session.close()
 
 
 def test_two_probes_leave_the_stance_as_it_was_in_any_order():
@@ -337,7 +330,6 @@ def test_two_probes_leave_the_stance_as_it_was_in_any_order():
     assert torch._dynamo.eval_frame._stance.stance == "force_eager"
     two.detach()
     assert torch._dynamo.eval_frame._stance.stance == "default"
-    session.close()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -368,56 +360,37 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_a_shared_module_counts_all_its_calls_and_a_shared_weight_once(name):
-    model, session = small_session(name, model=Twice())
-    probe = session.observe(every=1)
-    step(model, session)
-    seen = probe.flush()
+    seen = observed(name, model=Twice())
     assert by_subject(seen, "activation")["layer", ""].stats.count == 2 * 20
     assert by_subject(seen, "activation_grad")["layer", ""].stats.count == 2 * 20
     assert set(by_subject(seen, "weight")) == {("layer", "weight"), ("layer", "bias"), ("tied", "bias")}
-    session.close()
 
 
-class Structured(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class Structured(nn.Linear):
     def forward(self, x):
-        hidden = self.layer(x)
+        hidden = super().forward(x)
         return {"logits": hidden * 2, "rest": (hidden + 1, torch.arange(3), None)}
+
+
+class Sums(nn.Sequential):
+    def forward(self, x):
+        out = super().forward(x)
+        return out["logits"] + out["rest"][0]
 
 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_outputs_that_are_no_tensor_are_entered(name):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Structured()
-
-        def forward(self, x):
-            out = self.inner(x)
-            return out["logits"] + out["rest"][0]
-
-    model, session = small_session(name, model=Model())
-    probe = session.observe(every=1)
-    step(model, session)
-    seen = probe.flush()
+    seen = observed(name, model=Sums(Structured(4, 4)))
     for kind in ("activation", "activation_grad"):
-        assert {name for module, name in by_subject(seen, kind) if module == "inner"} == {"logits", "rest.0"}
-    session.close()
+        assert {name for module, name in by_subject(seen, kind) if module == "0"} == {"logits", "rest.0"}
 
 
 def test_a_container_that_returns_what_a_child_returned_is_left_out_but_an_in_place_change_is_not():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), nn.Sequential(nn.Linear(4, 2)))
-    model, session = small_session("O0", model=model)
-    probe = session.observe(every=1)
-    step(model, session)
-    found = by_subject(probe.flush(), "activation")
+    found = by_subject(observed("O0", model=model), "activation")
     assert [module for module, _ in found] == ["0.0", "0.1", "1.0"]
     assert found["0.0", ""].stats.negatives > 0
     assert found["0.1", ""].stats.negatives == 0
-    session.close()
 
 
 def test_passes_without_gradients_are_not_seen():
@@ -429,7 +402,6 @@ def test_passes_without_gradients_are_not_seen():
         model(torch.ones(100, 4))
     step(model, session)
     assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 5 * 6
-    session.close()
 
 
 def test_gradients_name_the_scale_that_they_carry():
@@ -443,7 +415,6 @@ def test_gradients_name_the_scale_that_they_carry():
     assert {o.scale for o in seen if o.step == 1} == {128.0}
     assert {o.scale for o in seen if o.step == 2 and o.kind == "activation_grad"} == {128.0}
     assert {o.scale for o in seen if o.step == 2 and o.kind == "weight_grad"} == {1.0}
-    session.close()
 
 
 def test_losses_with_scales_of_their_own_are_told_apart():
@@ -456,7 +427,6 @@ def test_losses_with_scales_of_their_own_are_told_apart():
     found = [o for o in probe.flush() if o.module == "first"]
     assert sorted((o.scale, o.stats.count) for o in found) == [(16.0, 30), (64.0, 30)]
     assert found[0].stats.amax / found[0].scale == pytest.approx(found[1].stats.amax / found[1].scale, rel=0.02)
-    session.close()
 
 
 def test_a_graph_that_outlives_its_step_is_not_counted_later():
@@ -467,7 +437,6 @@ def test_a_graph_that_outlives_its_step_is_not_counted_later():
     session.backward(kept)  # in the second step, whose probe did not see that forward
     session.step()
     assert {(o.step, o.stats.count) for o in probe.flush() if o.module == "first"} == {(1, 30)}
-    session.close()
 
 
 def test_a_probe_may_come_and_go_between_forward_and_backward():
@@ -479,13 +448,11 @@ def test_a_probe_may_come_and_go_between_forward_and_backward():
         loss = model(x).square().mean()
         if probe is not None:
             probe.detach()
-        session.backward(loss)
-        session.step()
+        backward_and_step(session, loss)
         loss = model(x).square().mean()
         if probe is not None:
             late = session.observe(every=1)
-        session.backward(loss)
-        session.step()
+        backward_and_step(session, loss)
         results.append(list(model.state_dict().values()))
         if probe is not None:
             assert probe.flush() == []
@@ -502,23 +469,19 @@ def test_a_hook_on_a_leaf_goes_with_the_step():
     step(model, session, x)
     assert not x._backward_hooks
     assert set(by_subject(probe.flush(), "activation_grad")) == {("0", ""), ("1", "")}
-    session.close()
 
 
-def test_patterns_choose_modules_with_all_below_them():
-    model, session = small_session()
-    modules = {}
-    for pattern in ("*", "body", "type:ReLU", ["first", "last"]):
-        with session.observe(every=1, modules=pattern) as probe:
-            step(model, session)
-        modules[str(pattern)] = {o.module for o in probe.flush()}
-    assert modules == {
-        "*": {"", "first", "body.0", "body.1", "last"},
-        "body": {"body.0", "body.1"},
-        "type:ReLU": {"body.1"},
-        "['first', 'last']": {"first", "last"},
-    }
-    session.close()
+@pytest.mark.parametrize(
+    ("pattern", "modules"),
+    [
+        ("*", {"", "first", "body.0", "body.1", "last"}),
+        ("body", {"body.0", "body.1"}),
+        ("type:ReLU", {"body.1"}),
+        (["first", "last"], {"first", "last"}),
+    ],
+)
+def test_patterns_choose_modules_with_all_below_them(pattern, modules):
+    assert {o.module for o in observed(modules=pattern)} == modules
 
 
 def test_modules_of_several_models_have_the_number_of_their_model():
@@ -526,23 +489,18 @@ def test_modules_of_several_models_have_the_number_of_their_model():
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     session = halfstep.initialize(models, optimizers, "O1", low="bf16")
     probe = session.observe(every=1, modules="first")
-    session.backward(models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
-    session.step()
+    backward_and_step(session, models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
     counts = {o.module: o.stats.count for o in probe.flush() if o.kind == "activation"}
     assert counts == {"0.first": 18, "1.first": 24}
-    session.close()
 
 
 def test_a_sample_reads_a_part_and_says_so():
-    model, session = small_session(model=nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 2)))
-    probe = session.observe(every=1, sample=128)
-    step(model, session)
-    found = {(o.module, o.kind, o.name): (o.stats.count, o.sampled) for o in probe.flush()}
+    seen = observed(model=nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 2)), sample=128)
+    found = {(o.module, o.kind, o.name): (o.stats.count, o.sampled) for o in seen}
     assert found["0", "weight", "weight"] == (128, True)
     assert found["0", "weight", "bias"] == (100, False)
     assert found["0", "activation", ""] == (128, True)
     assert found["1", "activation", ""] == (10, False)
-    session.close()
 
 
 def test_copies_and_pickles_of_an_observed_model_are_not_observed():
@@ -553,7 +511,6 @@ def test_copies_and_pickles_of_an_observed_model_are_not_observed():
     step(model, session)
     assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 30
     assert b"halfstep.observe" not in pickle.dumps(model)
-    session.close()
 
 
 class Heard:
@@ -575,65 +532,47 @@ def test_observations_go_to_the_log_and_to_recorders_and_stay_for_flush():
     assert log == [o for o in sink.others if isinstance(o, halfstep.records.Observation)]
     assert log == probe.flush()
     assert log
-    session.close()
 
 
 def test_what_is_never_flushed_is_dropped_with_one_notice(monkeypatch, caplog):
     monkeypatch.setattr(probe_module, "KEPT", 20)
-    model, session = small_session()
-    probe = session.observe(every=1, tensors="weight")  # 6 tensors a step
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        for _ in range(6):
-            step(model, session)
-    assert sum("drops the oldest" in r.getMessage() for r in caplog.records) == 1
-    assert {o.step for o in probe.flush()} == {4, 5, 6}
-    session.close()
+    seen = observed(steps=6, tensors="weight")  # 6 tensors a step
+    assert caplog.text.count("drops the oldest") == 1
+    assert {o.step for o in seen} == {4, 5, 6}
 
 
 def test_a_probe_that_sees_no_forward_says_so_once(caplog):
     model, session = small_session()
     probe = session.observe(every=1)
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        for _ in range(2):
-            weight = model.first.weight
-            session.backward((weight * 2).sum())
-            session.step()
+    for _ in range(2):
+        weight = model.first.weight
+        backward_and_step(session, (weight * 2).sum())
     notices = [r.getMessage() for r in caplog.records]
     assert sum("saw no activation in step 1" in notice for notice in notices) == 1
     assert len(notices) == 1
     assert by_subject(probe.flush(), "activation") == {}
-    session.close()
 
 
 def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
     model, session = small_session("O0")
     probe = session.observe(every=1, tensors="activation")
     params = dict(model.named_parameters())
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        for _ in range(2):
-            torch.func.vmap(lambda x: torch.func.functional_call(model, params, (x,)))(torch.ones(3, 4))
-            step(model, session)
+    for _ in range(2):
+        torch.func.vmap(lambda x: torch.func.functional_call(model, params, (x,)))(torch.ones(3, 4))
+        step(model, session)
     (notice,) = [r.getMessage() for r in caplog.records]
     assert "cannot read some tensors, of type Tensor" in notice
     assert {o.stats.count for o in probe.flush() if o.module == "first"} == {30}
-    session.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    model, session = small_session("O0", model=model)
-    probe = session.observe(every=1)
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        step(model, session)
-        step(model, session)
+    seen = observed("O0", model=nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), steps=2)
     assert [r.getMessage() for r in caplog.records] == [
         "a probe sees no activation of scripted modules, which take no hooks: '1'"
     ]
-    seen = probe.flush()
     assert ("1", "") not in by_subject(seen, "activation")
     assert ("1", "weight") in by_subject(seen, "weight")
-    session.close()
 
 
 @pytest.mark.parametrize(
@@ -659,7 +598,6 @@ def test_what_is_not_there_is_refused_in_words(arguments, message):
     with pytest.raises(ObserveError, match=message):
         session.observe(**arguments)
     assert not hooks_of(model)
-    session.close()
 
 
 def test_a_model_without_floating_parameters_is_refused_in_words():
@@ -697,12 +635,10 @@ def test_several_optimizers_make_steps_of_their_own():
     assert seen == weights | {(1, kind, "1") for kind in ("weight_grad", "update")} | {
         (2, kind, "0") for kind in ("weight_grad", "update")
     }
-    session.backward(models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
-    session.step()
+    backward_and_step(session, models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
     counts = {(o.kind, o.module): o.stats.count for o in probe.flush() if o.name == "bias"}
     kinds = ("weight", "weight_grad", "update")
     assert counts == {(kind, name): size for kind in kinds for name, size in sizes.items()}
-    session.close()
 
 
 def test_a_detached_probe_is_forgotten():
@@ -713,7 +649,6 @@ def test_a_detached_probe_is_forgotten():
     step(model, session)
     assert session._probes._attached == []
     assert {o.step for o in probe.flush()} == {1}
-    session.close()
 
 
 def test_what_blame_runs_is_no_part_of_the_step():

@@ -1,7 +1,5 @@
 """What the recorder notes of an operation, and where the walk back from what is not finite ends."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of one step: as many as it takes, each subject once, under the scale that its elements carry."""
 
-from __future__ import annotations
-
 import torch
 
 from halfstep.observe.rows import StepRows, Subject

@@ -131,7 +131,6 @@ def test_a_session_trains_and_observes_by_a_row_with_whole_weights(monkeypatch, 
     assert all(not torch.equal(p, q) for p, q in zip(trained, before, strict=True))
     assert seen
     assert {state["step"].item() for state in optimizer.state_dict()["state"].values()} == {3.0}
-    session.close()
 
 
 def test_a_row_with_whole_weights_has_no_loop_over_blocks():

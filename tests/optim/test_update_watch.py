@@ -1,7 +1,5 @@
 """What is said to be added to a weight is what the step adds, also where the stored weight cannot show it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -68,7 +66,6 @@ def test_an_update_is_the_change_of_the_full_value(name, low, kind):
                 assert (stored - after).abs().max() <= 1.01 * (after.abs() * torch.finfo(p.dtype).eps).max() / 2 + 1e-7
             else:
                 torch.testing.assert_close(update, expected, rtol=1e-4, atol=2 * float(resolution))
-    session.close()
 
 
 def test_an_update_below_what_fp32_can_add_is_seen():
@@ -80,7 +77,6 @@ def test_an_update_below_what_fp32_can_add_is_seen():
     ((_, head),) = updates(session)[model.head.weight]
     assert torch.equal(values(session)[model.head.weight], before[model.head.weight])
     torch.testing.assert_close(head, -1e-12 * model.head.weight.grad.double(), rtol=1e-6, atol=0)
-    session.close()
 
 
 def test_a_foreign_optimizer_without_masters_shows_what_the_weight_cannot_hold():
@@ -95,7 +91,6 @@ def test_a_foreign_optimizer_without_masters_shows_what_the_weight_cannot_hold()
     assert torch.equal(before, stored)
     assert update.abs().min() > 0
     assert session._parts[0].stepper.unrounded is None
-    session.close()
 
 
 def test_dampening_waits_for_the_first_step_that_is_not_skipped():
@@ -107,7 +102,6 @@ def test_dampening_waits_for_the_first_step_that_is_not_skipped():
     session.backward(F.mse_loss(model(inputs), targets))
     ((_, update),) = updates(session)[model.head.bias]
     torch.testing.assert_close(update, -0.01 * model.head.bias.grad.double(), rtol=1e-6, atol=0)
-    session.close()
 
 
 def test_a_large_weight_comes_in_parts_or_as_a_sample():
@@ -120,7 +114,6 @@ def test_a_large_weight_comes_in_parts_or_as_a_sample():
         found = updates(session, sample)[model.weight]
         assert [update.numel() for _, update in found] == counts
         assert all((update == -1.0).all() for _, update in found)
-    session.close()
 
 
 def test_a_transposed_gradient_and_a_sparse_one_reach_their_own_elements():
@@ -140,7 +133,6 @@ def test_a_transposed_gradient_and_a_sparse_one_reach_their_own_elements():
     weight.grad = weight.grad.t().contiguous().t()
     ((_, update),) = updates(session)[weight]
     assert torch.equal(update.reshape(2, 3), -torch.arange(6.0).reshape(3, 2).t().double())
-    session.close()
 
 
 @pytest.mark.parametrize("what", ["gradient", "state"])
@@ -157,4 +149,3 @@ def test_what_the_step_refuses_is_left_to_it(what):
         opt.state[model.head.weight]["exp_avg"] = torch.zeros(1)
     with pytest.raises(SessionError, match="has shape"):
         updates(session)
-    session.close()

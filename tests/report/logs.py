@@ -1,7 +1,5 @@
 """Logs for the tests of the report: made by the real writer from records with known numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import io
 import json
-import logging
 import math
 import os
 import signal
@@ -27,9 +26,10 @@ from halfstep.report.late import LateReader
 from halfstep.report.lines import Event, decode, encode
 from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
+from tests.contracts.cases import backward_and_step
 from tests.report import logs
 from tests.report.logs import step
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 
 ROOT = Path(__file__).parents[2]
 INF, NAN = math.inf, math.nan
@@ -48,6 +48,17 @@ def write(path, *records):
     logs.write(path, records)
 
 
+def written(path, *records):
+    """The run that is read after records were written."""
+    write(path, *records)
+    return read_log(path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
+
+
 def numbers(run):
     return [values.step for values in run.steps]
 
@@ -60,13 +71,11 @@ def train(path, steps, name="O2", low="bf16"):
     session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), name, low=low, sinks=[log])
     for _ in range(steps):
         model.zero_grad()
-        session.backward(model(torch.ones(1, 4)).square().sum())
-        session.step()
+        backward_and_step(session, model(torch.ones(1, 4)).square().sum())
     return session, log
 
 
-def test_a_session_writes_plan_machine_and_each_step(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_session_writes_plan_machine_and_each_step(path):
     _, log = train(path, 3)
     log.close()
     run = read_log(path)
@@ -132,9 +141,9 @@ CURE = (
 )
 
 
-def test_a_log_of_an_earlier_halfstep_is_read(tmp_path):
-    (tmp_path / "log").write_bytes(OLD)
-    run = read_log(tmp_path / "log")
+def test_a_log_of_an_earlier_halfstep_is_read(path):
+    path.write_bytes(OLD)
+    run = read_log(path)
     assert not any("cannot be read" in note for note in run.notes)
     assert repr(run.steps) == repr(
         (
@@ -152,30 +161,30 @@ def test_a_log_of_an_earlier_halfstep_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("cure", [{"edit": "rules"}, {"edit": "rule", "pattern": "net"}, {"list": "deny", "op": "exp"}])
-def test_a_line_whose_edit_is_none_is_damaged(tmp_path, cure):
+def test_a_line_whose_edit_is_none_is_damaged(path, cure):
     log = OLD.replace(b'"cure":[]', b'"cure":[%s]' % json.dumps(cure).encode())
-    (tmp_path / "log").write_bytes(log)
-    run = read_log(tmp_path / "log")
+    path.write_bytes(log)
+    run = read_log(path)
     assert len(run.events) == 1
     assert any("1 of the lines cannot be read" in note and "is no edit" in note for note in run.notes)
 
 
-def test_a_statistic_that_a_log_lacks_is_zero(tmp_path):
-    (tmp_path / "log").write_bytes(OLD.replace(b'"negatives":1,', b""))
-    (seen,) = read_log(tmp_path / "log").observations()
+def test_a_statistic_that_a_log_lacks_is_zero(path):
+    path.write_bytes(OLD.replace(b'"negatives":1,', b""))
+    (seen,) = read_log(path).observations()
     assert (seen.stats.negatives, seen.stats.zeros) == (0, 2)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_the_end_of_a_log_says_what_ended_it(tmp_path, error):
-    with contextlib.suppress(ValueError), RunLog(tmp_path / "log") as log:
+def test_the_end_of_a_log_says_what_ended_it(path, error):
+    with contextlib.suppress(ValueError), RunLog(path) as log:
         log(step(1))
         if error:
             raise error
     log.close()
-    (process,) = read_log(tmp_path / "log").processes
+    (process,) = read_log(path).processes
     assert (process.closed, process.error) == (True, error and "ValueError")
-    assert (tmp_path / "log").read_bytes().count(b'"type":"end"') == 1
+    assert path.read_bytes().count(b'"type":"end"') == 1
 
 
 @given(
@@ -189,14 +198,14 @@ def test_observations_come_back_as_they_were(bins, total, amax):
     assert repr(back) == repr(seen)
 
 
-def test_verdicts_and_findings_come_back_with_the_step_before_and_their_edits(tmp_path):
+def test_verdicts_and_findings_come_back_with_the_step_before_and_their_edits(path):
     call = OpCall("net", "mul", "forward", ("fp16",), ("fp16",), ((-1.0, 2.0),), (None,), "train.py:3 in forward")
     own = halfstep.Rule("type:Norm*", halfstep.Policy("full", "low", "input"), buffers="low", input="keep")
     cure = (own, *CURE, halfstep.Scaling("dynamic", init=2.0**-15, min=2.0**-20, hysteresis=2))
     verdict = Verdict("net", "mul", "forward", "overflow", "train.py:3", cure, "70000", "compute fp32", call)
     finding = Finding("warning", "eps", "norm", "1e-8", "1e-6 or more")
-    write(tmp_path / "log", finding, step(1), step(2), verdict)
-    events = read_log(tmp_path / "log").events
+    write(path, finding, step(1), step(2), verdict)
+    events = read_log(path).events
     assert events == (Event(0, finding), Event(2, verdict))
     plan = halfstep.level("O2", "fp16")
     assert plan.edit(*events[1].record.cure) == plan.edit(*cure)
@@ -208,10 +217,10 @@ def test_ranges_of_an_operation_may_be_infinite():
     assert decode(encode(Event(1, verdict))) == Event(1, verdict)
 
 
-def test_a_folder_stands_for_the_log_in_it(tmp_path):
+def test_a_folder_stands_for_the_log_in_it(tmp_path, path):
     write(tmp_path, step(1))
     assert numbers(read_log(tmp_path)) == [1]
-    (tmp_path / "run.jsonl").rename(tmp_path / "other.jsonl")
+    path.rename(tmp_path / "other.jsonl")
     assert read_log(tmp_path).path.name == "other.jsonl"
 
 
@@ -220,27 +229,27 @@ def test_folders_that_are_not_there_are_made(tmp_path):
     assert numbers(read_log(tmp_path / "runs" / "first")) == [1]
 
 
-def test_steps_are_written_without_a_sync(tmp_path):
-    with RunLog(tmp_path / "log") as log, NoSync():
+def test_steps_are_written_without_a_sync(path):
+    with RunLog(path) as log, NoSync():
         for number in range(1, 4):
             log(step(number, norm=1.0, loss=0.5))
-    assert numbers(read_log(tmp_path / "log")) == [1, 2, 3]
+    assert numbers(read_log(path)) == [1, 2, 3]
 
 
-def test_a_loss_that_the_user_changes_later_was_read_before(tmp_path):
+def test_a_loss_that_the_user_changes_later_was_read_before(path):
     loss = torch.tensor(1.5)
-    with RunLog(tmp_path / "log") as log:
+    with RunLog(path) as log:
         log(StepRecord(1, torch.tensor(False), torch.tensor(1.0), None, loss=loss.detach()))
         loss.add_(100.0)
-    assert read_log(tmp_path / "log").steps[0].loss == 1.5
+    assert read_log(path).steps[0].loss == 1.5
 
 
 @pytest.mark.parametrize(
     "loss", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.float16), torch.tensor(2.0).double()]
 )
-def test_a_loss_of_any_format_or_of_one_element_is_a_number(tmp_path, loss):
-    write(tmp_path / "log", StepRecord(1, torch.tensor(False), torch.tensor(1.0), None, loss=loss))
-    assert read_log(tmp_path / "log").steps[0].loss == 2.0
+def test_a_loss_of_any_format_or_of_one_element_is_a_number(path, loss):
+    write(path, StepRecord(1, torch.tensor(False), torch.tensor(1.0), None, loss=loss))
+    assert read_log(path).steps[0].loss == 2.0
 
 
 class Arrival:
@@ -271,8 +280,7 @@ def late(monkeypatch):
     return events
 
 
-def test_steps_are_written_when_they_have_arrived_and_in_order(tmp_path, late):
-    path = tmp_path / "log"
+def test_steps_are_written_when_they_have_arrived_and_in_order(path, late):
     log = RunLog(path)
     log(step(1))
     late[0].come = True
@@ -292,16 +300,15 @@ def test_steps_are_written_when_they_have_arrived_and_in_order(tmp_path, late):
     assert numbers(read_log(path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_log_that_is_dropped_writes_what_is_left(tmp_path, late):
-    log = RunLog(tmp_path / "log")
+def test_a_log_that_is_dropped_writes_what_is_left(path, late):
+    log = RunLog(path)
     log(step(1))
-    assert numbers(read_log(tmp_path / "log")) == []
+    assert numbers(read_log(path)) == []
     del log
-    assert numbers(read_log(tmp_path / "log")) == [1]
+    assert numbers(read_log(path)) == [1]
 
 
-def test_an_observation_comes_after_its_step(tmp_path, late):
-    path = tmp_path / "log"
+def test_an_observation_comes_after_its_step(path, late):
     write(path, step(1), step(2))
     log = RunLog(path)
     log(step(1))
@@ -313,43 +320,36 @@ def test_an_observation_comes_after_its_step(tmp_path, late):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_no_step_waits(tmp_path):
-    path = tmp_path / "log"
+def test_on_a_gpu_no_step_waits(path):
     skipped, scale, norm, loss = (torch.tensor(value, device="cuda") for value in (False, 2.0, 0.5, 4.0))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with RunLog(path) as log:
-            for number in range(1, 50):
-                log(StepRecord(number, skipped, scale, norm, loss=loss))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_cuda_sync(), RunLog(path) as log:
+        for number in range(1, 50):
+            log(StepRecord(number, skipped, scale, norm, loss=loss))
     run = read_log(path)
     assert numbers(run) == list(range(1, 50))
     assert (run.steps[-1].scale, run.steps[-1].grad_norm, run.steps[-1].loss) == (2.0, 0.5, 4.0)
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
-    write(tmp_path / "log", step(1, loss=1.0), step(2, loss=2.0))
-    write(tmp_path / "log", step(3, loss=3.0))
-    run = read_log(tmp_path / "log")
+def test_a_resumed_run_goes_on_in_the_same_file(path):
+    write(path, step(1, loss=1.0), step(2, loss=2.0))
+    run = written(path, step(3, loss=3.0))
     assert numbers(run) == [1, 2, 3]
     assert len(run.processes) == 2
     assert not any("went back" in note for note in run.notes)
 
 
-def test_of_steps_that_are_made_again_the_last_making_counts(tmp_path):
-    write(tmp_path / "log", step(1, loss=1.0), step(2, loss=2.0), step(3, loss=3.0), observation(2), observation(3))
-    write(tmp_path / "log", step(2, loss=20.0), observation(2, "new"))
-    run = read_log(tmp_path / "log")
+def test_of_steps_that_are_made_again_the_last_making_counts(path):
+    write(path, step(1, loss=1.0), step(2, loss=2.0), step(3, loss=3.0), observation(2), observation(3))
+    run = written(path, step(2, loss=20.0), observation(2, "new"))
     assert [values.loss for values in run.steps] == [1.0, 20.0]
     assert [(seen.step, seen.module) for seen in run.observations()] == [(2, "new")]
     assert run.observed == (2,)
     assert any("went back to step 2; 2 steps" in note for note in run.notes)
 
 
-def test_an_observation_before_the_step_gone_back_to_stays(tmp_path):
-    write(tmp_path / "log", step(1), observation(1), step(2), observation(2), step(3), step(2), step(3), step(3))
-    assert [seen.step for seen in read_log(tmp_path / "log").observations()] == [1]
+def test_an_observation_before_the_step_gone_back_to_stays(path):
+    write(path, step(1), observation(1), step(2), observation(2), step(3), step(2), step(3), step(3))
+    assert [seen.step for seen in read_log(path).observations()] == [1]
 
 
 def cut(path, count):
@@ -359,8 +359,7 @@ def cut(path, count):
     path.write_bytes(b"".join(lines[:-1])[:-count])
 
 
-def test_a_line_cut_in_the_middle_is_left_out_and_noted(tmp_path):
-    path = tmp_path / "log"
+def test_a_line_cut_in_the_middle_is_left_out_and_noted(path):
     write(path, step(1), step(2))
     cut(path, 20)
     run = read_log(path)
@@ -368,19 +367,16 @@ def test_a_line_cut_in_the_middle_is_left_out_and_noted(tmp_path):
     assert any("line 3 was cut" in note for note in run.notes)
 
 
-def test_a_log_goes_on_after_a_cut_line(tmp_path):
-    path = tmp_path / "log"
+def test_a_log_goes_on_after_a_cut_line(path):
     write(path, step(1), step(2))
     cut(path, 20)
-    write(path, step(2), step(3))
-    run = read_log(path)
+    run = written(path, step(2), step(3))
     assert numbers(run) == [1, 2, 3]
     assert len(run.processes) == 2
     assert any("line 3 is damaged" in note for note in run.notes)
 
 
-def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
-    path = tmp_path / "log"
+def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(path):
     write(path, step(1, loss=1.0), observation(1, bins={100: 2}), Finding("note", "a", "b", "c", "d"))
     whole = path.read_bytes()
     first = whole.index(b"\n")
@@ -411,8 +407,7 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(tmp_path):
         (b'{"type":"start","schema":2,"time":1e18,"halfstep":"1","torch":"2"}\n', "damaged in its first line"),
     ],
 )
-def test_what_is_no_log_is_refused_by_reader_and_writer(tmp_path, content, message):
-    path = tmp_path / "log"
+def test_what_is_no_log_is_refused_by_reader_and_writer(path, content, message):
     path.write_bytes(content)
     with pytest.raises(LogError, match=message):
         read_log(path)
@@ -436,8 +431,7 @@ def test_a_large_file_without_lines_is_not_read_whole(tmp_path):
         tracemalloc.stop()
 
 
-def test_lines_of_another_kind_are_noted(tmp_path):
-    path = tmp_path / "log"
+def test_lines_of_another_kind_are_noted(path):
     write(path, step(1))
     with path.open("ab") as file:
         file.write(b'{"type":"weather"}\n{"type":"step","step":"one"}\n\n\xff\xfe\n' + b"\0" * 9 + b"\n")
@@ -449,9 +443,9 @@ def test_lines_of_another_kind_are_noted(tmp_path):
     assert list(run.observations()) == []
 
 
-def test_what_a_log_lacks_is_said(tmp_path):
-    write(tmp_path / "log")
-    notes = " ".join(read_log(tmp_path / "log").notes)
+def test_what_a_log_lacks_is_said(path):
+    write(path)
+    notes = " ".join(read_log(path).notes)
     assert "no session" in notes
     assert "no step" in notes
     assert "no tensor was observed" in notes
@@ -489,34 +483,32 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
         read_log(tmp_path / name)
 
 
-def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, caplog):
+def test_a_full_disk_ends_the_log_and_not_the_run(path, caplog):
     class Full(io.BytesIO):
         def write(self, data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    log = RunLog(tmp_path / "log")
+    log = RunLog(path)
     log._file._file.close()
     log._file._file = Full()
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        log(step(1))
-        log(step(2))
+    log(step(1))
+    log(step(2))
     assert len(caplog.records) == 1
     assert "cannot be written any more" in caplog.text
 
 
-def test_a_closed_log_says_so_once(tmp_path, caplog):
-    log = RunLog(tmp_path / "log")
+def test_a_closed_log_says_so_once(path, caplog):
+    log = RunLog(path)
     log.close()
     log.close()
-    with caplog.at_level(logging.WARNING, "halfstep"):
-        log(step(1))
-        log(step(2))
+    log(step(1))
+    log(step(2))
     assert len(caplog.records) == 1
-    assert numbers(read_log(tmp_path / "log")) == []
+    assert numbers(read_log(path)) == []
 
 
-def test_a_record_of_another_kind_is_refused(tmp_path):
-    with RunLog(tmp_path / "log") as log, pytest.raises(LogError, match="not dict"):
+def test_a_record_of_another_kind_is_refused(path):
+    with RunLog(path) as log, pytest.raises(LogError, match="not dict"):
         log.record({"loss": 1.0})
 
 
@@ -535,8 +527,7 @@ for number in range(1, 10**6):
 """
 
 
-def test_a_killed_process_leaves_all_its_steps(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_killed_process_leaves_all_its_steps(path):
     command = [sys.executable, "-c", PROGRAM, str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         printed = [int(line) for line, _ in zip(process.stdout, range(20), strict=False)]
@@ -549,26 +540,24 @@ def test_a_killed_process_leaves_all_its_steps(tmp_path):
     assert not run.processes[0].closed
 
 
-def test_the_start_of_a_session_is_a_line(tmp_path):
-    write(tmp_path / "log", SessionStart({"name": "O1"}, "cpu", True, ("", "head")))
-    run = read_log(tmp_path / "log")
+def test_the_start_of_a_session_is_a_line(path):
+    run = written(path, SessionStart({"name": "O1"}, "cpu", True, ("", "head")))
     assert (run.plan, run.emulated, run.modules) == ({"name": "O1"}, True, ("", "head"))
     assert run.machine.device == "cpu"
 
 
-def test_a_log_takes_one_session(tmp_path):
-    log = RunLog(tmp_path / "run.jsonl")
+def test_a_log_takes_one_session(path):
+    log = RunLog(path)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[log]).close()
     with pytest.raises(LogError, match="has a session; give each session its own RunLog"):
         halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[log])
-    halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[RunLog(tmp_path / "run.jsonl")]).close()
+    halfstep.initialize(model, optimizer, "O1", low="bf16", sinks=[RunLog(path)]).close()
 
 
 @pytest.mark.parametrize("step", ["-1", str(2**63), "1.5"])
-def test_a_step_that_no_run_has_is_a_damaged_line(tmp_path, step):
-    path = tmp_path / "run.jsonl"
+def test_a_step_that_no_run_has_is_a_damaged_line(path, step):
     RunLog(path).close()
     line = {"type": "step", "step": 7, "time": 1.0, "skipped": False, "scale": 1.0, "grad_norm": None, "loss": None}
     with path.open("a") as file:
@@ -578,8 +567,7 @@ def test_a_step_that_no_run_has_is_a_damaged_line(tmp_path, step):
     assert any("1 of the lines cannot be read" in note for note in run.notes)
 
 
-def test_what_is_written_after_a_log_was_read_is_not_part_of_what_was_read(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_what_is_written_after_a_log_was_read_is_not_part_of_what_was_read(path):
     write(path, step(1), observation(1))
     cut(path, 1)
     with path.open("ab") as file:
@@ -590,15 +578,14 @@ def test_what_is_written_after_a_log_was_read_is_not_part_of_what_was_read(tmp_p
     assert [seen.step for seen in run.observations()] == [1]
 
 
-def test_many_returns_are_one_note(tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_many_returns_are_one_note(path):
     write(path, *(step(number) for number in range(1, 9) for _ in range(2)))  # as two processes would
     notes = [note for note in read_log(path).notes if "went back" in note]
     assert len(notes) == 4
     assert "went back 8 times in all; if several processes wrote this log at once, give each" in notes[-1]
 
 
-def test_a_text_that_is_not_unicode_does_not_end_the_run(tmp_path):
-    write(tmp_path / "log", step(1), Verdict("net", "mul", "forward", "overflow", "caf\udce9.py:3", (), "\u00e9", "do"))
-    (event,) = read_log(tmp_path / "log").events
+def test_a_text_that_is_not_unicode_does_not_end_the_run(path):
+    write(path, step(1), Verdict("net", "mul", "forward", "overflow", "caf\udce9.py:3", (), "\u00e9", "do"))
+    (event,) = read_log(path).events
     assert (event.record.where, event.record.evidence) == ("caf?.py:3", "\u00e9")

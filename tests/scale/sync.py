@@ -1,5 +1,7 @@
 """Finds host syncs on a CPU: `.item()`, `bool(tensor)` and `float(tensor)` all read a scalar through one operation."""
 
+import contextlib
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,3 +16,13 @@ class NoSync(TorchDispatchMode):
             torch.ops.aten.masked_select.default,
         ), f"{func} waits for the device"
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_cuda_sync():
+    """Raises where the host waits for a CUDA device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,5 +1,6 @@
 """The ledger against gradients in fp32: whatever the order of backwards, scales and zero_grad, they are equal."""
 
+import itertools
 import math
 
 import pytest
@@ -18,6 +19,16 @@ CPU = torch.device("cpu")
 LOW = [torch.bfloat16, torch.float16]
 
 
+class Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("no")
+
+
 class Twin:
     """Two weights with a ledger, and what autograd alone makes of the same losses in fp32.
 
@@ -31,17 +42,58 @@ class Twin:
         self.scales = [make_scale(scaling, CPU) for scaling in scalings]
         self.ledger = GradientLedger(lambda: self.weights, full_accumulate)
 
-    def backward(self, loss_id, x, *, which=(0, 1), not_finite=None):
+    def play(self, story):
+        """Does what a story says: names of methods below, each with its arguments."""
+        for name, *args in story:
+            getattr(self, name)(*args)
+        return self
+
+    def backward(self, loss_id, x, which=(0, 1), not_finite=None):
         scale = self.scales[loss_id]
+        not_finite = None if not_finite is None else torch.tensor(not_finite)
         self.ledger.before_backward(loss_id, scale.value)
         loss = sum((self.weights[i] * torch.tensor(x).to(self.weights[i].dtype)).sum().float() for i in which)
         (loss * scale.value).backward()
         self.ledger.after_backward(loss_id, scale.value, not_finite)
         sum((self.wanted[i] * torch.tensor(x)).sum() for i in which).backward()
 
+    def reach_nothing(self, loss_id):
+        """A backward pass of a loss that is not finite and reaches no parameter."""
+        self.ledger.before_backward(loss_id, self.scales[loss_id].value)
+        self.ledger.after_backward(loss_id, self.scales[loss_id].value, torch.tensor(True))
+
+    def fail(self, loss_id):
+        """A backward pass that raises."""
+        scale = self.scales[loss_id]
+        self.ledger.before_backward(loss_id, scale.value)
+        with pytest.raises(ValueError, match="no"):
+            (Refuses.apply(self.weights[0]).sum() * scale.value).backward()
+        self.ledger.undo_backward()
+
+    def unscale(self):
+        self.ledger.unscale_()
+
+    def limit(self, loss_id, value):
+        self.scales[loss_id].limit(value)
+
+    def halve(self):
+        for weight in (*self.weights, *self.wanted):
+            weight.grad.mul_(0.5)
+
+    def fill(self, value):
+        for weight in (*self.weights, *self.wanted):
+            weight.grad = torch.full((2,), value, dtype=weight.dtype)
+
+    def clip(self):
+        nn.utils.clip_grad_value_(self.weights, 1.0)
+
     def zero_grad(self, set_to_none):
         torch.optim.SGD(self.weights).zero_grad(set_to_none=set_to_none)
         torch.optim.SGD(self.wanted).zero_grad(set_to_none=set_to_none)
+
+    def expect(self, skipped, overflowed):
+        """Ends a step and asserts whether it is skipped and which losses overflowed."""
+        assert self.step() == (skipped, overflowed)
 
     def step(self):
         """Ends a step as a session does; returns whether it is skipped and which losses overflowed."""
@@ -81,141 +133,67 @@ def test_gradients_are_collected_and_unscaled_as_they_are_and_not_as_their_memor
     assert torch.equal(weight.grad, wanted / 8)
 
 
+# Numbers are eighths, so that every sum is exact in every format and equality is bit-equality.
+ONE, TWO = ("backward", 0, [1.0, 2.0]), ("backward", 0, [0.5, 0.25])
+OTHER = ("backward", 1, [0.5, 0.25])  # another loss
+GROWING = [Scaling("dynamic", init=64.0, growth_interval=1)]
+SUMS = {
+    "one backward": [("backward", 0, [0.5, -3.0])],
+    "accumulation": [("backward", 0, [x, -x]) for x in (0.5, 0.25, 3.0)],
+    "two losses with scales of their own": [ONE, OTHER, ("backward", 0, [4.0, 0.125])],
+    "losses that reach different weights": [(*ONE, [0]), (*OTHER, [1])],
+    "a scale that changed between two backwards": [ONE, ("limit", 0, 16.0), TWO],
+    "unscale, then another backward": [ONE, ("unscale",), TWO],
+    "gradients that the caller changed": [ONE, ("unscale",), ("halve",), OTHER],
+    "stale gradients under another loss": [ONE, ("step",), OTHER],
+    "stale true gradients": [ONE, ("unscale",), ("step",), TWO],
+    "zero_grad without a step": [ONE, ("unscale",), ("zero_grad", True), OTHER],
+    "gradients from before the ledger": [("fill", 3.0), ONE],
+    "backward that raises under another scale": [ONE, ("fail", 1)],
+    "backward that raises under another scale, then another": [ONE, ("fail", 1), OTHER],
+    "backward that raises under the same scale": [ONE, ("fail", 0)],
+    "backward that raises as the first": [("fail", 0), OTHER],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
 class TestSum:
-    """Numbers are eighths, so that every sum is exact in every format and equality is bit-equality."""
+    @pytest.mark.parametrize("story", SUMS.values(), ids=SUMS)
+    def test_is_that_of_fp32(self, dtype, story):
+        Twin(dtype).play(story).check()
 
-    def test_one_backward(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [0.5, -3.0])
-        twin.check()
-
-    def test_accumulation(self, dtype):
-        twin = Twin(dtype)
-        for x in (0.5, 0.25, 3.0):
-            twin.backward(0, [x, -x])
-        twin.check()
-
-    def test_two_losses_with_scales_of_their_own(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.backward(1, [0.5, 0.25])
-        twin.backward(0, [4.0, 0.125])
-        twin.check()
-
-    def test_losses_that_reach_different_weights(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0], which=[0])
-        twin.backward(1, [0.5, 0.25], which=[1])
-        twin.check()
-
-    def test_a_scale_that_changed_between_two_backwards(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.scales[0].limit(16.0)
-        twin.backward(0, [0.5, 0.25])
-        twin.check()
-
-    def test_unscale_then_another_backward(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
-        twin.backward(0, [0.5, 0.25])
-        twin.check()
-        assert twin.weights[0].grad.tolist() == [1.5, 2.25]  # true again, as the caller left them
-
-    def test_unscale_gives_true_fp32_gradients_and_twice_is_once(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
-        twin.ledger.unscale_()
+    def test_unscale_gives_true_fp32_gradients_and_is_idempotent(self, dtype):
+        twin = Twin(dtype).play([ONE, ("unscale",), ("unscale",)])
         assert twin.weights[1].grad.tolist() == [1.0, 2.0]
         assert twin.weights[1].grad.dtype == torch.float32
         assert twin.ledger.collect().inverse.item() == 1
+        twin.play([TWO])
+        assert twin.weights[0].grad.tolist() == [1.5, 2.25]  # true again, as the caller left them
 
-    def test_changed_gradients_are_used_as_they_are(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
-        for weight in (*twin.weights, *twin.wanted):
-            weight.grad.mul_(0.5)
-        twin.backward(1, [1.0, 1.0])
-        twin.check()
-
-    @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_next_step_after_growth(self, dtype, set_to_none):
-        twin = Twin(dtype, scalings=[Scaling("dynamic", init=64.0, growth_interval=1)])
+    @pytest.mark.parametrize("between", [[("zero_grad", True)], [("zero_grad", False)], []])
+    def test_next_step_after_growth_and_of_stale_gradients(self, dtype, between):
+        twin = Twin(dtype, scalings=GROWING)
         for x in (1.0, 0.5, 0.125):
-            twin.zero_grad(set_to_none)
-            twin.backward(0, [x, -x])
-            twin.check()
-            assert twin.step() == (False, {0: False})
+            twin.play([*between, ("backward", 0, [x, -x]), ("check",), ("expect", False, {0: False})])
 
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_next_step_after_an_overflow(self, dtype, set_to_none):
-        twin = Twin(dtype)
-        twin.backward(0, [math.inf, 1.0])
-        assert twin.step() == (True, {0: True})
+        twin = Twin(dtype).play([("backward", 0, [math.inf, 1.0]), ("expect", True, {0: True})])
         assert twin.scales[0].value.item() == 512
-        twin.zero_grad(set_to_none)
-        twin.backward(0, [1.0, 0.5])
-        twin.check()
-        assert twin.step() == (False, {0: False})
-
-    def test_stale_gradients_are_added_to_as_in_fp32(self, dtype):
-        twin = Twin(dtype, scalings=[Scaling("dynamic", init=64.0, growth_interval=1)])
-        for x in (1.0, 0.5, 0.125):
-            twin.backward(0, [x, -x])
-            twin.check()
-            twin.step()
-
-    def test_stale_gradients_under_another_loss(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.step()
-        twin.backward(1, [0.5, 0.25])
-        twin.check()
+        twin.play([("zero_grad", set_to_none), TWO, ("check",), ("expect", False, {0: False})])
 
     def test_stale_gradients_are_rescaled_in_place(self, dtype):
-        twin = Twin(dtype, scalings=[Scaling("dynamic", init=64.0, growth_interval=1)])
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
+        twin = Twin(dtype, scalings=GROWING).play([ONE, ("unscale",)])
         held = twin.weights[0].grad
-        twin.step()
-        twin.backward(0, [0.5, 0.25])
+        twin.play([("step",), TWO])
         assert twin.weights[0].grad is held
         assert held.tolist() == [1.5 * 128, 2.25 * 128]
 
-    def test_stale_true_gradients(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
-        twin.step()
-        twin.backward(0, [0.5, 0.25])
-        twin.check()
-
-    def test_zero_grad_without_a_step(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
-        twin.zero_grad(True)
-        twin.backward(1, [0.5, 0.25])
-        twin.check()
-
-    def test_gradients_from_before_the_ledger(self, dtype):
-        twin = Twin(dtype)
-        for weight in (*twin.weights, *twin.wanted):
-            weight.grad = torch.full((2,), 3.0, dtype=weight.dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.check()
-
     def test_a_parameter_that_is_added_later(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
+        twin = Twin(dtype).play([ONE])
         for weights in (twin.weights, twin.wanted):
             weights.append(nn.Parameter(torch.ones_like(weights[0])))
-        twin.backward(1, [0.5, 0.25], which=[0, 1, 2])
-        twin.check()
+        twin.play([(*OTHER, [0, 1, 2]), ("check",)])
 
 
 # One step of a random story: (what, loss, number). Numbers are eighths; 99 stands for infinity.
@@ -259,47 +237,25 @@ def test_any_story_ends_with_the_gradients_of_fp32(dtype, full_accumulate, story
 
 @pytest.mark.parametrize("dtype", LOW)
 class TestFormatOfHeldGradients:
-    def grad(self, twin):
-        return twin.weights[0].grad.dtype
-
-    def test_the_first_backward_leaves_low_gradients(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 1.0])
-        assert self.grad(twin) == dtype
-
-    def test_the_second_holds_them_in_fp32(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 1.0])
-        twin.backward(0, [1.0, 1.0])
-        assert self.grad(twin) == torch.float32
-
-    def test_unless_the_plan_keeps_low_sums(self, dtype):
-        twin = Twin(dtype, full_accumulate=False)
-        twin.backward(0, [1.0, 1.0])
-        twin.backward(0, [1.0, 1.0])
-        assert self.grad(twin) == dtype
-        twin.check()
+    @pytest.mark.parametrize(
+        ("story", "full_accumulate", "wide"),
+        [
+            ([ONE], True, False),
+            ([ONE, ONE], True, True),
+            ([ONE, ONE], False, False),  # the plan keeps low sums
+            ([ONE, OTHER, ("step",), ("zero_grad", True), ONE], True, False),
+        ],
+    )
+    def test_is_fp32_for_sums(self, dtype, story, full_accumulate, wide):
+        twin = Twin(dtype, full_accumulate=full_accumulate).play([*story, ("check",)])
+        assert twin.weights[0].grad.dtype == (torch.float32 if wide else dtype)
+        assert wide or twin.weights[0].grad_dtype in (dtype, None)
 
     def test_sums_go_on_past_what_the_low_format_can_count(self, dtype):
-        twin = Twin(dtype, scalings=[Scaling("static", init=16.0)])
-        for _ in range(600):
-            twin.backward(0, [1.0, 0.125])
-        twin.check()
-
-    def test_the_next_step_is_low_again_after_zero_grad(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 1.0])
-        twin.backward(1, [1.0, 1.0])
-        twin.step()
-        twin.zero_grad(True)
-        twin.backward(0, [1.0, 1.0])
-        assert self.grad(twin) == dtype
-        assert twin.weights[0].grad_dtype in (dtype, None)
+        Twin(dtype, scalings=[Scaling("static", init=16.0)]).play([("backward", 0, [1.0, 0.125])] * 600).check()
 
     def test_close_leaves_true_gradients_and_the_format_of_new_ones_as_it_was(self, dtype):
-        twin = Twin(dtype)
-        twin.backward(0, [1.0, 2.0])
-        twin.backward(0, [1.0, 2.0])
+        twin = Twin(dtype).play([ONE, ONE])
         twin.ledger.close()
         assert twin.weights[0].grad.tolist() == [2.0, 4.0]
         twin.zero_grad(True)
@@ -307,130 +263,96 @@ class TestFormatOfHeldGradients:
         assert twin.weights[0].grad_dtype in (dtype, None)
 
 
-class TestOverflow:
-    def test_in_the_first_of_two_losses(self):
-        twin = Twin()
-        twin.backward(0, [math.inf, 1.0])
-        twin.backward(1, [1.0, 1.0])
-        assert twin.step() == (True, {0: True, 1: False})
+FINE, INFINITE, NAN = [1.0, 1.0], [math.inf, 1.0], [math.nan, 1.0]
+BOTH = (0, 1)
+OVERFLOWS = {
+    "in the first of two losses": [
+        ("backward", 0, INFINITE), ("backward", 1, FINE), ("expect", True, {0: True, 1: False}),
+    ],
+    "in the second of two losses": [
+        ("backward", 0, FINE), ("backward", 1, NAN), ("expect", True, {0: False, 1: True}),
+    ],
+    "in one of several accumulated": [
+        ("backward", 0, FINE), ("backward", 0, INFINITE), ("backward", 0, FINE), ("expect", True, {0: True}),
+    ],
+    "that the caller clips away is remembered": [
+        ("backward", 0, INFINITE), ("unscale",), ("clip",), ("expect", True, {0: True}),
+    ],
+    "of the loss alone": [("backward", 0, FINE, BOTH, True), ("expect", True, {0: True})],
+    "not of a finite loss": [("backward", 0, FINE, BOTH, False), ("expect", False, {0: False})],
+    "of a loss that reaches no parameter does not count": [
+        ("reach_nothing", 0), ("backward", 1, FINE, BOTH, False), ("expect", False, {1: False}),
+    ],
+    "of a loss that reaches nothing leaves what another loss held": [
+        ("backward", 1, FINE), ("reach_nothing", 0), ("expect", False, {1: False, 0: False}),
+    ],
+    "is settled by its step": [
+        ("backward", 0, FINE, BOTH, True), ("expect", True, {0: True}),
+        ("backward", 0, FINE, BOTH, False), ("expect", False, {0: False}),
+    ],
+}  # fmt: skip
 
-    def test_in_the_second_of_two_losses(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0])
-        twin.backward(1, [math.nan, 1.0])
-        assert twin.step() == (True, {0: False, 1: True})
+
+class TestOverflow:
+    @pytest.mark.parametrize("story", OVERFLOWS.values(), ids=OVERFLOWS)
+    def test_is_laid_to_its_loss(self, story):
+        Twin().play(story)
 
     def test_by_the_scale_alone(self):
         # 3 * 1024 * 64 is beyond fp16, 3 * 64 is not: the scale of loss 0 is to blame, and only it backs off.
         twin = Twin(torch.float16, scalings=[Scaling("dynamic", init=65536.0), Scaling("dynamic", init=64.0)])
-        twin.backward(0, [3.0, 1.0])
-        twin.backward(1, [3.0, 1.0])
-        assert twin.step() == (True, {0: True, 1: False})
+        twin.play([("backward", 0, [3.0, 1.0]), ("backward", 1, [3.0, 1.0]), ("expect", True, {0: True, 1: False})])
         assert [scale.value.item() for scale in twin.scales] == [32768, 64]
 
-    def test_in_one_of_several_accumulated(self):
-        twin = Twin()
-        for x in (1.0, math.inf, 1.0):
-            twin.backward(0, [x, 1.0])
-        assert twin.step() == (True, {0: True})
-
-    def test_is_remembered_when_the_caller_clips_it_away(self):
-        twin = Twin()
-        twin.backward(0, [math.inf, 1.0])
-        twin.ledger.unscale_()
-        nn.utils.clip_grad_value_(twin.weights, 1.0)
-        assert twin.step() == (True, {0: True})
-
     def test_made_by_the_caller_skips_but_blames_no_scale(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0])
-        twin.ledger.unscale_()
+        twin = Twin().play([ONE, ("unscale",)])
         twin.weights[0].grad.fill_(math.nan)
-        assert twin.step() == (True, {0: False})
+        twin.expect(True, {0: False})
 
     def test_losses_that_share_one_scale_are_added_in_place_and_blamed_together(self):
         twin = Twin(scalings=[Scaling("static", init=64.0)])
         twin.scales = [twin.scales[0]] * 2
-        twin.backward(0, [math.inf, 1.0])
-        twin.backward(1, [1.0, 1.0])
+        twin.play([("backward", 0, INFINITE), ("backward", 1, FINE)])
         assert twin.ledger.collect().inverse.item() == 1 / 64
-        assert twin.step() == (True, {0: True, 1: True})
-
-    @pytest.mark.parametrize("not_finite", [True, False])
-    def test_of_the_loss_alone(self, not_finite):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0], not_finite=torch.tensor(not_finite))
-        assert twin.step() == (not_finite, {0: not_finite})
-
-    def test_of_a_loss_that_reaches_no_parameter_does_not_count(self):
-        twin = Twin()
-        twin.ledger.before_backward(0, twin.scales[0].value)
-        twin.ledger.after_backward(0, twin.scales[0].value, torch.tensor(True))
-        twin.backward(1, [1.0, 1.0], not_finite=torch.tensor(False))
-        assert twin.step() == (False, {1: False})
-
-    def test_of_a_loss_that_reaches_nothing_leaves_what_another_loss_held(self):
-        twin = Twin()
-        twin.backward(1, [1.0, 1.0])
-        twin.ledger.before_backward(0, twin.scales[0].value)
-        twin.ledger.after_backward(0, twin.scales[0].value, torch.tensor(True))
-        assert twin.step() == (False, {1: False, 0: False})
-
-    def test_is_settled_by_its_step(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0], not_finite=torch.tensor(True))
-        assert twin.step() == (True, {0: True})
-        twin.backward(0, [1.0, 1.0], not_finite=torch.tensor(False))
-        assert twin.step() == (False, {0: False})
+        twin.expect(True, {0: True, 1: True})
 
     @pytest.mark.parametrize("set_to_none", [True, False])
     @pytest.mark.parametrize("loss_id", [0, 1])
-    @pytest.mark.parametrize("unscale", [True, False])
-    def test_that_the_caller_dropped_by_zero_grad_is_forgotten(self, set_to_none, loss_id, unscale):
-        twin = Twin()
-        twin.backward(0, [math.inf, 1.0], not_finite=torch.tensor(True))
-        if unscale:
-            twin.ledger.unscale_()
-        twin.zero_grad(set_to_none)
-        twin.backward(loss_id, [1.0, 1.0], not_finite=torch.tensor(False))
-        skipped, overflowed = twin.step()
+    @pytest.mark.parametrize("between", [[], [("unscale",)]])
+    def test_that_the_caller_dropped_by_zero_grad_is_forgotten(self, set_to_none, loss_id, between):
+        twin = Twin().play([("backward", 0, INFINITE, BOTH, True), *between, ("zero_grad", set_to_none)])
+        skipped, overflowed = twin.play([("backward", loss_id, FINE, BOTH, False)]).step()
         assert not skipped
         assert not any(overflowed.values())
 
 
 class TestCollect:
     def test_leaves_out_parameters_without_a_gradient(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0], which=[1])
+        twin = Twin().play([(*ONE, [1])])
         collected = twin.ledger.collect()
         assert [p is twin.weights[1] for p in collected.params] == [True]
         assert collected.grads[0] is twin.weights[1].grad
 
     def test_has_the_scale_of_the_backward_not_of_later(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0])
+        twin = Twin().play([ONE])
         twin.scales[0].update(torch.tensor(True))
         assert twin.ledger.collect().scale.item() == 1024
         assert twin.ledger.collect().inverse.item() == 1 / 1024
 
     def test_has_the_scale_of_the_last_of_several_losses(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 1.0])
-        twin.backward(1, [1.0, 1.0])
+        twin = Twin().play([ONE, OTHER])
         twin.scales[1].update(torch.tensor(True))
         assert twin.ledger.collect().scale.item() == 64
         assert twin.ledger.collect().inverse.item() == 1
 
     def test_inverse_of_a_scale_that_is_no_power_of_two(self):
-        twin = Twin(scalings=[Scaling("static", init=1000.0)])
-        twin.backward(0, [1.0, 1.0])
+        twin = Twin(scalings=[Scaling("static", init=1000.0)]).play([ONE])
         assert twin.ledger.collect().inverse.item() == torch.tensor(1 / 1000, dtype=torch.float64).float().item()
 
     def test_a_parameter_listed_twice_counts_once(self):
         twin = Twin()
         twin.weights.append(twin.weights[0])
-        twin.backward(0, [1.0, 2.0])
-        twin.ledger.unscale_()
+        twin.play([ONE, ("unscale",)])
         assert twin.weights[0].grad.tolist() == [1.0, 2.0]
         assert len(twin.ledger.collect().params) == 2
 
@@ -439,52 +361,10 @@ class TestCollect:
         assert (collected.params, collected.grads, collected.losses) == ([], [], ())
         assert not collected.found
 
-
-class Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("no")
-
-
-class TestBackwardThatRaises:
-    def fail(self, twin, loss_id):
-        scale = twin.scales[loss_id]
-        twin.ledger.before_backward(loss_id, scale.value)
-        with pytest.raises(ValueError, match="no"):
-            (Refuses.apply(twin.weights[0]).sum() * scale.value).backward()
-        twin.ledger.undo_backward()
-
-    def test_under_another_scale_gives_back_what_was_held(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 2.0])
-        self.fail(twin, 1)
-        twin.check()
-        assert twin.ledger.collect().losses == (0,)
-
-    def test_and_goes_on_adding(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 2.0])
-        self.fail(twin, 1)
-        twin.backward(1, [0.5, 0.5])
-        twin.check()
-
-    def test_under_the_same_scale_keeps_what_was_held(self):
-        twin = Twin()
-        twin.backward(0, [1.0, 2.0])
-        self.fail(twin, 0)
-        twin.check()
-
-    def test_as_the_first_leaves_nothing(self):
-        twin = Twin()
-        self.fail(twin, 0)
-        assert twin.ledger.collect().params == []
-        twin.backward(1, [1.0, 1.0])
-        twin.check()
-        assert twin.ledger.collect().losses == (1,)
+    def test_names_the_losses_whose_backward_did_not_raise(self):
+        assert Twin().play([ONE, ("fail", 1)]).ledger.collect().losses == (0,)
+        assert Twin().play([("fail", 0), OTHER]).ledger.collect().losses == (1,)
+        assert Twin().play([("fail", 0)]).ledger.collect().params == []
 
 
 class TestKindsOfGradients:
@@ -513,26 +393,20 @@ class TestKindsOfGradients:
         assert torch.equal(got.to_dense(), wanted.to_dense())
 
     def test_sparse_and_dense_of_a_tied_weight(self):
-        weight = nn.Parameter(torch.ones(5, 2))
-        scales = [make_scale(Scaling("static", init=init), CPU) for init in (1024.0, 64.0)]
-        reference = nn.Parameter(torch.ones(5, 2))
-        ledger = GradientLedger(lambda: [weight], True)
-        for loss_id, sparse in enumerate([True, False, True]):
-            scale = scales[loss_id % 2].value
-            ledger.before_backward(loss_id, scale)
-            (embedding_loss(weight, sparse) * scale).backward()
-            ledger.after_backward(loss_id, scale)
-            embedding_loss(reference, sparse).backward()
-        assert torch.equal(weight.grad, reference.grad)
-
-    def test_float64_stays_float64(self):
-        got, wanted = self.run(nn.Parameter(torch.full((2,), 0.1, dtype=torch.float64)), lambda w: (w * w).sum())
-        assert got.dtype == torch.float64
+        sparse = itertools.cycle([True, True, False, False])  # a backward and its reference, in turn
+        got, wanted = self.run(nn.Parameter(torch.ones(5, 2)), lambda w: embedding_loss(w, next(sparse)), ids=(0, 1, 0))
         assert torch.equal(got, wanted)
 
-    def test_complex_stays_complex(self):
-        got, wanted = self.run(nn.Parameter(torch.tensor([1 + 2j])), lambda w: (w * w.conj()).real.sum())
-        assert got.dtype == torch.complex64
+    @pytest.mark.parametrize(
+        ("value", "loss"),
+        [
+            (torch.full((2,), 0.1, dtype=torch.float64), lambda w: (w * w).sum()),
+            (torch.tensor([1 + 2j]), lambda w: (w * w.conj()).real.sum()),
+        ],
+    )
+    def test_float64_and_complex_stay_so(self, value, loss):
+        got, wanted = self.run(nn.Parameter(value), loss)
+        assert got.dtype == value.dtype
         assert torch.equal(got, wanted)
 
     @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
@@ -562,7 +436,7 @@ def test_nothing_syncs(dtype):
     with NoSync():
         twin.backward(0, [1.0, 1.0])
         twin.backward(0, [1.0, 1.0])
-        twin.backward(1, [1.0, 1.0], not_finite=torch.tensor(False))
+        twin.backward(1, [1.0, 1.0], not_finite=False)
         twin.ledger.unscale_()
         twin.zero_grad(False)
         twin.backward(0, [1.0, 1.0])
@@ -576,11 +450,7 @@ def test_nothing_syncs(dtype):
 
 
 def test_no_gradient_is_kept_alive_by_the_ledger():
-    twin = Twin()
-    twin.backward(0, [1.0, 1.0])
-    twin.backward(1, [1.0, 1.0])
-    twin.step()
-    twin.zero_grad(True)
+    twin = Twin().play([ONE, OTHER, ("step",), ("zero_grad", True)])
     holders = [vars(twin.ledger)[name] for name in ("_stash", "_mark", "_scale", "_source", "_flags")]
     assert all(tensor.numel() == 1 for holder in holders for tensor in tensors_in(holder))
 

@@ -11,8 +11,9 @@ from torch import nn
 import halfstep
 from halfstep.scale import norm
 from halfstep.scale.norm import _one_pass, _two_passes, elements, read_with_torch
+from tests.contracts.cases import backward_and_step
 from tests.scale.reads import global_norm
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 
 LONG = 2**16 + 1  # longer than one piece of the sum
 
@@ -48,8 +49,7 @@ def test_what_reads_step_after_step_keeps_its_own_tables(monkeypatch):
         model = nn.Linear(2, 2)
         session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="fp16")
         for _ in range(2):
-            session.backward(model(torch.ones(1, 2)).sum())
-            session.step()
+            backward_and_step(session, model(torch.ones(1, 2)).sum())
         session.close()
     first, again, other, other_again = (
         given[0],
@@ -229,8 +229,5 @@ class TestCuda:
 
     def test_nothing_waits(self):
         grads = [torch.randn(LONG, device="cuda"), torch.randn(3, device="cuda").bfloat16()]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_cuda_sync():
             global_norm(grads)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

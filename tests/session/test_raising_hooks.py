@@ -190,4 +190,3 @@ def test_an_observed_update_that_a_pre_hook_stopped_holds_nothing(name):
     handle.remove()
     assert session._parts[0].stepper.unrounded is None
     session.step()
-    session.close()

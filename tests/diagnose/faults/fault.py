@@ -1,7 +1,5 @@
 """A planted fault: where it is, how it is run, what a verdict must say of it, and what mends it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

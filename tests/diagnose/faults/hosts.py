@@ -1,7 +1,5 @@
 """Small networks with a place for a fault: a convolutional one, an LSTM, transformers by hand and of torch's parts."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -185,3 +183,15 @@ def targets():
 PLANT_AT = {
     Cnn: "plant", Lstm: "plant", Transformer: "blocks.1.plant", TorchAttention: "plant", Encoder: "plant",
 }  # fmt: skip
+
+
+class Behind(nn.Module):
+    """A linear layer, and a function behind it."""
+
+    def __init__(self, function, width=8):
+        super().__init__()
+        self.fc = nn.Linear(8, width)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.fc(x))

@@ -1,7 +1,5 @@
 """Modules that compute something of the size of their input, each in a way that breaks."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The planted faults, one row each: where it is, how it is run, and what a verdict must say of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

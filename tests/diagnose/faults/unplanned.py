@@ -1,7 +1,5 @@
 """Faults that nobody planned the diagnosis for, and healthy models that look like faults; one row each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

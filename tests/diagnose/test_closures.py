@@ -1,0 +1,317 @@
+"""Closures that do not repeat, keep states, raise, or do what a closure must not."""
+
+import collections
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import FULL, Rule, SessionError
+from halfstep.diagnose.cures import FULL_OUT
+from tests.contracts.cases import backward_and_step, differing, snapshot
+from tests.diagnose.closures import LABELS, cross_entropy, opened, tower, verdict_on
+from tests.diagnose.faults.hosts import Cnn, Stacked, images, rows
+from tests.diagnose.faults.plants import Gain
+
+
+def parameters_alone(model, x):
+    return 1.0
+
+
+def no_scalar(model, x):
+    return model(x)
+
+
+def no_gradient(model, x):
+    return model(x).mean().detach()
+
+
+def backward(model, x):
+    return model(x).mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (parameters_alone, "returned float, not the loss"),
+        (no_scalar, "shape"),
+        (no_gradient, "needs no gradient"),
+        (backward, "NoneType"),
+    ],
+)
+def test_a_closure_that_computes_no_loss_is_refused(loss, words):
+    with pytest.raises(SessionError, match=words):
+        verdict_on(nn.Linear(8, 4), loss=loss)
+
+
+def test_what_is_no_function_is_refused():
+    _, _, session, closure = tower()
+    with pytest.raises(SessionError, match="takes a function"):
+        halfstep.blame(session, closure())
+
+
+def test_a_closure_that_does_not_repeat_says_so_and_tries_nothing():
+    model, _, session, _ = tower()
+    batches = iter([torch.full((4, 8), torch.nan), *[torch.randn(4, 8)] * 9])
+    verdict = halfstep.blame(session, lambda: model(next(batches)).square().mean())
+    assert verdict.kind == "input data"
+    assert "does not repeat" in verdict.evidence
+
+
+def test_a_failure_that_the_closure_does_not_reproduce_gets_no_verdict_but_a_notice(caplog):
+    model, optimizer, session, closure = tower("O2", "bf16")
+    backward_and_step(session, model(torch.full((4, 8), torch.inf)).square().mean())
+    assert halfstep.blame(session, closure) is None
+    assert "the gradients of blocks.0.fc.weight, " in caplog.text
+    assert "does not reproduce" in caplog.text
+    optimizer.zero_grad()
+    caplog.clear()
+    assert halfstep.blame(session, closure) is None
+    assert "the last step was skipped, but the closure does not reproduce it" in caplog.text
+    backward_and_step(session, closure())
+    caplog.clear()
+    assert halfstep.blame(session, closure) is None
+    assert caplog.text == ""
+
+
+def test_a_closure_may_not_run_the_backward_pass_or_a_step():
+    model, optimizer, session, closure = tower()
+    before = snapshot(model, optimizer, session)
+    with pytest.raises(SessionError, match="computes and returns the loss"):
+        halfstep.blame(session, lambda: (session.backward(closure()), closure())[1])
+    with pytest.raises(SessionError, match="computes and returns the loss"):
+        halfstep.blame(session, lambda: (session.step(), closure())[1])
+    with pytest.raises(SessionError, match="ran the backward pass"):
+        halfstep.blame(session, lambda: (closure().backward(), closure())[1])
+    assert differing(before, snapshot(model, optimizer, session)) == []
+    backward_and_step(session, closure())
+
+
+def test_an_error_of_the_closure_leaves_everything_as_it_was():
+    model, optimizer, session, _ = tower()
+    before = snapshot(model, optimizer, session)
+
+    def closure():
+        model(torch.randn(4, 8))
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        halfstep.blame(session, closure)
+    assert differing(before, snapshot(model, optimizer, session)) == []
+
+
+def test_blame_inside_its_own_closure_is_refused():
+    _, _, session, closure = tower()
+    with pytest.raises(SessionError, match="inside a closure that blame or check runs"):
+        halfstep.blame(session, lambda: halfstep.blame(session, closure))
+    assert halfstep.blame(session, closure) is None
+
+
+def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried():
+    model = Cnn(Gain())
+    model.extra = threading.Lock()
+    verdict = verdict_on(model)
+    assert verdict.cure == (Rule("plant", FULL_OUT),)
+    assert "not tried: the model cannot be copied" in verdict.advice
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(x / x.norm(dim=-1, keepdim=True))
+
+
+GOOD, ZEROS = torch.eye(8), torch.zeros(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("low", "batches"),
+    [
+        *(("fp16", [ZEROS] * bad + [GOOD] * after) for bad in (1, 2, 3) for after in (0, 50)),
+        ("bf16", itertools.cycle([ZEROS, ZEROS, GOOD, GOOD])),  # the run after the trials meets a failing one again
+    ],
+)
+def test_a_cure_that_ran_on_other_batches_is_not_claimed(low, batches):
+    turns = iter(batches)
+    verdict = verdict_on(Centred(), low=low, loss=lambda model, _: model(next(turns)).square().mean())
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
+    assert "does not repeat" in verdict.evidence
+    assert "tried:" not in verdict.advice
+
+
+def test_a_model_that_fails_a_few_times_only_gets_no_tried_cure():
+    calls = []
+
+    def loss(model, inputs):
+        calls.append(1)
+        return model(inputs).square().mean() / (0.0 if len(calls) <= 2 else 1.0)
+
+    verdict = verdict_on(Cnn(nn.Identity()), loss=loss)
+    assert verdict.cure == ()
+    assert "does not repeat" in verdict.evidence
+
+
+def test_a_closure_whose_batches_are_taken_from_a_list_does_not_repeat():
+    batches = [images()]
+    verdict = verdict_on(Cnn(Gain()), loss=lambda model, _: cross_entropy(model, batches.pop()))
+    assert (verdict.module, verdict.operator) == ("plant", "mul")
+    assert "does not repeat" in verdict.evidence
+
+
+def penalty(session, model, inputs):
+    (gradient,) = session.grad(model(inputs).sum(), inputs, create_graph=True)
+    return gradient.square().mean()
+
+
+def test_a_gradient_penalty_at_too_high_a_scale_is_told_by_running_it_lower():
+    model, inputs = Stacked(nn.Identity(), nn.Identity()), rows().requires_grad_()
+    session = opened(model, "O1", loss_scale=2.0**20)
+    model.stem(inputs).sum().backward()
+    held = inputs.grad.clone()
+    verdict = halfstep.blame(session, lambda: penalty(session, model, inputs))
+    assert verdict.kind == "scale too high"
+    assert torch.equal(inputs.grad, held)
+    assert halfstep.blame(session, lambda: model(inputs).square().mean() * 1e-6) is None
+
+
+def test_a_gradient_penalty_on_a_batch_that_is_gone_gets_a_verdict_all_the_same():
+    model, batches = Stacked(nn.Identity(), nn.Identity()), [rows()]
+    session = opened(model, "O1", loss_scale=2.0**20)
+    verdict = halfstep.blame(session, lambda: penalty(session, model, batches.pop().requires_grad_()))
+    assert "does not repeat" in verdict.evidence
+
+
+def test_what_the_closure_does_not_reproduce_is_told_to_the_sinks(tmp_path):
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.RunLog(tmp_path / "run.jsonl") as log:
+        session = halfstep.initialize(model, optimizer, "O2", low="bf16", sinks=[log])
+        backward_and_step(session, model(torch.full((4, 8), torch.inf)).square().mean())
+        assert halfstep.blame(session, lambda: model(torch.ones(4, 8)).square().mean()) is None
+        session.close()
+    (event,) = halfstep.read_log(tmp_path / "run.jsonl").events
+    assert event.record.code == "not reproduced"
+    assert (
+        "the gradients of weight, bias are not finite, but the closure does not reproduce it" in event.record.evidence
+    )
+
+
+class Picky(Gain):
+    def forward(self, x):
+        assert x.dtype is torch.float16
+        return super().forward(x)
+
+
+def test_code_that_asks_for_low_numbers_leaves_the_cure_untried():
+    verdict = verdict_on(Cnn(Picky()))
+    assert (verdict.module, verdict.operator) == ("plant", "mul")
+    assert "not tried" in verdict.advice
+
+
+def test_a_closure_that_raises_for_its_numbers_gets_a_verdict():
+    def loss(model, inputs):  # dynamo turns the validation off
+        return -torch.distributions.Categorical(logits=model(inputs), validate_args=True).log_prob(LABELS).mean()
+
+    verdict = verdict_on(Cnn(Gain()), loss=loss)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "plant", "mul")
+    assert verdict.cure == (Rule("plant", FULL),)
+    assert "the closure then raised ValueError" in verdict.evidence
+
+
+class Bounded(nn.Module):
+    def forward(self, x):
+        return x + (x * 1e7).clamp(-1, 1)
+
+
+def test_a_closure_that_raises_for_another_reason_raises_as_ever():
+    def loss(model, inputs):
+        raise ValueError(f"mine, of {model(inputs)[0, 0]}")
+
+    with pytest.raises(ValueError, match="mine"):
+        verdict_on(Cnn(Bounded()), loss=loss)
+
+
+class Remembering(nn.Module):
+    """Keeps a mean of its outputs, and its last loss, in attributes that are no buffers."""
+
+    def __init__(self, written):
+        super().__init__()
+        self.fc, self.written = nn.Linear(8, 8), written
+        self.mean = torch.zeros(8)
+
+    def forward(self, x):
+        y = self.fc(x) * 1e6
+        if self.written:
+            self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.loss = y.square().mean() / 1e12
+        return (y - self.mean) / 1e6
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_state_that_a_model_keeps_in_an_attribute_is_as_before_in_each_run(written):
+    model = nn.Sequential(Remembering(written), nn.Linear(8, 4))
+    mean = model[0].mean
+    verdict = verdict_on(model, loss=lambda _, inputs: model(inputs).square().mean() + model[0].loss)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "0", "mul")
+    assert "tried: the closure's loss" in verdict.advice
+    assert model[0].mean is mean
+    assert torch.equal(mean, torch.zeros(8))
+    assert not hasattr(model[0], "loss")
+
+
+class Collecting(nn.Module):
+    """Overflows in fp16, and leaves what it saw in lists and dicts, as routers leave their losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.losses, self.counts, self.seen = [], {"calls": 0}, (set(), collections.deque(maxlen=3))
+
+    def forward(self, x):
+        out = self.linear(x) * 1e6
+        self.losses.append(out.float().mean())
+        self.counts["calls"] += 1
+        self.seen[0].add(self.counts["calls"])
+        self.seen[1].append(x)
+        return out / 1e6
+
+
+def test_what_a_model_collects_is_as_before_in_each_run():
+    model = nn.Sequential(Collecting(), nn.Linear(8, 4))
+    part = model[0]
+    losses, kept = part.losses, torch.zeros(())
+    losses.append(kept)
+
+    def loss(_, inputs):
+        loss = model(inputs).square().mean()
+        assert len(part.losses) == 2  # also where a copy stands in for it
+        return loss + part.losses[-1] / 1e6
+
+    verdict = verdict_on(model, "O1", loss=loss)
+    assert (verdict.kind, verdict.module, verdict.operator) == ("overflow", "0", "mul")
+    assert "tried: the closure's loss" in verdict.advice
+    assert part.losses is losses
+    assert [value is kept for value in losses] == [True]
+    assert (part.counts, part.seen) == ({"calls": 0}, (set(), collections.deque()))
+
+
+def test_a_state_outside_of_the_model_that_the_failure_spoils_does_not_repeat():
+    held = {"mean": torch.zeros(8, 4)}
+
+    def loss(model, inputs):
+        out = model(inputs)
+        held["mean"] = 0.9 * held["mean"] + 0.1 * out.detach()
+        return nn.functional.mse_loss(out, held["mean"])
+
+    verdict = verdict_on(Cnn(Gain()), loss=loss)
+    assert (verdict.kind, verdict.module) == ("overflow", "plant")
+    assert "does not repeat" in verdict.evidence
+    assert "two faults" not in verdict.advice

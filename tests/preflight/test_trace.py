@@ -1,0 +1,454 @@
+"""What check finds in a traced step: each fault is named with its place, and its cure cures."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import FULL, OpChange, Rule, Scaling
+from tests.preflight.planted import Does, Two, checked, loss_of, only, opened, steps
+
+
+@dataclass(frozen=True)
+class Row:
+    """A planted function, and the fault that check must name in it; `code` None: nothing is to be found.
+
+    `says` are parts of place, evidence and advice, `cure` what it must be. `trains` says what a step gives as it is,
+    None where it raises; under the cure it gives a finite loss. `alone`: there is no other finding.
+    """
+
+    name: str
+    function: Callable[[torch.Tensor], torch.Tensor]
+    code: str | None = None
+    says: tuple[str, ...] = ()
+    severity: str = "warning"
+    plan: str = "O2"
+    low: str = "fp16"
+    trains: bool | None = None
+    alone: bool = True
+    cure: tuple[Any, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def check_row(row):
+    model = Two(Does(row.function))
+    found, plan = checked(model, row.plan, row.low, **row.options)
+    if row.alone:
+        assert [finding.code for finding in found] == ([] if row.code is None else [row.code])
+    if row.code is None:
+        return
+    fault = next(finding for finding in found if finding.code == row.code)
+    assert fault.severity == row.severity
+    assert fault.place.startswith("planted, test_trace.py:")
+    assert [words for words in row.says if words not in f"{fault.place}\n{fault.evidence}\n{fault.advice}"] == []
+    if row.cure is not None:
+        assert fault.cure == row.cure
+    if row.trains is not None:
+        assert steps(model, plan, **row.options) is row.trains
+    if fault.cure:
+        assert steps(model, plan.edit(*fault.cure), **row.options)
+
+
+def parametrize(rows):
+    return pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows])
+
+
+# constants
+
+
+def zero_row(x):
+    """The first row becomes zero, whose norm only eps keeps away from 0/0."""
+    return torch.cat([x[:1] * 0, x[1:]])
+
+
+def by_upper_bound(x):
+    return x.clamp(-1.0, 1e-9)
+
+
+def by_lower_bound(x):
+    return x.clamp(1e-9, 1.0)
+
+
+def vanishing(name, function, operator, value):
+    return Row(name, function, "constant vanishes", (operator, value), trains=False, alone=False)
+
+
+def plus(eps):
+    """Divides by the size of a value plus an eps."""
+    return lambda x: x / (x.abs() + eps)
+
+
+EPS = [
+    vanishing("add", lambda x: zero_row(x) / (zero_row(x).abs().sum(-1, keepdim=True) + 1e-8), "add", "1e-08"),
+    vanishing("clamp", lambda x: zero_row(x) / zero_row(x).abs().clamp(min=1e-9), "clamp", "1e-09"),
+    vanishing("normalize", lambda x: F.normalize(zero_row(x), dim=-1), "", "1e-12"),
+    vanishing("masked_fill", lambda x: zero_row(x) / zero_row(x).masked_fill(zero_row(x) == 0, 1e-9), "masked_fill",
+              "1e-09"),
+    vanishing("where", lambda x: zero_row(x) / torch.where(zero_row(x) == 0, 1e-9, zero_row(x)), "", "1e-09"),
+    vanishing("maximum", lambda x: zero_row(x) / torch.maximum(zero_row(x).abs(), torch.tensor(1e-9)), "maximum",
+              "1e-09"),
+    Row("bf16 has it", plus(1e-8), low="bf16"),
+    Row("just above half the smallest subnormal", plus(2.0**-25 * 1.01)),
+    Row("half the smallest subnormal", plus(2.0**-25), "constant vanishes"),
+    Row("O0", plus(1e-8), plan="O0"),
+    Row("in a tensor made inside", lambda x: x / (x.abs() + torch.tensor(1e-8)), "constant vanishes"),
+    Row("in a tensor made outside", plus(torch.tensor(1e-8)), "constant vanishes"),
+    Row("computed by the step", lambda x: x + x.float().square().mean() * 1e-9),
+    Row("upper bound keeps nothing off zero", by_upper_bound),
+    Row("lower bound does", by_lower_bound, "constant vanishes"),
+    Row("in fp32", lambda x: x.float() / (x.float().abs() + 1e-8)),
+    Row("in what a checkpoint runs again", lambda x: checkpoint(plus(1e-8), x, use_reentrant=False),
+        "constant vanishes"),
+    Row("in what a checkpoint runs again, reentrant", lambda x: checkpoint(plus(1e-8), x, use_reentrant=True),
+        "constant vanishes"),
+]  # fmt: skip
+
+
+@parametrize(EPS)
+def test_an_eps_that_vanishes_is_named_and_its_cure_cures(row):
+    check_row(row)
+
+
+def test_an_eps_in_a_norm_of_the_models_own_is_in_fp32():
+    own = type("RMSNorm", (Does,), {})
+    assert checked(Two(own(lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-8))))[0] == []
+
+
+class Holds(nn.Module):
+    def __init__(self, eps, use):
+        super().__init__()
+        self.register_buffer("eps", eps)
+        self.use = use
+
+    def forward(self, x):
+        return x / (self.use(self.eps, x) + x.abs())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,)])
+def test_an_eps_in_a_buffer_that_a_cast_makes_0_is_named(shape):
+    def found(value, low="fp16"):
+        return checked(Two(Holds(torch.full(shape, value), lambda eps, x: eps.to(x.dtype))), low=low)[0]
+
+    finding = only(found(1e-9))
+    assert (finding.code, finding.place.split(",")[0]) == ("constant vanishes", "planted")
+    assert "a cast to fp16 of 1e-09, which is 0 in fp16" in finding.evidence
+    assert found(1e-9, "bf16") == found(1e-6) == []
+
+
+HIDDEN = torch.tensor([0.0, -1e9] * 4)
+FIRST_ROW = torch.arange(4).view(4, 1) == 0
+
+
+def spread(value):
+    """The softmax of values to which a mask is added that is `value` for the whole first row."""
+    return lambda x: (x + FIRST_ROW.to(x.dtype) * value).softmax(-1)
+
+
+def integers(value):
+    return lambda x: x * torch.tensor([value, 1]).to(x.dtype).isfinite().all()
+
+
+def beyond(name, function, *says, **options):
+    return Row(name, function, "value beyond the format", says, **options)
+
+
+MASKS = [
+    beyond("refused by torch", lambda x: x.masked_fill(x < 0, -1e9).softmax(-1), "masked_fill", "torch.finfo",
+           severity="error"),
+    beyond("infinite in silence", lambda x: torch.where(FIRST_ROW, -1e9, x).softmax(-1),
+           "-1e+09 becomes -inf in fp16", trains=False, alone=False),
+    beyond("infinite in a product", spread(-1e9), "mul: -1e+09 becomes -inf in fp16", trains=False, alone=False),
+    Row("a product in bf16", spread(-1e9), low="bf16"),
+    beyond("infinite in a cast", lambda x: (x + HIDDEN.to(x.dtype)).softmax(-1), "a cast to fp16: -1e+09 becomes -inf"),
+    Row("a cast in bf16", lambda x: (x + HIDDEN.to(x.dtype)).softmax(-1), low="bf16"),
+    Row("finfo.min", lambda x: (x + torch.finfo(x.dtype).min * (x < 0)).softmax(-1)),
+    Row("written as infinite", lambda x: x.masked_fill(x < -5, -torch.inf)),
+    Row("a cast of integers that fit", integers(65504)),
+    beyond("a cast of integers", integers(70_000), "a cast to fp16: 70000 becomes inf"),
+]  # fmt: skip
+
+
+@parametrize(MASKS)
+def test_a_value_beyond_the_format_is_named_and_its_cure_cures(row):
+    check_row(row)
+
+
+def test_in_the_second_of_two_models_the_cure_names_the_module_as_rules_do():
+    models = [nn.Linear(8, 8), Two(Does(lambda x: x / (x.abs() + 1e-8)))]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.0)
+
+    def closure():
+        return loss_of(lambda x: models[1](models[0](x)))
+
+    with halfstep.initialize(models, optimizer, "O2", low="fp16") as session:
+        found = only(halfstep.check(session, closure))
+        cured = session.plan.edit(*found.cure)
+    assert found.place.startswith("planted, ")
+    assert found.evidence.endswith("; in model 1, the first being 0")
+    with halfstep.initialize(models, optimizer, cured) as session:
+        assert halfstep.check(session, closure) == ()
+
+
+# operations that fail
+
+
+@torch.library.custom_op("halfstep_test::fused_scale", mutates_args=())
+def fused_scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    if x.dtype != by.dtype:
+        raise RuntimeError("fused_scale: x and by must have one dtype")
+    return x * by
+
+
+fused_scale.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None)
+
+
+@torch.library.custom_op("halfstep_test::scale_in_place", mutates_args=("x",))
+def scale_in_place(x: torch.Tensor, by: torch.Tensor) -> None:
+    if x.dtype != by.dtype:
+        raise RuntimeError("scale_in_place: x and by must have one dtype")
+    x.mul_(by)
+
+
+@torch.library.custom_op("halfstep_test::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)  # of two formats, unless autocast is on
+
+
+product.register_autograd(
+    lambda ctx, grad: (torch.mm(grad.to(ctx.right.dtype), ctx.right.t()).to(grad.dtype), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "right", inputs[1]),
+)
+
+
+def scaled_in_place(x):
+    x = x.clone()
+    scale_in_place(x, torch.ones(8))
+    return x
+
+
+def added_product(x):
+    return (torch.zeros(4, 8) + 0).addmm_(x, x[:1].expand(8, 8))
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad.dtype != torch.float32:
+            raise TypeError("fp32 gradients alone")
+        return grad
+
+
+def picky(x):
+    if x.dtype != torch.float32:
+        raise TypeError("fp32 alone")
+    return x
+
+
+def broken(x):
+    raise ValueError("always")
+
+
+def histogram(x):
+    return x * torch.histogram(x.detach(), torch.linspace(-1, 1, 8)).hist.sum()
+
+
+def scaled(x):
+    return fused_scale(x, torch.ones(8))
+
+
+def mixed(name, function, *says, **options):
+    return Row(name, function, "mixed formats", says, "error", **options)
+
+
+def bce(x):
+    return F.binary_cross_entropy(torch.sigmoid(x), torch.ones(4, 8).to(x.dtype))
+
+
+FAILING = [
+    mixed("histogram", histogram, "should have the same dtype"),
+    mixed("custom operator", scaled, "fused_scale", "float16, float32", cure=(Rule("planted", FULL),)),
+    mixed("in place", added_product, "addmm (forward) of float32, bfloat16, bfloat16 raises RuntimeError", low="bf16"),
+    Row("Python error", picky, "step fails",
+        (f"test_trace.py:{picky.__code__.co_firstlineno + 2} in picky", "TypeError: fp32 alone"), "error",
+        cure=(Rule("planted", FULL),)),
+    Row("in every format", broken, "step fails", ("it fails in fp32 as well, so no format is the reason",), "error",
+        cure=()),
+    Row("backward", Bad.apply, "step fails", ("in backward", "fp32 gradients alone"), "error"),
+    Row("BCE at O1", bce, "BCE on low inputs", (), "error", "O1", "bf16",
+        cure=(OpChange("deny", "binary_cross_entropy"),)),
+    Row("BCE at O2", bce, "BCE on low inputs", (), "error", "O2", "bf16",
+        cure=(OpChange("deny", "binary_cross_entropy"),)),
+]  # fmt: skip
+
+
+@parametrize(FAILING)
+def test_what_fails_is_named_and_its_cure_cures(row):
+    check_row(row)
+
+
+RIGHT = torch.ones(8, 8)
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_operators_fail_in_the_check_as_they_do_in_a_step(plan, low, emulate):
+    shared = {"plan": plan, "low": low, "options": {"emulate": emulate}}
+    check_row(mixed("custom", scaled, "fused_scale (forward) of ", **shared))
+    check_row(mixed("custom in place", scaled_in_place, "scale_in_place (forward) of ", **shared))
+    check_row(mixed("in place", added_product, "addmm (forward) of ", **shared))
+    check_row(Row("autocast makes one format of two", lambda x: product(x, RIGHT), **shared))
+
+
+def test_a_failure_of_the_low_format_that_no_edit_cures_says_so():
+    model = Two(nn.Linear(8, 8))
+    session = opened(model)
+
+    def closure():
+        with session.autocast():
+            if (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16:
+                raise ValueError("fp16 is not wanted here")
+        return loss_of(model)
+
+    error = next(finding for finding in halfstep.check(session, closure) if finding.severity == "error")
+    assert error.cure == ()
+    assert "no edit of the plan was found" in error.advice
+
+
+def test_no_edit_is_named_for_a_failure_that_does_not_come_twice():
+    calls = iter(range(9))
+
+    def first(x):
+        if next(calls) == 0:
+            raise ValueError("a bad batch")
+        return x
+
+    error = only(checked(Two(Does(first)))[0])
+    assert error.cure == ()
+    assert error.advice.startswith("a second call of the closure did not fail")
+
+
+def test_a_model_that_cannot_be_copied_is_not_said_to_fail_in_fp32():
+    model = Two(Does(scaled))
+    model.kept = threading.Lock()
+    error = only(checked(model)[0])
+    assert error.cure == ()
+    assert "no edit could be tried, as the model cannot be copied: TypeError: cannot pickle" in error.advice
+
+
+def test_what_a_forward_left_in_an_attribute_does_not_keep_an_edit_from_being_tried():
+    model = Two(Does(scaled))
+    model.kept = model.first(torch.ones(1, 8))  # no leaf, which torch itself does not copy
+    assert only(checked(model)[0]).cure == (Rule("planted", FULL),)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_closure_that_runs_out_of_batches_is_not_said_to_fail_in_fp32(count):
+    model, batches = Two(Does(scaled)), iter([torch.ones(4, 8)] * count)
+    error = only(halfstep.check(opened(model), lambda: model(next(batches)).sum()))
+    assert error.cure == ()
+    assert error.advice.startswith("the closure ran out of batches")
+
+
+# numbers that are not finite
+
+
+def test_a_loss_that_is_not_finite_is_an_error_that_names_blame():
+    found, _ = checked(Two(Does(lambda x: torch.log(x * 0 - 1))))
+    assert (only(found).code, "blame" in only(found).advice) == ("not finite", True)
+
+
+def test_a_constant_scale_that_is_too_high_is_named_and_a_dynamic_one_is_not():
+    found, _ = checked(Two(nn.Linear(8, 8)), loss_scale=2.0**30)
+    assert only(found).code == "gradients not finite"
+    assert only(found).cure == (Scaling("dynamic"),)
+    assert checked(Two(nn.Linear(8, 8)), loss_scale=Scaling("dynamic", init=2.0**24))[0] == []
+
+
+def test_an_fp16_loss_is_traced_at_a_scale_that_it_takes():
+    model = Two(nn.Identity())
+    found = halfstep.check(opened(model, loss_scale=65536.0), lambda: loss_of(model).half() * 1e-3)
+    assert [finding.code for finding in found if finding.severity != "note"] == ["scale too high"]
+
+
+class Nested(nn.Module):
+    def __init__(self, layout, factor):
+        super().__init__()
+        self.fc, self.layout, self.factor = nn.Linear(8, 8), layout, factor
+
+    def forward(self, x):
+        nested = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=self.layout)
+        narrow = (nested * self.factor).to(torch.float16).float()
+        return self.fc(narrow / self.factor).to_padded_tensor(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize(("factor", "codes"), [(1.0, []), (1e6, ["not finite", "value beyond the format"])])
+def test_nested_tensors_are_looked_into(factor, codes, layout):
+    found, _ = checked(Nested(layout, factor), "O1", "bf16")
+    assert [finding.code for finding in found] == codes
+
+
+# fp32 streams
+
+
+class Stream(nn.Module):
+    """A transformer whose stream gets `wide` added: what it is given, or a buffer."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.first, self.add = nn.Linear(8, 8), add
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.register_buffer("pe", torch.randn(4, 8))
+
+    def forward(self, x):
+        h = self.add(self, self.first(x), x)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (lambda self, h, x: h + x, "an input is added here"),
+        (lambda self, h, x: h + self.pe[None, :], "the buffer 'pe' is added here"),
+        (lambda self, h, x: h + self.pe.sin() * 2, "the buffer 'pe' is added here"),
+        (lambda self, h, x: torch.cat([h, x], 1), "an input meets low values in cat here"),
+        (lambda self, h, x: h + x.to(h.dtype) + self.pe.to(h.dtype), None),
+        (lambda self, h, x: h, None),
+    ],
+)
+@pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
+def test_what_makes_a_stream_fp32_is_named_with_its_line(add, what, plan):
+    model = Stream(add)
+    found = halfstep.check(opened(model, plan, "bf16"), lambda: model(torch.randn(2, 4, 8)).square().mean())
+    if what is None or plan == "O1":  # where weights are fp32 streams are
+        assert found == ()
+        return
+    note = only(found)
+    assert (note.severity, note.code) == ("note", "fp32 stream")
+    assert note.place.startswith("(model), test_trace.py:")
+    assert note.evidence.startswith("blocks see an fp32 stream because ")
+    assert what in note.evidence
+    assert ("input='low'" in note.advice) == ("input" in what)
+
+
+def test_low_inputs_make_no_fp32_stream():
+    model = Stream(lambda self, h, x: h + x)
+    session = opened(model, low="bf16", input="low")
+    assert halfstep.check(session, lambda: model(torch.randn(2, 4, 8)).square().mean()) == ()
