@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
+from halfstep.formats import LOW_DTYPES
 from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
@@ -249,6 +250,7 @@ class Replicas:
         self._group, self._is_own = wrapper.process_group, None
         self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
         self._undo.callback(_Join(wrapper, self).attach())
+        self._undo.callback(_retire, weakref.ref(wrapper), [p for p in shared if p.dtype in LOW_DTYPES])
 
     def begin_join(self, wrapper: DistributedDataParallel) -> None:
         """Says that processes may from now on run out of data at different times."""
@@ -322,6 +324,25 @@ class Replicas:
             if len(theirs) != len(found[0][0]):
                 raise _differing(rank, f"{len(theirs)} entries", f"{len(found[0][0])}")
         return [state for _, state in found]
+
+
+def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Parameter]) -> None:
+    """Has a wrapper refuse to train once the parameters that it was made for are no longer stored low."""
+    made_for = [(weakref.ref(p), p.dtype) for p in low]
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if any(p is not None and p.dtype is not dtype for p, dtype in ((ref(), dtype) for ref, dtype in made_for)):
+            raise SessionError(
+                "the session of this model is closed and its weights are fp32 again, but DistributedDataParallel was "
+                "made for low ones and would no longer reduce their gradients: wrap the model again "
+                "(wrapped = DistributedDataParallel(model))"
+            )
+
+    own = wrapper()
+    if own is not None and low:
+        own.register_forward_pre_hook(refuse)
 
 
 @dataclass(frozen=True)

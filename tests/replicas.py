@@ -468,6 +468,31 @@ def wrapped_before(rank):
     return found
 
 
+def closed(rank, setting):
+    """Closes the session of a wrapped model and goes on; returns what the old wrapper says, and weights at the end."""
+    level, options = SETTINGS[setting]
+    model = network(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = halfstep.initialize(model, optimizer, level, **options)
+    wrapped = DDP(model)
+    session.backward((wrapped(batch(rank, 0)[0])).square().mean())
+    session.step()
+    session.close()
+    with torch.no_grad():
+        wrapped(batch(rank, 1)[0])  # to look at a model is allowed
+    try:
+        wrapped(batch(rank, 1)[0])
+        said = None
+    except SessionError as error:
+        said = str(error)
+        wrapped = DDP(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(batch(rank, step)[0]).square().mean().backward()
+        optimizer.step()
+    return said, weights(model)
+
+
 def work(rank, path, size, cases):
     logging.getLogger("halfstep").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)

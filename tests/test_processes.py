@@ -36,6 +36,7 @@ CASES = {
     "scaled alone": (replicas.scaled_alone, ()),
     "many losses": (replicas.many_losses, ()),
     **{f"{s}, {o}, epochs": (replicas.epochs, (s, o)) for s in PARTING for o in replicas.OPTIMIZERS},
+    **{f"{setting}, closed": (replicas.closed, (setting,)) for setting in SETTINGS},
     "initialized after": (replicas.initialized_after, ()),
 }
 
@@ -218,6 +219,16 @@ def test_a_model_wrapped_before_its_weights_are_stored_low_is_refused(found):
     (message, one), (_, other) = (each["initialized after"] for each in found)
     assert "has been wrapped in DistributedDataParallel; at O2" in message
     assert one == other
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_wrapper_made_for_low_weights_refuses_to_train_once_the_session_is_closed(found, setting):
+    (said, one), (_, other) = (each[f"{setting}, closed"] for each in found)
+    assert one == other
+    if setting.startswith(("O0", "O1")):
+        assert said is None
+    else:
+        assert "wrap the model again" in said
 
 
 def findings(norm, size, bad=()):
