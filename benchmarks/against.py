@@ -86,7 +86,8 @@ def _workload(row: str, level: str, low: str, data: str | None) -> Callable[[], 
     from halfstep.workloads.load import load_workload
 
     settings, _ = ROWS[row]
-    workload = load_workload(row, settings, data=None if data is None else Path(data))
+    own_text = row == "char_lm" or data is None  # it comes with halfstep
+    workload = load_workload(row, settings, data=None if own_text else Path(data))
     model = workload.build(0)
     optimizer = workload.optimizer(model, fused=False)
     session = halfstep.initialize(model, optimizer, level, low=low)
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--low", default="bf16")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--data", help="the folder of the workloads' data")
+    parser.add_argument("--data", help="the folder with CIFAR-10 and IMDB")
     parser.add_argument("--json", type=Path, help="write every ratio, with machine and versions, to this file")
     options = parser.parse_args()
     roots = [HERE, options.other.resolve()]
