@@ -1,0 +1,78 @@
+"""The examples run at small size: as they are, and where one is told twice, both tellings train alike."""
+
+import gzip
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+OWN = {
+    "halfstep_linear_regression": ["--steps", "5"],
+    "halfstep_images": ["--steps", "3", "--data", "DATA"],
+    "halfstep_sentiment": ["--steps", "3", "--data", "DATA", "--out", "DATA/own.pt"],
+    "halfstep_dcgan": ["--steps", "2", "--data", "DATA", "--width", "4"],
+    "halfstep_char_gpt": ["--steps", "3", "--width", "16", "--text", "DATA/text", "--out", "DATA/gpt.pt"],
+}
+TORCH_AMP = {
+    "torch_amp_images": ["--steps", "3", "--data", "DATA"],
+    "torch_amp_sentiment": ["--steps", "3", "--data", "DATA", "--out", "DATA/amp.pt"],
+}
+PLAIN = {"char_gpt": ["--steps", "3", "--width", "16", "--text", "DATA/text", "--out", "DATA/plain.pt"]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Files in the formats of Fashion-MNIST and IMDB, and a text."""
+    folder = tmp_path_factory.mktemp("data")
+    numbers = np.random.default_rng(0)
+    pixels = numbers.integers(0, 256, 200 * 28 * 28, dtype=np.uint8)
+    files = {
+        "train-images-idx3-ubyte.gz": bytes(16) + pixels.tobytes(),
+        "train-labels-idx1-ubyte.gz": bytes(8) + numbers.integers(0, 10, 200, dtype=np.uint8).tobytes(),
+        "imdb_train.tsv.gz": "\n".join(f"{i % 2}\ta {'good' if i % 2 else 'bad'} film" for i in range(64)).encode(),
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(gzip.compress(content))
+    (folder / "text").write_text("to be or not to be, that is the question. " * 20)
+    return folder
+
+
+def run(name, arguments, data, monkeypatch, capsys, *more):
+    """Runs an example as `python FILE ARGUMENTS` would; returns the last loss that it prints."""
+    given = [argument.replace("DATA", str(data)) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given, *more])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    torch.manual_seed(0)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return float(re.findall(r"(?:loss|Loss_G) ([\d.]+)", capsys.readouterr().out)[-1])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("name", OWN)
+def test_the_two_lines_train_at_every_level(name, level, data, monkeypatch, capsys):
+    assert 0 < run(name, OWN[name], data, monkeypatch, capsys, "--level", level) < 10
+
+
+@pytest.mark.parametrize("name", TORCH_AMP)
+def test_a_torch_amp_loop_and_the_two_lines_train_alike(name, data, monkeypatch, capsys):
+    theirs = run(name, TORCH_AMP[name], data, monkeypatch, capsys)
+    own = name.replace("torch_amp", "halfstep")
+    assert run(own, OWN[own], data, monkeypatch, capsys, "--level", "O1") == pytest.approx(theirs, rel=0.02)
+
+
+def test_a_loop_without_mixed_precision_and_the_two_lines_at_o0_are_the_same(data, monkeypatch, capsys):
+    theirs = run("char_gpt", PLAIN["char_gpt"], data, monkeypatch, capsys)
+    ours = run("halfstep_char_gpt", OWN["halfstep_char_gpt"], data, monkeypatch, capsys, "--level", "O0")
+    assert ours == theirs
+    plain, own = (torch.load(data / name)["model"] for name in ("plain.pt", "gpt.pt"))
+    assert all(torch.equal(value, own[key]) for key, value in plain.items())
+
+
+def test_data_that_is_not_there_is_said_in_words(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="is not there; get the data from https:"):
+        run("torch_amp_images", ["--data", str(tmp_path)], tmp_path, monkeypatch, capsys)
