@@ -101,7 +101,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 
 
 def warmup(steps: int) -> int:
-    """Returns how many first steps of each seed are not timed.
+    """Returns how many steps at the start of each seed's run are not timed.
 
     >>> warmup(100), warmup(10), warmup(1)
     (5, 2, 0)

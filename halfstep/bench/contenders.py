@@ -23,7 +23,7 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Skipped steps, the scale now, and bytes held between two steps, by what holds them."""
+    """Skipped steps, the current scale, and the bytes held between steps, by what holds them."""
 
     skipped: int
     scale: float

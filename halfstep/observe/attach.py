@@ -63,7 +63,7 @@ def _listed(name: str, given: Any, what: str) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, Iterable):
-        raise ObserveError(f"{name} is {given!r}; give a text, {what}, or several of them in a list")
+        raise ObserveError(f"{name} is {given!r}; give a string, {what}, or several of them in a list")
     return list(given)
 
 

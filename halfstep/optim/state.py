@@ -116,7 +116,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
     if sizes != own:
         raise StateError(
             f"the optimizer state has a parameter group each for {sizes} parameters, this optimizer for {own}; "
-            "load the state of an optimizer that was made alike"
+            "load the state of an optimizer with the same groups"
         )
     known = [index for group in groups for index in group["params"]]
     strange = [key for key in state if key not in known and (can_rehearse(optimizer) or not isinstance(key, str))]

@@ -25,11 +25,11 @@ class Plan:
 
     `low` is bf16 or fp16 (a torch.dtype or name is taken too); `param` is the width of stored weights; `ops` says
     whether the op table acts; `norms` is the width of normalisation parameters where weights are low; `master` keeps
-    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes), and `input` whether what it
-    is given stays as it comes (products cast what they take) or is cast to low first; `scale` is the loss scale.
+    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes), and `input` whether its
+    inputs stay as they come (products cast their operands) or are cast to low first; `scale` is the loss scale.
 
     Raises:
-        PlanError: a field that is none, or fields that contradict each other; the message says why.
+        PlanError: an invalid field, or fields that contradict each other; the message says why.
         FormatError: an unknown format.
     """
 
@@ -50,7 +50,7 @@ class Plan:
         object.__setattr__(self, "low", as_format(self.low))
         if self.low not in LOW_FORMATS:
             known = " and ".join(fmt.name for fmt in LOW_FORMATS)
-            raise PlanError(f"plan low is {self.low.name}; {known} can be trained in: give one of these")
+            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; choose one of {known}")
         one_of("plan param", self.param, get_args(Width))
         one_of("plan ops", self.ops, get_args(Ops))
         one_of("plan norms", self.norms, get_args(Width))
@@ -74,7 +74,7 @@ class Plan:
         the place of the scale.
 
         Raises:
-            PlanError: something that is no edit, or an edit that contradicts the plan.
+            PlanError: something that is not an edit, or an edit that contradicts the plan.
         """
         plan = self
         for edit in edits:
@@ -130,7 +130,7 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.ops == "none" and plan.op_changes != OpChanges(),
-        "op_changes change the op table, but ops is 'none', so that no table acts; remove them, or give ops 'table'",
+        "op_changes change the op table, but ops is 'none', so no table is used; remove them, or give ops 'table'",
     ),
 )
 
@@ -144,6 +144,6 @@ def _check_rules(plan: Plan) -> None:
         seen[rule.pattern] = rule
         if plan.param == "full" and rule.policy.param == "low":
             raise PlanError(
-                f"plan {plan.name!r}: rule {rule.pattern!r} stores parameters low, but in this plan (param 'full') all "
-                "weights stay fp32; give the rule Policy('full', ...), or take level O2"
+                f"plan {plan.name!r}: rule {rule.pattern!r} stores parameters in low precision, but this plan "
+                "keeps all weights in fp32 (param 'full'); use Policy('full', ...) in the rule, or level O2"
             )

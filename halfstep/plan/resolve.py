@@ -56,7 +56,7 @@ class ModuleFormats:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A plan and what it gives each module, in the order of `named_modules()` of one model after the other."""
+    """A plan and what it gives each module, in the order of `named_modules()`, model by model."""
 
     plan: Plan
     modules: tuple[ModuleFormats, ...]

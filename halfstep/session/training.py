@@ -131,7 +131,7 @@ class PlainTraining:
 
 @dataclass(eq=False)
 class MixedTraining:
-    """Backward and step under a plan: the loss scaled, the step skipped where a gradient is not finite."""
+    """Runs backward and step under a plan: scales the loss, and skips the step if a gradient is not finite."""
 
     parts: Sequence[Part]
     casting: Casting

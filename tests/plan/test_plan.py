@@ -50,7 +50,9 @@ def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
 
 @pytest.mark.parametrize("low", [FP32, TF32, E4M3])
 def test_a_format_that_one_cannot_train_in_is_refused(low):
-    with pytest.raises(PlanError, match=f"plan low is {low.name}; bf16 and fp16 can be trained in"):
+    with pytest.raises(
+        PlanError, match=f"plan low is {low.name}, in which halfstep cannot train; choose one of bf16 and fp16"
+    ):
         make(low=low)
 
 
@@ -116,7 +118,7 @@ CASES = [
     (O0, {"output": "full"}, "output is not touched"),
     (O0, {"output": "low"}, "output is not touched"),
     (O0, {"input": "low"}, "input is not touched"),
-    (O0, {"op_changes": OpChanges(deny=("softmax",))}, "no table acts"),
+    (O0, {"op_changes": OpChanges(deny=("softmax",))}, "no table is used"),
 ]
 
 
@@ -155,7 +157,9 @@ def test_what_makes_sense_is_allowed(changes):
 
 
 def test_a_rule_that_stores_low_contradicts_fp32_weights():
-    with pytest.raises(PlanError, match=r"rule 'head' stores parameters low, .* give the rule Policy\('full', ...\)"):
+    with pytest.raises(
+        PlanError, match=r"rule 'head' stores parameters in low precision, .* Policy\('full', ...\) in the rule"
+    ):
         replace(O1, rules=(Rule("head", LOW),))
 
 
@@ -185,7 +189,7 @@ def test_lists_of_ops_become_tuples():
     ],
 )
 def test_an_op_stands_in_one_list(changes, where):
-    with pytest.raises(PlanError, match=f"op 'softmax' stands {where}"):
+    with pytest.raises(PlanError, match=f"op 'softmax' is listed {where}"):
         OpChanges(**changes)
 
 
