@@ -48,8 +48,8 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.decide import Decision, decide_for_copies
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
+from halfstep.session.replicas import SharedState
 from halfstep.session.stage import Stage
-from halfstep.session.together import SharedState
 from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
 from halfstep.torch_internals import parameters_of
 

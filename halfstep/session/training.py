@@ -29,7 +29,7 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
 from halfstep.session.parts import Flags, LastStep, Part, Update, last_steps, step_each
-from halfstep.session.together import Agreed, Hearing, agree
+from halfstep.session.replicas import Agreed, Hearing, agree
 from halfstep.stack import begin_pass
 
 
