@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from halfstep.checks import as_tuple, count, one_of, real, text
 from halfstep.errors import PlanError
+from halfstep.validate import as_tuple, count, one_of, real, text
 
 
 def _code(value: Any) -> str:

@@ -14,13 +14,13 @@ import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from halfstep.checks import near_miss
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.formats import Format, as_format
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
+from halfstep.validate import near_miss
 
 SCHEMA = 1
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from halfstep.checks import as_tuple, near_miss
 from halfstep.edits import OP_LISTS, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
 from halfstep.plan.plan import LOW_FORMATS, Master, Plan, PlanInput
+from halfstep.validate import as_tuple, near_miss
 
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from halfstep.checks import as_tuple, instance, one_of, text
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
+from halfstep.validate import as_tuple, instance, one_of, text
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
