@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from halfstep.diagnose.absorbed import absorbed_findings
+from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import (
     WHOLE,
     candidates,
