@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.bench.contenders import Entry, Facts
 from halfstep.bench.figures import mean_of_last, speedup, spread
+from halfstep.bench.variants import Entry, Facts
 from halfstep.errors import HalfstepError
 from halfstep.records import BenchRun
 
