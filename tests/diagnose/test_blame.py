@@ -167,7 +167,7 @@ def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
 
     verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.cure) == ("scale too high", (cure,))
-    assert "at 0.125 all gradients are finite" in verdict.evidence
+    assert "at loss scale 0.125 all gradients are finite" in verdict.evidence
     assert_cured(model, session, verdict, closure)
 
 
