@@ -364,7 +364,7 @@ def test_what_the_loop_made_before_the_forward_is_no_input_data(loss, operator, 
     assert "nan_to_num" not in verdict.advice
 
 
-@pytest.mark.parametrize(("value", "word"), [(-torch.inf, "mask"), (torch.inf, "weights of classes")])
+@pytest.mark.parametrize(("value", "word"), [(-torch.inf, "mask"), (torch.inf, "class weights")])
 def test_what_may_be_a_mask_is_not_advised_to_become_0(value, word):
     model = nn.Linear(8, 8)
     session, optimizer = session_on(model, "O1", "bf16")

@@ -611,7 +611,7 @@ def test_inference_and_closed_sessions_have_no_steps_to_observe():
     model = Small()
     with (
         halfstep.initialize(model, None, "O1", low="bf16") as session,
-        pytest.raises(SessionError, match="does not make"),
+        pytest.raises(SessionError, match="does not run"),
     ):
         session.observe()
     with pytest.raises(SessionError, match="closed"):

@@ -14,7 +14,7 @@ from tests.diagnose.faults.hosts import WIDTH, Stacked, rows
 from tests.diagnose.faults.plants import CustomBackward, SqrtOfZero, Steep
 
 INVALID, OVERFLOW, MASKED = "invalid", "overflow", "masked row"
-GRADIENT = "is not finite at these inputs"
+GRADIENT = "is not finite here"
 NOWHERE = "(an eps, a clamp)"
 
 
@@ -141,7 +141,7 @@ POLES = (
             lambda x: with_zeros(x).div_(with_zeros(x).abs().sum(-1, keepdim=True) + 0.1), ("div", FORWARD, INVALID),
             NOWHERE),
     no_edit("a mean of nothing", lambda x: x + x[x > 1e4].mean(), lambda x: x, ("mean", FORWARD, INVALID),
-            "leave it out where none are chosen"),
+            "skip it where no element is selected"),
     no_edit("a variance of one row", lambda x: x / (1 + x[:1].var(0)), lambda x: x / (1 + x[:2].var(0)),
             ("var", FORWARD, INVALID), "it has no value for so few elements"),
     no_edit("NaN that the code writes", lambda x: x.masked_fill(first_row(x), math.nan),
