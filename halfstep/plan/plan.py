@@ -93,8 +93,8 @@ class Plan:
 CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.param == "full" and plan.master != "none",
-        "a master keeps the fp32 value of low weights, but here (param 'full') the weights are fp32 themselves; "
-        "give master 'none', or a level with low weights, O2",
+        "a master keeps the fp32 value of low-precision weights, but this plan keeps weights in fp32 (param 'full'); "
+        "give master 'none', or use level O2",
     ),
     (
         lambda plan: plan.master == "split" and plan.low != BF16,
@@ -102,23 +102,23 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.param == "full" and plan.norms != "full",
-        "norms 'low' stores normalisation weights low, but here (param 'full') all weights are fp32 and the op table "
-        "decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
+        "norms 'low' stores normalisation weights in low precision, but this plan keeps all weights in fp32 (param "
+        "'full') and the op table decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",
-        "weights are low but ops is 'none': fp32 values (rotary tables, masks, torch.zeros states) would meet low "
-        "weights in matrix products and fail; give ops 'table', as O2 does",
+        "weights are in low precision but ops is 'none': fp32 values (rotary tables, masks, torch.zeros states) would "
+        "meet them in matrix products and fail; give ops 'table', as O2 does",
     ),
     (
         lambda plan: plan.ops == "none" and plan.scale.kind != "none",
-        "a loss scale keeps low gradients from underflow, but here (ops 'none') nothing is low; "
+        "a loss scale keeps low-precision gradients from underflow, but with ops 'none' there are none; "
         "give scale kind 'none', or level O1",
     ),
     (
         lambda plan: plan.ops == "none" and bool(plan.rules),
-        "rules say which modules compute low or full, but here (ops 'none') everything stays as it is; "
-        "remove the rules, or take level O1",
+        "rules say which modules compute low or full, but with ops 'none' everything runs as written; "
+        "remove the rules, or use level O1",
     ),
     (
         lambda plan: plan.ops == "none" and plan.output != "keep",

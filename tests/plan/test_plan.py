@@ -106,12 +106,12 @@ def test_a_list_of_rules_becomes_a_tuple():
 
 # fields that contradict each other, and what the message says of them; the plan beside each differs in one field
 CASES = [
-    (O1, {"master": "copy"}, "a master keeps the fp32 value of low weights"),
-    (O1, {"master": "split"}, "a master keeps the fp32 value of low weights"),
-    (O0, {"master": "copy"}, "a master keeps the fp32 value of low weights"),
+    (O1, {"master": "copy"}, "a master keeps the fp32 value of low-precision weights"),
+    (O1, {"master": "split"}, "a master keeps the fp32 value of low-precision weights"),
+    (O0, {"master": "copy"}, "a master keeps the fp32 value of low-precision weights"),
     (O2, {"low": FP16}, "'split' needs bf16"),
     (O1, {"norms": "low"}, "the op table decides how norms compute"),
-    (O2, {"ops": "none", "output": "keep"}, "weights are low but ops is 'none'"),
+    (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),
     (O0, {"scale": Scaling("dynamic")}, "loss scale .* nothing is low"),
     (O0, {"scale": Scaling("static", init=1)}, "loss scale .* nothing is low"),
     (O0, {"rules": (Rule("head", FULL),)}, "rules say .* stays as it is"),
