@@ -112,8 +112,8 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.ops == "none" and plan.scale.kind != "none",
-        "a loss scale keeps low-precision gradients from underflow, but with ops 'none' there are none; "
-        "give scale kind 'none', or level O1",
+        "a loss scale keeps low-precision gradients from underflow, but with ops 'none' no gradient is in low "
+        "precision; give scale kind 'none', or level O1",
     ),
     (
         lambda plan: plan.ops == "none" and bool(plan.rules),

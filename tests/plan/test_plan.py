@@ -112,8 +112,8 @@ CASES = [
     (O2, {"low": FP16}, "'split' needs bf16"),
     (O1, {"norms": "low"}, "the op table decides how norms compute"),
     (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),
-    (O0, {"scale": Scaling("dynamic")}, "loss scale .* nothing is low"),
-    (O0, {"scale": Scaling("static", init=1)}, "loss scale .* nothing is low"),
+    (O0, {"scale": Scaling("dynamic")}, "loss scale .* no gradient is in low precision"),
+    (O0, {"scale": Scaling("static", init=1)}, "loss scale .* no gradient is in low precision"),
     (O0, {"rules": (Rule("head", FULL),)}, "rules say .* stays as it is"),
     (O0, {"output": "full"}, "output is not touched"),
     (O0, {"output": "low"}, "output is not touched"),
@@ -269,5 +269,5 @@ def test_what_is_no_edit_is_refused(edit):
 
 
 def test_an_edit_that_contradicts_the_plan_is_refused():
-    with pytest.raises(PlanError, match=r"nothing is low"):
+    with pytest.raises(PlanError, match=r"no gradient is in low precision"):
         O0.edit(Scaling("dynamic"))
