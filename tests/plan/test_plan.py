@@ -114,7 +114,7 @@ CASES = [
     (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),
     (O0, {"scale": Scaling("dynamic")}, "loss scale .* no gradient is in low precision"),
     (O0, {"scale": Scaling("static", init=1)}, "loss scale .* no gradient is in low precision"),
-    (O0, {"rules": (Rule("head", FULL),)}, "rules say .* stays as it is"),
+    (O0, {"rules": (Rule("head", FULL),)}, "rules say .* runs as written"),
     (O0, {"output": "full"}, "output is not touched"),
     (O0, {"output": "low"}, "output is not touched"),
     (O0, {"input": "low"}, "input is not touched"),
