@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from halfstep.bench.bench import bench
-from halfstep.bench.contenders import entries
+from halfstep.bench.variants import entries
 from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, FP16
 from halfstep.machine import read_facts

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.bench.bench import bench
-from halfstep.bench.contenders import PEER, AmpContender, Contender, Entry, SessionContender, entries
 from halfstep.bench.figures import speedup
+from halfstep.bench.variants import PEER, AmpVariant, Entry, SessionVariant, Variant, entries
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.plan.levels import level
@@ -158,12 +158,12 @@ class FullEntry(Entry):
 
     tf32: bool = False
 
-    def start(self, workload: Workload, seed: int, device: torch.device) -> Contender:
+    def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         """Builds the model and makes it ready to train."""
         return Full(workload, workload.build(seed).to(device), tf32=self.tf32)
 
 
-class Full(SessionContender):
+class Full(SessionVariant):
     """O0 with TF32 on or off while it trains."""
 
     def __init__(self, workload: Workload, model: nn.Module, *, tf32: bool) -> None:
@@ -187,12 +187,12 @@ class Full(SessionContender):
 class CompiledEntry(Entry):
     """torch.amp with a compiled model."""
 
-    def start(self, workload: Workload, seed: int, device: torch.device) -> Contender:
+    def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         """Builds the model and makes it ready to train; it compiles at its first steps, which are not timed."""
         return Compiled(workload, workload.build(seed).to(device), self.low, device)
 
 
-class Compiled(AmpContender):
+class Compiled(AmpVariant):
     """torch.amp whose training forward and backward are compiled; the evaluation is not."""
 
     def __init__(self, workload: Workload, model: nn.Module, low: Format, device: torch.device) -> None:

@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from halfstep.checks import as_tuple, count, one_of, real, text
 from halfstep.errors import PlanError
+from halfstep.validate import as_tuple, count, one_of, real, text
 
 
 def _code(value: Any) -> str:
@@ -41,7 +41,7 @@ class Policy:
     "full" is fp32, "low" is the plan's low format; an output of "input" has the format of the module's input.
 
     Raises:
-        PlanError: a width that is none, or low parameters under full computation, which no op accepts.
+        PlanError: an unknown width, or low parameters under full computation, which no op accepts.
     """
 
     param: Width
@@ -81,8 +81,9 @@ class Rule:
     weights are low and what calls it has another policy), kept as they come, or cast to low.
 
     Raises:
-        PlanError: a pattern that is no text or can match nothing, a policy that is no Policy, an unknown buffer width
-            or input, or an input other than the policy's where it computes full, since its ops would get mixed formats.
+        PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown buffer
+            width or input, or an input other than the policy's where it computes full, since its ops would get mixed
+            formats.
 
     >>> Rule("blocks.*.attn", Policy("full", "full", "input")).matches(("blocks.3.attn",), ())
     True
@@ -110,7 +111,7 @@ class Rule:
         if self.input != "policy" and self.policy.compute == "full":
             raise PlanError(
                 f"rule {self.pattern!r} has input {self.input!r} and computes full: its ops would get low inputs "
-                "beside fp32 weights; leave the input out, which casts it to fp32"
+                "with fp32 weights; leave out `input`, and inputs are cast to fp32"
             )
 
     __repr__ = _code
@@ -143,10 +144,10 @@ def _op_name(where: str, op: object) -> None:
 class OpChange:
     """One op and the list that it moves to: allow (runs low), deny (full), infer (as its inputs), promote (widest).
 
-    `op` is a public torch name such as "softmax", or "module:function" for a function that is no torch op.
+    `op` is a public torch name such as "softmax", or "module:function" for a function that is not a torch op.
 
     Raises:
-        PlanError: an unknown list, or no op name.
+        PlanError: an unknown list, or an invalid op name.
     """
 
     list: OpList
@@ -161,10 +162,10 @@ class OpChange:
 
 @dataclass(frozen=True)
 class OpChanges:
-    """What a plan changes in the op table, by list; lists given in place of tuples are taken as tuples.
+    """What a plan changes in the op table, by list; lists are accepted in place of tuples.
 
     Raises:
-        PlanError: a list that is none, an op name that is none, or an op that stands twice.
+        PlanError: something that is not a list of names, an invalid op name, or an op that is listed twice.
     """
 
     allow: tuple[str, ...] = ()
@@ -183,7 +184,7 @@ class OpChanges:
                     where = (
                         f"twice in {field.name}" if listed[op] == field.name else f"in {listed[op]} and {field.name}"
                     )
-                    raise PlanError(f"op {op!r} stands {where}; an op belongs to one list: remove the other")
+                    raise PlanError(f"op {op!r} is listed {where}; an op belongs to one list: remove the other")
                 listed[op] = field.name
 
     def listed(self) -> list[tuple[OpList, str]]:
@@ -252,9 +253,9 @@ class Scaling:
 
     def _check_schedule(self) -> None:
         if self.growth == 1.0:
-            raise PlanError("scale growth is 1, so that the scale could never recover; give more than 1, such as 2")
+            raise PlanError("scale growth is 1, so the scale could never recover; give more than 1, such as 2")
         if self.backoff == 1.0:
-            raise PlanError("scale backoff is 1, so that every overflow would repeat; give less than 1, such as 0.5")
+            raise PlanError("scale backoff is 1, so every overflow would repeat; give less than 1, such as 0.5")
         if self.min > self.max:
             raise PlanError(f"scale min {self.min:g} is above max {self.max:g}; swap them or widen the range")
         if not self.min <= self.init <= self.max:

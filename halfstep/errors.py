@@ -6,7 +6,7 @@ class HalfstepError(Exception):
 
 
 class FormatError(HalfstepError, ValueError):
-    """A number format that halfstep does not know, or that does not fit where it was given."""
+    """A number format that halfstep does not know, or that cannot be used where it was given."""
 
 
 class PlanError(HalfstepError, ValueError):
@@ -34,7 +34,7 @@ class LogError(HalfstepError, ValueError):
 
 
 class WorkloadError(HalfstepError, ValueError):
-    """A workload that is unknown, gets a setting it does not have, or is not what a workload must be."""
+    """A workload that is unknown, gets a setting that it does not have, or lacks what a workload must have."""
 
 
 class OpError(HalfstepError, RuntimeError):
@@ -42,4 +42,4 @@ class OpError(HalfstepError, RuntimeError):
 
 
 class ObserveError(HalfstepError, ValueError):
-    """A probe on modules that are not there, of tensors that no module has, or with a setting that is none."""
+    """A probe on modules or tensors that do not exist, or with an invalid setting."""

@@ -51,18 +51,19 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
 
     `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
-    format that the device computes fast and says so once. `optimizer=None` is inference. What the model is given stays
-    as it comes, and products cast what they take; `input="low"` casts all of it to low first. `emulate` computes the
-    low format's products in a wider one, rounded exactly (None: fp16 on a CPU, where it was not measured to be fast).
-    Each sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all other records too. A model
-    that is still in a session leaves it first, with a notice. If steps keep being skipped for a reason that no lower
-    loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"` logs it once and goes on.
-    With `stepping="optimizer"` a loop keeps its own `optimizer.step()`: each backward pass leaves true fp32 gradients
-    in `p.grad`, to be read and clipped as always, and the optimizer's `step` is skipped where one is not finite.
+    format that the device computes fast and logs the choice once. `optimizer=None` is inference. Inputs of the model
+    stay in the format they come in, and products cast their operands; `input="low"` casts all floating inputs to low
+    first. `emulate` computes the low format's products in a wider one, rounded exactly (None: fp16 on a CPU, where it
+    was not measured to be fast). Each sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all
+    other records too. A model that is still in a session leaves it first, with a notice. If steps keep being skipped
+    for a reason that no lower loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"`
+    logs it once and goes on. With `stepping="optimizer"` a loop keeps its own `optimizer.step()`: each backward pass
+    leaves true fp32 gradients in `p.grad`, to be read and clipped as always, and the optimizer's `step` is skipped
+    where one is not finite.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
-        SetupError: the model or optimizer cannot be trained under the plan. After any error all is as it was.
+        SetupError: the model or optimizer cannot be trained under the plan. After any error nothing has changed.
     """
     models = as_list(model, nn.Module, "model")
     optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")

@@ -34,9 +34,9 @@ _NOT_MEASURED = "not measured on this class; attention as measured on AVX512-BF1
 class Processor:
     """A class of processors and what was measured on it.
 
-    `bf16` and `fp16` say whether torch's products are fast in the format itself: bf16 against fp32, fp16 against fp32
-    rounded to fp16 (emulation). `wide_backward` says which attention goes backward faster in fp32, `source` where
-    these were measured.
+    `bf16`: whether native bf16 products are faster than fp32 ones; `fp16`: whether native fp16 products are faster than
+    emulation (fp32 products rounded to fp16); `wide_backward`: the sequence lengths and head widths up to which the
+    backward pass of attention is faster in fp32; `source`: where this was measured.
     """
 
     name: str

@@ -145,7 +145,7 @@ def run_uncompiled() -> Callable[[], None]:
     """Makes compiled code run as it was written until the returned function is called, which is idempotent.
 
     Several may ask at a time, in any thread, and end in any order. Nothing is compiled anew afterwards: what was
-    compiled is used again.
+    compiled is reused.
     """
     holder = _UNCOMPILED.enter()
     return lambda: _UNCOMPILED.leave(holder)

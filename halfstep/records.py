@@ -29,7 +29,8 @@ class StepRecord:
     scaling is off); `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32), and None at O0
     without `max_norm`, where halfstep reads no gradient; `synced` says that the optimizer could not be predicated, so
     that this step waited for the device once; `loss` is the sum of the losses given to `backward` since the last step,
-    without the loss scale, and None where none was one number (a single loss is that tensor, detached: copy to keep).
+    without the loss scale, and None if none of them was a scalar (a single loss is that tensor, detached: copy it to
+    keep it).
     """
 
     step: int
@@ -184,7 +185,7 @@ def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What the numbers of one tensor, or of several merged, did; `a + b` counts them as one.
+    """Counts, sums and an exponent histogram of one tensor, or of several merged; `a + b` merges two.
 
     This is the table of statistics: the rows of `kernels/stats.py`, the lines of a log and the merging of two follow
     its fields, and `kernels/stats.cpp` is checked against them when it is loaded.
@@ -232,8 +233,8 @@ class TensorStats:
     def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, round to zero in `fmt`.
 
-        Half the smallest subnormal itself does, to even. Elements of just that magnitude are known as such where none
-        is larger, as in the gradient of a mean; among larger ones they count as kept.
+        A value of exactly half the smallest subnormal rounds to zero too (ties to even). Such values are recognised
+        only if no element is larger, as in the gradient of a mean; among larger ones they count as kept.
 
         >>> from halfstep.observe.stats import measure
         >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
@@ -310,8 +311,8 @@ class Observation:
     Of kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
     from the stored weight to the next larger value of its format: below a half, the stored weight cannot follow.
 
-    Of kind `ABSORBED` they are the values that `format` has no room for, as fp32 has them, and `absorbed` says of what
-    operation, and what became of them; of other kinds it is None.
+    Of kind `ABSORBED` the elements are the fp32 values that overflowed in `format`, and `absorbed` says in which
+    operation, and what became of them; for other kinds `absorbed` is None.
     """
 
     step: int
@@ -385,11 +386,12 @@ class Verdict:
 
     def __str__(self) -> str:
         place = f"in {self.place}" + (f", {self.where}" if self.where else "")
-        return f"{self.kind}: {self.operator} {place} ({self.phase})\n  seen: {self.evidence}\n  do: {self.advice}"
+        phase = "after the backward pass" if self.phase == AFTER_BACKWARD else f"{self.phase} pass"
+        return f"{self.kind}: {self.operator} {place}, {phase}\n  seen: {self.evidence}\n  do: {self.advice}"
 
 
 class NumericsError(HalfstepError, ArithmeticError):
-    """Training that goes on but learns nothing, as every step is skipped; `verdict` says what broke and what to do.
+    """Training that goes on but keeps skipping steps, and so does not learn; `verdict` says what broke and what to do.
 
     Raised by `session.step()` after the step, which changed nothing: training can go on after it is caught.
     """

@@ -110,7 +110,7 @@ def test_no_module_reads_the_environment_but_for_the_cache_folder_and_the_compil
     def read(node):
         return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
 
-    kernels = {"halfstep/kernels/kept.py", "halfstep/kernels/build.py"}
+    kernels = {"halfstep/kernels/cache.py", "halfstep/kernels/build.py"}
     assert {place.partition(":")[0] for place in places_where(MODULES, read)} == kernels
 
 

@@ -182,7 +182,7 @@ def test_replicas_that_part_are_told_once_in_all_processes(found, setting, who):
     for each in found:
         said = [line for lines in each[f"{setting}, loaded by {who}"] for line in lines]
         assert len(said) == 1
-        assert "weights in process 1 are not those in process 0 (0.weight, 0.bias, 1.weight" in said[0]
+        assert "weights in process 1 differ from those in process 0 (0.weight, 0.bias, 1.weight" in said[0]
 
 
 @pytest.mark.parametrize("setting", PARTING)

@@ -57,9 +57,9 @@ PLACES: tuple[tuple[Any, str, type], ...] = (
 
 
 def install() -> Callable[[], None]:
-    """Puts the drop-ins where scripts import torch.amp's classes from, and returns the undo.
+    """Replaces torch.amp's classes with halfstep's, and returns a function that undoes it.
 
-    What a script has imported before stays torch's.
+    Names imported earlier stay torch's.
     """
     with ExitStack() as stack:
         for module, name, drop_in in PLACES:

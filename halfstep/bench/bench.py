@@ -12,9 +12,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from halfstep.bench.contenders import Contender, Entry
 from halfstep.bench.memory import counting, peak_method
 from halfstep.bench.tally import Tally, notes, reason, records
+from halfstep.bench.variants import Entry, Variant
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
 from halfstep.records import BenchResult
@@ -41,7 +41,7 @@ class Lane:
     """One row during the training of one seed."""
 
     tally: Tally
-    contender: Contender
+    variant: Variant
     base_lr: tuple[float, ...]
     losses: list[Tensor] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 
 
 def warmup(steps: int) -> int:
-    """Returns how many first steps of each seed are not timed.
+    """Returns how many steps at the start of each seed's run are not timed.
 
     >>> warmup(100), warmup(10), warmup(1)
     (5, 2, 0)
@@ -126,16 +126,16 @@ def _measure_memory(experiment: Experiment, tallies: Sequence[Tally], seed: int)
     for tally in tallies:
         gc.collect()
         with ExitStack() as stack, counting(experiment.device) as count:
-            contender = _start(experiment, tally, seed, stack)
-            if contender is None:
+            variant = _start(experiment, tally, seed, stack)
+            if variant is None:
                 continue
             with tally.failing("counting memory"):
                 for _ in range(MEMORY_STEPS):
                     count.restart()
-                    contender.train(*batch)
+                    variant.train(*batch)
                     experiment.tick(f"{tally.entry.name}: memory")
                 tally.peak = count.peak
-                tally.memory = contender.facts().memory
+                tally.memory = variant.facts().memory
 
 
 def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
@@ -144,9 +144,9 @@ def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
     batches = experiment.workload.batches(seed)
     with ExitStack() as stack:
         for tally in tallies:
-            contender = _start(experiment, tally, seed, stack)
-            if contender is not None:
-                lanes.append(Lane(tally, contender, tuple(group["lr"] for group in contender.optimizer.param_groups)))
+            variant = _start(experiment, tally, seed, stack)
+            if variant is not None:
+                lanes.append(Lane(tally, variant, tuple(group["lr"] for group in variant.optimizer.param_groups)))
         try:
             for step in range(experiment.steps):
                 running = _running(lanes)
@@ -165,7 +165,7 @@ def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
                 lane.tally.add_losses([float(loss) for loss in lane.losses])
         for lane in _running(lanes):
             with lane.tally.failing(f"evaluation after seed {seed}"):
-                lane.tally.add_end(experiment.workload.evaluate(lane.contender.model), lane.contender.facts())
+                lane.tally.add_end(experiment.workload.evaluate(lane.variant.model), lane.variant.facts())
 
 
 def _running(lanes: Sequence[Lane]) -> list[Lane]:
@@ -188,29 +188,29 @@ def _next(batches: Iterator[Batch]) -> Batch:
     raise WorkloadError("the workload's batches() ended; let it yield batches without end")
 
 
-def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Contender | None:
+def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Variant | None:
     """Starts a row; a plan that does not fit the workload is a row that says why, not the end of the others."""
     if tally.error is not None:
         return None
-    contender = None
+    variant = None
     with tally.failing():
-        contender = tally.entry.start(experiment.workload, seed, experiment.device)
-        stack.callback(contender.close)
-    return contender
+        variant = tally.entry.start(experiment.workload, seed, experiment.device)
+        stack.callback(variant.close)
+    return variant
 
 
 def _step(experiment: Experiment, lane: Lane, batch: Batch, step: int) -> float:
     """Makes one training step and returns its milliseconds; the learning rate is set outside the timing."""
     factor = experiment.workload.lr_factor(step, experiment.steps)
-    for group, lr in zip(lane.contender.optimizer.param_groups, lane.base_lr, strict=True):
+    for group, lr in zip(lane.variant.optimizer.param_groups, lane.base_lr, strict=True):
         group["lr"] = lr * factor
     _synchronize(experiment.device)
     start = perf_counter()
-    loss = lane.contender.train(*batch)
+    loss = lane.variant.train(*batch)
     _synchronize(experiment.device)
     took = 1e3 * (perf_counter() - start)
     lane.losses.append(loss)
-    lane.contender.observe()
+    lane.variant.observe()
     return took
 
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.bench.contenders import Entry, Facts
 from halfstep.bench.figures import mean_of_last, speedup, spread
+from halfstep.bench.variants import Entry, Facts
 from halfstep.errors import HalfstepError
 from halfstep.records import BenchRun
 
@@ -84,7 +84,7 @@ class Tally:
 
 
 def reason(error: Exception) -> str:
-    """Returns what an exception says; of one that halfstep did not raise on purpose also its type and its place.
+    """Returns an exception's message; for one that is not halfstep's own, also its type and location.
 
     >>> reason(HalfstepError("does not fit"))
     'does not fit'

@@ -15,7 +15,7 @@ class autocast(OpenAutocast):
     """`torch.autocast` with its arguments, its op lists and its results; an instance may be entered inside itself.
 
     So may a decorated function that calls itself, and an instance that several threads use at a time. torch's leaves
-    autocast on after the outer exit. In what torch.compile traces, torch's own is taken.
+    autocast on after the outer exit. Inside code that torch.compile traces, torch's own class is used.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype

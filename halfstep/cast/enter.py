@@ -37,8 +37,8 @@ OURS = frozenset({GATE, STAND_IN})
 """What halfstep keeps in the `__dict__` of a module; written in this file alone."""
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would bypass"
 OUTSIDE = (
-    "a parameter that the session stores low met another format outside of the model's forward, where the plan does "
-    "not apply: call it inside `with session.autocast():`"
+    "a parameter that the session stores in low precision was combined with another format outside of the model's "
+    "forward, where the plan does not apply: make this call inside `with session.autocast():`"
 )
 # torch's words for formats that do not go together
 _MIXED = re.compile(

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
+from halfstep.cast.lock import DeferringLock
 from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import CASTABLE, cast_floats, tensors_of
-from halfstep.cast.turns import Turns
 from halfstep.edits import OpChanges, OpList
 from halfstep.errors import PlanError
 from halfstep.plan.optable import LOSSES
 
 Undo = Callable[[], None]
-_TURNS = Turns()
+_LOCK = DeferringLock()
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Place:
         setattr(self.holder, self.name, staticmethod(wrapper) if isinstance(self.holder, type) and bound else wrapper)
 
     def remove(self, patch: _Patch) -> None:
-        with _TURNS:
+        with _LOCK:
             self.patches.remove(patch)
             if self.patches or getattr(self.holder, self.name, None) is not self.wrapper:
                 return  # else somebody wrapped ours: it stays below theirs, and passes
@@ -114,7 +114,7 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
             place, patch = places.pop()
             place.remove(patch)
 
-    weakref.finalize(engine, _TURNS.later, undo).atexit = False  # of a session that nobody closes
+    weakref.finalize(engine, _LOCK.defer, undo).atexit = False  # of a session that nobody closes
     return undo
 
 
@@ -168,7 +168,7 @@ def _find(op: str) -> tuple[Any, str]:
 
 def _place(holder: Any, name: str, patch: _Patch) -> _Place:
     """Adds a patch to a function, which is replaced unless it has been before."""
-    with _TURNS:
+    with _LOCK:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)
         if not isinstance(place, _Place) or place.wrapper is not current:

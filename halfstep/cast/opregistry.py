@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from halfstep.cast.backward import wide_attention
+from halfstep.cast.lock import DeferringLock
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
-from halfstep.cast.turns import Turns
 from halfstep.errors import PlanError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
@@ -89,7 +89,7 @@ class Registry:
     """Markers and kernels of the open engines, counted, so that the last close leaves the dispatcher as it was."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._lock = DeferringLock()
         self._slots: dict[str, _Slot] = {}  # replaced, not changed: a finalizer may release while others() reads it
         self._devices: dict[str, _Device] = {}
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
@@ -102,7 +102,7 @@ class Registry:
         Raises:
             PlanError: as many different tables as there are markers are open.
         """
-        with self._turns:
+        with self._lock:
             marker = self._marker(table)
             if not self._slots:
                 self._enter_process()
@@ -122,7 +122,7 @@ class Registry:
 
     def release(self, marker: str) -> None:
         """Gives a marker back; the last engine of a table takes its kernels out."""
-        with self._turns:
+        with self._lock:
             slot = self._slots[marker]
             slot.users -= 1
             if slot.users:
@@ -140,7 +140,7 @@ class Registry:
 
     def abandon(self, marker: str) -> None:
         """Gives a marker back for an engine that nobody has closed, from its finalizer."""
-        self._turns.later(partial(self.release, marker))
+        self._lock.defer(partial(self.release, marker))
 
     def others(self, marker: str) -> tuple[str, ...]:
         """Returns the markers in use besides this one."""

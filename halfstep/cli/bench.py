@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halfstep.bench.bench import Progress as Report
 from halfstep.bench.bench import bench as run_bench
-from halfstep.bench.contenders import entries
+from halfstep.bench.variants import entries
 from halfstep.cli.options import Data, Device, Name, Settings, check_writable, device_of, names, write_json
 from halfstep.cli.screen import stderr, stdout
 from halfstep.formats import as_format

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from halfstep.diagnose.absorbed import absorbed_findings
+from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import (
     WHOLE,
     candidates,
@@ -82,11 +82,11 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
     The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the same
     random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was tried on a
     copy of the model. Weights, buffers, attributes of modules, gradients, optimizer, scale and random state are
-    afterwards as before. What the closure raises is explained where its numbers do.
+    afterwards as before. If the closure raises because of its numbers, the verdict explains that too.
 
-    Under DistributedDataParallel a process may call it alone, between steps: nothing is sent. A model whose forward
-    itself sends (sharded, or with SyncBatchNorm) is to be blamed on all processes at once, with batches that all fail,
-    or in one process.
+    Under DistributedDataParallel one process may call it alone, between steps: nothing is sent. For a model whose
+    forward communicates (sharded, or with SyncBatchNorm), call it on all processes at once, with batches that all
+    fail, or in a single-process run.
 
     Raises:
         SessionError: the session is closed, or the closure is not a function that computes and returns the loss.
@@ -216,7 +216,7 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
     _LOG.info(
-        "blame: nothing that mattered was not finite when the closure ran (loss %g, %d operations, loss scale %g)",
+        "blame: everything that mattered was finite when the closure ran (loss %g, %d operations, loss scale %g)",
         run.loss,
         len(run.recorder.notes),
         last.scale,
@@ -227,7 +227,7 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
     if last.bad or last.skipped:
         what = f"the gradients of {named(last.bad)} are not finite" if last.bad else "the last step was skipped"
         evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"
-        advice = "give the batch that failed (an iterator has moved on), and the model as it was then"
+        advice = "give the batch that failed (an iterator may have moved on), and the model as it was then"
         _LOG.warning("blame: %s; %s", evidence, advice)
         tell(Finding("warning", "not reproduced", "the closure", evidence, advice))
     return None

@@ -355,8 +355,8 @@ class Guardian:
         cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
         verdict = say(found, self._stage.plan, cure, scale=scale)
         advice = (
-            f"{spell(cure)}, so that the scale grows more rarely; growth_interval={scaling.growth_interval} brings it "
-            f"back from {self._floor:g} to {scale:g}, where these gradients overflow"
+            f"{spell(cure)}, so that the scale grows less often; growth_interval={scaling.growth_interval} takes it "
+            f"from {self._floor:g} back to {scale:g}, where these gradients overflow"
         )
         return replace(verdict, advice=advice), f": the loss scale lives at its floor, {self._floor:g}"
 

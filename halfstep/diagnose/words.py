@@ -16,7 +16,7 @@ from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
-        "call optimizer.zero_grad() before each backward pass: what is not finite stays so when it is added to"
+        "call optimizer.zero_grad() before each backward pass: a gradient that is not finite stays so"
     ),
     Kind.INPUT_DATA: (
         "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
@@ -26,38 +26,41 @@ _OF_TENSORS: Mapping[Kind | None, str] = {
         "load the last checkpoint whose weights are finite, and find the step that spoiled them (a learning rate that "
         "is too high or NaN does, and an optimizer whose eps is 0)"
     ),
-    Kind.ANOTHER_PROCESS: "see the verdict of the other processes: one of them has the fault, or its batch has",
+    Kind.ANOTHER_PROCESS: "see the verdicts of the other processes: the fault is in one of them, or in its batch",
 }
 _TWO_MASKS = "the sum of two torch.finfo(dtype).min is -inf"
 _NO_DATA = {
     "above": (
-        "where these are weights of classes, as 1 over counts, give 0 to a class that is not there; where it is data, "
+        "if these are class weights, such as 1 / count, give 0 to a class that does not occur; if this is data, "
         "clean the batch before it reaches the model (torch.nan_to_num with posinf=0, or leave the sample out)"
     ),
     "below": (
-        f"where this is a mask, leave each row one entry that is finite ({_TWO_MASKS}: join masks as booleans); "
-        "where it is data, clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"
+        f"if this is a mask, leave each row one finite entry ({_TWO_MASKS}: combine masks as booleans); "
+        "if this is data, clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"
     ),
 }  # by which infinities alone a tensor holds: what a mask excludes is not to be replaced by 0
-_SLOWER = "load a checkpoint from before, and take a lower learning rate, a warm-up or max_norm"
+_SLOWER = "load an earlier checkpoint, and use a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
     (
         ("mean", "var", "std", "var_mean", "std_mean"),
-        "of so few elements it has no value: leave it out where none are chosen",
+        "it has no value for so few elements: skip it where no element is selected",
     ),
     (
         ("cross_entropy", "nll_loss"),
-        "no target counts, each is ignored or has weight 0, and a mean of nothing is NaN: leave such a batch out",
+        "every target is ignored or has weight 0, and the mean over none is NaN: leave such a batch out",
     ),
-    (("ctc_loss",), "a target longer than its input has an infinite loss: zero_infinity=True, or longer inputs"),
+    (
+        ("ctc_loss",),
+        "a target longer than its input has an infinite loss: pass zero_infinity=True, or give longer inputs",
+    ),
 )  # operations, and what is to be done where they have no value in any format
 
 
 def of_another(processes: Sequence[int]) -> Verdict:
     """Returns the verdict of a process that has found nothing itself on what these others have."""
     who = ", ".join(map(str, processes))
-    evidence = f"process {who} found in its own step what makes all of them skip"
+    evidence = f"process {who} found in its own step what makes all processes skip"
     return Verdict(
         "", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, _OF_TENSORS[Kind.ANOTHER_PROCESS]
     )
@@ -94,14 +97,14 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append(_at_lower(found, found.lower_scale))
     if not found.repeats:
         parts.append(
-            "the closure does not repeat: another run of it got other inputs, or did not fail in the same place (an "
-            "iterator that moved on, or a model with a state of its own), so nothing could be tried"
+            "the closure does not repeat: another run got other inputs, or did not fail in the same place (an iterator "
+            "moved on, or the model keeps a state of its own), so no edit could be tried"
         )
     elif found.tried:
         parts.append(
             f"{_fails_in_full(found.full)}{_elsewhere(found)}"
             if found.full is not None
-            else f"in fp32 its loss is {found.full_loss:g}"
+            else f"in fp32 the closure's loss is {found.full_loss:g}"
         )
     if found.loss_has_grown:
         parts.append(f"in the first step of this session the loss was {found.first_loss:g}")
@@ -112,13 +115,13 @@ def _evidence(found: Diagnosis, scale: float) -> str:
 
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
-        return f"at {lower:g} all gradients are finite"
-    return f"it needs at most {lower:g}, and what comes later in the backward pass may need less"
+        return f"at loss scale {lower:g} all gradients are finite"
+    return f"this operation needs at most {lower:g}, and later ones in the backward pass may need a lower loss scale"
 
 
 def _fails_in_full(full: Diagnosis) -> str:
     if full.low in (FP16, BF16):  # as of weights that the code takes as they are stored, or of its own cast
-        return f"with the models in fp32 the same closure fails too, in an operation that is {full.low} all the same"
+        return f"with the models in fp32 the same closure fails too, in an operation that still computes in {full.low}"
     return "in fp32 the same closure fails too"
 
 
@@ -162,10 +165,8 @@ def _seen(found: Diagnosis) -> str:
     if found.leaf is not None:
         leaf = found.leaf
         if leaf.kind == OTHERS:
-            what = "the gradients" if found.phase == "backward" else "what"
-            return (
-                f"{what} that {leaf.name} brought hold {leaf.bad}, and those that this process gave to it were finite"
-            )
+            what = "the gradients" if found.phase == "backward" else "the values"
+            return f"{what} that {leaf.name} returned hold {leaf.bad}, and those that this process gave it were finite"
         dtype = str(leaf.dtype).removeprefix("torch.")
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
@@ -182,7 +183,7 @@ def _seen(found: Diagnosis) -> str:
         zeros, count = found.note.divided_by
         text += f"; the divisor is 0 in {zeros:,} of {count:,} element{'s' * (count != 1)}"
     if found.mask is not None:
-        text += f", as the mask's {found.mask:g} became -inf"
+        text += f", as the mask value {found.mask:g} became -inf"
     if found.eps is not None:
         text += f", as {found.eps:g} is 0 in {found.low}"
     return text
@@ -206,8 +207,8 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         return f"training has diverged, in fp32 too, which no edit cures: {_SLOWER}"
     if found.explodes:
         return (
-            f"the same operation runs {found.runs} times and its values grow with them, in fp32 too, which no edit "
-            "cures: smaller initial weights, a norm or a gate between the runs, or fewer of them"
+            f"this operation runs {found.runs} times and its values grow from run to run, in fp32 too, which no edit "
+            "cures: use smaller initial weights, a norm or a gate between the runs, or fewer runs"
         )
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
@@ -217,9 +218,9 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
     if found.loss_has_grown:
-        words.append(f"where the weights have grown so far, which no edit cures, {_SLOWER}")
+        words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
     if not cure and found.untried and found.kind not in _OF_TENSORS:
-        words.append(f"no edit is known to cure it, since none was tried ({found.untried})")
+        words.append(f"no edit was tried ({found.untried}), so none is known to cure this")
     return "; ".join(words)
 
 
@@ -237,16 +238,19 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
-            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more "
-            "(gradients are divided by it: the loss scale stays higher with 1e-3)"
+            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more; "
+            "gradients are divided by eps, so 1e-3 allows a higher loss scale"
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
     words = []
     if found.kind == Kind.INVALID and found.tried:
-        words.append(f"rounded to the low format, the inputs of {found.operator} leave its domain; in fp32 they do not")
+        words.append(
+            f"rounding to {found.low or 'the low format'} takes the inputs of {found.operator} out of its domain; in "
+            "fp32 they stay in it"
+        )
     if found.mask is not None:
-        words.append(f"take -inf with masked_fill, or torch.finfo(scores.dtype).min, in place of {found.mask:g}")
+        words.append(f"use masked_fill with -inf, or torch.finfo(scores.dtype).min, instead of {found.mask:g}")
     elif found.infinity:
         words.append(_met(found))
     if found.tried and found.cured_loss is None:
@@ -264,7 +268,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     own = [s for s in given if math.isnan(s) or (math.isinf(s) and note is not None and note.of_gradient)]
     if own:
         number = "NaN" if math.isnan(own[0]) else own[0]
-        return f"the code itself gives {number} to {name}: see where that number comes from"
+        return f"the code passes the number {number} to {name}: see where that number comes from"
     if found.infinity:
         return _met(found)
     if full.low in (FP16, BF16) and found.exact is not None:
@@ -273,18 +277,19 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
             "stored; remove that cast, or add .float()"
         )
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
-        return f"{_TWO_MASKS}: join masks as booleans, and leave each row one entry"
+        return f"{_TWO_MASKS}: combine masks as booleans, and leave each row one entry"
     if found.kind == Kind.OVERFLOW:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
     if found.phase == "backward":
+        operand = "divisor" if name == "div" else "input"
         return (
-            f"no format helps: the gradient of {name} is not finite at these inputs; keep them away from there (an eps "
-            "inside, or torch.where before it: a torch.where after it leaves the gradient NaN)"
+            f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
+            f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
         )
     known = next((words for names, words in _NO_VALUE if name in names), None)
     return (
         known
-        or f"no format helps: {name} has no finite value at these inputs; keep them in its domain (an eps, a clamp)"
+        or f"no format helps: {name} has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
     )
 
 
@@ -297,7 +302,7 @@ def _adds_masks(found: Diagnosis) -> bool:
 
 
 def _met(found: Diagnosis) -> str:
-    return f"{found.operator} met an infinity from {found.infinity}: {_about_infinity(found.operator)}"
+    return f"{found.operator} received an infinity from {found.infinity}: {_about_infinity(found.operator)}"
 
 
 def _about_infinity(name: str) -> str:
@@ -316,31 +321,31 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     if plan is None or lower is None or plan.scale.kind != "dynamic":
         if lower is not None and lower < 1:
             return [
-                f"take a loss scale of {lower:g} or less, or a dynamic one with a min as low: it loses small gradients"
+                f"use a loss scale of {lower:g} or less, or a dynamic one with a min as low; small gradients are lost"
             ]
-        return [f"take a loss scale of {lower:g} or less, or a dynamic one"]
+        return [f"use a loss scale of {lower:g} or less, or a dynamic one"]
     if lower >= plan.scale.min:
         return [
-            f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; to start there saves them"
+            f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; starting there avoids them"
         ]
     return [f"the floor of the loss scale, {plan.scale.min:g}, is too high: let it come down to {lower:g} or less"]
 
 
 def _about_both(other: Diagnosis) -> str:
     return (
-        f"there are two faults, and no edit cures the other, {_place(other)}, as it is in fp32 too: fix that one first"
+        f"there are two faults, and no edit cures the other one, which is there in fp32 too: first fix {_place(other)}"
     )
 
 
 def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.mask is not None:
         return [
-            f"the mask's {found.mask:g} is -inf in the low format, and some row has nothing else: compute the scores "
-            "full, or leave each row one entry"
+            f"the mask value {found.mask:g} is -inf in the low format, and at least one row is masked entirely: "
+            "compute the scores in fp32, or leave one entry of each row unmasked"
         ]
     return [
-        "leave each row that is masked at least one entry, or give it scores of zero by torch.where before the softmax "
-        "and drop what comes of it"
+        "leave at least one entry of each row unmasked, or set the scores of such a row to zero with torch.where "
+        "before the softmax and discard its result"
     ]
 
 

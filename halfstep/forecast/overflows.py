@@ -35,6 +35,6 @@ def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -
             raise
         except Exception as error:  # whatever the model raises
             evidence = f"a forward pass under {plan.name} in fp16 raises {type(error).__name__}: {error}"
-            advice = "find place and cure with halfstep.check(session, closure) in a session with low='fp16'"
+            advice = "find the place and a cure with halfstep.check(session, closure) in a session with low='fp16'"
             return (Finding("warning", "step fails", "(model)", evidence, advice),)
         return tuple(watch.observations(0))

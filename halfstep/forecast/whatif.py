@@ -62,17 +62,18 @@ def whatif(
     `closure` takes a batch, computes and returns the loss, and does not call backward. It is called `steps` times, and
     once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. Where fp16 is asked
     for, it is called once more at the end, under `plan` in fp16, which shows the overflows that an operation would make
-    finite again: `stay_full` has a finding for each, with the code "overflow absorbed". An `optimizer`
-    makes the steps training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights,
-    gradients, buffers, optimizer state and random states are put back, and the gradients of what else the loss needs.
+    finite again: `stay_full` has a finding for each, with the code "overflow absorbed". An `optimizer` makes the steps
+    training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights, gradients,
+    buffers, optimizer state and random states are put back, as are the gradients of other tensors that the loss depends
+    on.
 
     Raises:
         SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, it
             fails under `plan`, or the backward pass cannot run twice over one forward.
         SetupError: a model that is in a session, or is wrapped in DistributedDataParallel where `plan` stores weights
-            low, or cannot be trained in low precision (no floating parameters); or `steps` is no count.
+            low, or cannot be trained in low precision (no floating parameters); or `steps` is not a positive integer.
         FormatError: an unknown format, or none, or fp32.
-        PlanError: an unknown plan, one that stores nothing low, or a loss scale that none can be.
+        PlanError: an unknown plan, one that stores nothing low, or an invalid loss scale.
     """
     if loss_scale is not None:
         loss_scale = Scaling("static", init=loss_scale).init
@@ -121,7 +122,7 @@ def _fed(closure: Callable[[], Any], further: int) -> Callable[[], Any]:
         except StopIteration:
             raise SessionError(
                 f"the closure ran out of batches: it is called {('once', 'twice')[further - 1]} more than there are "
-                "steps; give fewer steps or an iterator that goes on"
+                "steps; give fewer steps or an endless iterator"
             ) from None
 
     return fed
@@ -149,7 +150,7 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     if needs_closure(optimizer):
         raise SetupError(
             f"{type(optimizer).__name__} calls the closure itself, several times per step; leave the optimizer out, "
-            "and the steps are of the same weights"
+            "and all steps use the same weights"
         )
 
 
@@ -217,8 +218,8 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             raise
         except Exception as error:
             raise SessionError(
-                f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find place and cure "
-                "with halfstep.check(session, closure), and give what-if the plan with its edits"
+                f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find the place and "
+                "a cure with halfstep.check(session, closure), and give what-if the plan with its edits"
             ) from error
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}

@@ -78,7 +78,7 @@ class Batch:
 
 
 class Scratch:
-    """Flat working memory that is used again from step to step, so that a step allocates nothing large."""
+    """Flat working memory that is reused from step to step, so that a step allocates nothing large."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device, int], Tensor] = {}
@@ -161,7 +161,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def is_wrapped(t: Tensor) -> bool:
-    """Returns whether operations on `t` go to its class (a DTensor's, say), and its own memory holds nothing."""
+    """Returns whether `t` is a wrapper, such as a DTensor: its class handles operations, its own storage is empty."""
     return type(t).__torch_dispatch__ is not NO_TORCH_DISPATCH
 
 

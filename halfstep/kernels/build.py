@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfstep.errors import HalfstepError
-from halfstep.kernels.kept import find, locked, private_folders, put, refuse_shared
+from halfstep.kernels.cache import find, locked, private_folders, put, refuse_shared
 
 _COMPILERS = ("g++", "clang++", "c++")
 # Without the two that drop errno and traps, square roots are not vectorised; without contraction the loops give the

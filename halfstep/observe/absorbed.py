@@ -62,7 +62,7 @@ class _Origin(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Shadow(Generic[T]):
-    """What fp32 has in a piece of memory; `reference` keeps the identity of that from being used again."""
+    """What fp32 has in a piece of memory; `reference` keeps that memory from being reused."""
 
     reference: StorageWeakRef
     values: Tensor

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.checks import near_miss
 from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
 from halfstep.observe.overflows import Under, watch_absorbed
@@ -16,6 +15,7 @@ from halfstep.observe.probe import Probe
 from halfstep.observe.window import owned
 from halfstep.plan.matching import find_sites, nearest, uncompiled
 from halfstep.records import TENSOR_KINDS, UPDATE, Observation
+from halfstep.validate import near_miss
 
 KINDS = (*TENSOR_KINDS, UPDATE)
 _OF_PARAMETERS = {"weight", "weight_grad", UPDATE}
@@ -63,7 +63,7 @@ def _listed(name: str, given: Any, what: str) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, Iterable):
-        raise ObserveError(f"{name} is {given!r}; give a text, {what}, or several of them in a list")
+        raise ObserveError(f"{name} is {given!r}; give a string, {what}, or several of them in a list")
     return list(given)
 
 

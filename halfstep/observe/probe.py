@@ -43,7 +43,7 @@ class Probe:
 
     It looks at the first step after it was made, and then at those whose number `every` divides. Where only some of
     several optimizers make that step, it goes on with the next ones until each has stepped, `LONGEST` in all. Between
-    them nothing is attached. What it sees stays on the device; `flush()` reads it on the host, all at once.
+    observed steps nothing is attached. What it sees stays on the device; `flush()` reads it on the host, all at once.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Probe:
         return found
 
     def detach(self) -> None:
-        """Ends the probe; `flush()` still returns what was seen before. Twice is once."""
+        """Ends the probe; `flush()` still returns what was seen before. Idempotent."""
         self.attached = False
         if self.window is not None:
             self.window.close()

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import StateError
 from halfstep.optim.guard import put_over
 from halfstep.optim.masters import is_low
-from halfstep.optim.rehearsal import CHOICES, can_rehearse, rehearse, small_state
 from halfstep.optim.table import TABLE
+from halfstep.optim.trial_step import CHOICES, can_try_step, small_state, try_step
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
 StateDict = dict[str, Any]
@@ -116,10 +116,10 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
     if sizes != own:
         raise StateError(
             f"the optimizer state has a parameter group each for {sizes} parameters, this optimizer for {own}; "
-            "load the state of an optimizer that was made alike"
+            "load the state of an optimizer with the same groups"
         )
     known = [index for group in groups for index in group["params"]]
-    strange = [key for key in state if key not in known and (can_rehearse(optimizer) or not isinstance(key, str))]
+    strange = [key for key in state if key not in known and (can_try_step(optimizer) or not isinstance(key, str))]
     if strange or len({*map(repr, known)}) != len(known):
         raise StateError(
             f"the optimizer state has entries {strange!r:.60} for the parameters {known!r:.60}; "
@@ -138,7 +138,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
 
 
 def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
-    if can_rehearse(optimizer):
+    if can_try_step(optimizer):
         _check_kinds(what, group, optimizer.defaults)
     for name, value in group.items() if type(optimizer) in TABLE else ():
         values = value if name == "betas" and isinstance(value, tuple | list) else (value,)
@@ -196,13 +196,13 @@ def _wrong(
     what, short, group = names
     held = optimizer.state.get(p, {})
     expected, error, made = held, None, small_state(p, entry)
-    if can_rehearse(optimizer) and p.requires_grad:
+    if can_try_step(optimizer) and p.requires_grad:
         try:
-            expected = rehearse(optimizer, p, now, held)
+            expected = try_step(optimizer, p, now, held)
         except Exception:  # it cannot step so anyway: nothing is known
             return None
         try:
-            made = rehearse(optimizer, p, given, entry)
+            made = try_step(optimizer, p, given, entry)
         except Exception as raised:
             error = raised
     else:

@@ -35,7 +35,7 @@ def as_list(value: Any, kind: type, what: str) -> list[Any]:
                 f"{what} must be a {kind.__name__} or a list of them, not {type(item).__name__}: {item!r:.80}"
             )
     if not items or len({id(item) for item in items}) != len(items):
-        raise SetupError(f"{what} is an empty list or names one object twice; give each {kind.__name__} once")
+        raise SetupError(f"{what} is an empty list, or holds one object twice; give each {kind.__name__} once")
     return items
 
 
@@ -220,7 +220,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             else "it evaluates the loss several times per step, and the loss scale may not change between"
         )
         raise SetupError(
-            f"{type(optimizer).__name__} needs a closure, which does not go with {plan.name} and {plan.scale.kind} "
+            f"{type(optimizer).__name__} needs a closure, which does not work with {plan.name} and {plan.scale.kind} "
             f"loss scale: {why}; use O1 with low='bf16', which needs no scale, or another optimizer"
         )
 
@@ -257,8 +257,8 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     if differing:
         which = ", ".join(f"{key}: {state['plan'].get(key)!r} there, {plan.get(key)!r} here" for key in differing)
         raise StateError(
-            f"the state is of another plan ({which}); initialize with that plan, or leave the session state out: the "
-            "states of model and optimizer load under any plan, and only loss scale and counts begin anew"
+            f"this session state belongs to another plan ({which}); initialize with that plan, or do not load the "
+            "session state: model and optimizer states load under any plan, only the loss scale and counters restart"
         )
 
 

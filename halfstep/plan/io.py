@@ -14,13 +14,13 @@ import msgspec
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from halfstep.checks import near_miss
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.formats import Format, as_format
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
+from halfstep.validate import near_miss
 
 SCHEMA = 1
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
@@ -120,7 +120,7 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
     try:
         entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
     except msgspec.ValidationError as error:
-        raise PlanError(f"{entries!r:.80} is no edit: {error}; an edit is what edit_to_dict gives") from None
+        raise PlanError(f"{entries!r:.80} is not an edit: {error}; give what edit_to_dict returns") from None
     kind = next(kind for kind, table in _EDITS.items() if isinstance(entry, table))
     return _rule(_given(entry)) if kind is Rule else kind(**_given(entry))
 
@@ -164,7 +164,7 @@ def _numbered(number: int, table: Struct) -> Rule:
 def _check_schema(entries: object) -> None:
     """Raises a PlanError for a schema other than ours; asked first, as another schema may have other keys."""
     if not isinstance(entries, Mapping):
-        raise PlanError(f"at `$`: a plan is a table of fields, this is {type(entries).__name__}: {entries!r:.40}")
+        raise PlanError(f"at the top level: expected a table of fields, got {type(entries).__name__}: {entries!r:.40}")
     schema = entries.get("schema")
     if schema is None:
         raise PlanError(f"at `$.schema`: the plan has no schema version; add schema = {SCHEMA}")
@@ -193,8 +193,8 @@ def _base(given: dict[str, Any]) -> Plan | None:
     if missing:
         them = "it" if len(missing) == 1 else "them"
         raise PlanError(
-            f"at `$`: the plan lacks {', '.join(missing)}; add {them}, or add base = one of {', '.join(LEVELS)} "
-            "for what is not named"
+            f"at the top level: the plan lacks {', '.join(missing)}; add {them}, or add base = one of "
+            f"{', '.join(LEVELS)} for the fields that are not named"
         )
     return None
 
@@ -220,7 +220,11 @@ def _at(path: str) -> Iterator[None]:
     try:
         yield
     except HalfstepError as error:
-        raise PlanError(f"at `{path}`: {error}") from None
+        raise PlanError(f"{_place(path)}: {error}") from None
+
+
+def _place(path: str) -> str:
+    return "at the top level" if path == "$" else f"at `{path}`"
 
 
 # msgspec's words, and those of plan files
@@ -239,17 +243,17 @@ def _explain(message: str, entries: Mapping[str, Any]) -> str:
     unknown = re.search(r"unknown field `(.*)`", text)
     if unknown is not None:
         known = list(_types(path))
-        return f"at `{path}`: unknown key {unknown[1]!r}; known are {', '.join(known)}{near_miss(unknown[1], known)}"
+        return f"{_place(path)}: unknown key {unknown[1]!r}; known are {', '.join(known)}{near_miss(unknown[1], known)}"
     if "invalid enum value" in text.lower():
         parent, _, key = path.rpartition(".")
         allowed = _words(_types(parent)[key])
         value = _value(path, entries)
-        return f"at `{path}`: {value!r}; allowed are {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
+        return f"{_place(path)}: {value!r}; allowed are {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
     if found and found[1]:
-        return f"at `{path}`: a key in it is not text; keys are names, such as 'low'"
+        return f"{_place(path)}: a key in it is not text; keys are names, such as 'low'"
     for theirs, ours in _WORDS:
         text = text.replace(theirs, ours)
-    return f"at `{path}`: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"at `{path}`: {text}"
+    return f"{_place(path)}: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"{_place(path)}: {text}"
 
 
 def _types(path: str) -> dict[str, Any]:
@@ -269,7 +273,7 @@ def _value(path: str, entries: Any) -> Any:
 
 
 def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str | None = None) -> Plan:
-    """Returns the plan in a .toml or .json file; `low` is the format where the file names none.
+    """Returns the plan in a .toml or .json file; `low` is the format if the file names none.
 
     Raises:
         PlanError: the file is missing, cut short, of another schema or wrong in a field; names the file and the path.
@@ -292,7 +296,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes the plan to a .toml or .json file, replacing an earlier one whole or not at all.
 
     Raises:
-        PlanError: another suffix, or a folder that cannot be written to.
+        PlanError: a suffix other than these, or a folder that cannot be written to.
     """
     file = Path(path)
     data = _codec(file).encode(to_dict(plan))

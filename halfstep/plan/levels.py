@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from halfstep.checks import as_tuple, near_miss
 from halfstep.edits import OP_LISTS, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
 from halfstep.plan.plan import LOW_FORMATS, Master, Plan, PlanInput
+from halfstep.validate import as_tuple, near_miss
 
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")
@@ -68,7 +68,7 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
     """Returns the plan of a level in a low format.
 
     Raises:
-        PlanError: no level has this name, or the format is not one to train in.
+        PlanError: no level has this name, or halfstep cannot train in the format.
         FormatError: an unknown format.
 
     >>> level("O2", "bf16").master
@@ -80,7 +80,7 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
     fmt = as_format(low)
     if fmt not in LOW_FORMATS:
         known = " and ".join(each.name for each in LOW_FORMATS)
-        raise PlanError(f"level {name} in {fmt.name}: {known} can be trained in; give one of these")
+        raise PlanError(f"level {name} cannot train in {fmt.name}; choose one of {known}")
     return row.plans[fmt]
 
 
@@ -112,7 +112,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
     "keep" or "low".
 
     Raises:
-        PlanError: a value that is none, or one that contradicts the plan.
+        PlanError: an invalid value, or one that contradicts the plan.
         FormatError: an unknown format.
 
     >>> customize(level("O2", "bf16"), low="fp16", loss_scale=128).scale.init

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from halfstep.checks import near_miss
 from halfstep.edits import TYPE_PREFIX, Rule
 from halfstep.errors import PlanError
 from halfstep.torch_internals import COMPILED, buffers_of, parameters_of
+from halfstep.validate import near_miss
 
 
 @dataclass(frozen=True, eq=False)

@@ -291,7 +291,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
     for category, op in plan.op_changes.listed():
         if op in REFUSED and category != "deny":
             raise PlanError(
-                f"op {op!r} in {category}: its logarithm of a low sigmoid is infinite; "
+                f"op {op!r} in {category}: it takes the logarithm of a sigmoid, which in low precision may be -inf; "
                 f"use {REFUSED[op]}, or deny it, so that it computes in fp32"
             )
         overloads = (op,) if ":" in op else find(op)

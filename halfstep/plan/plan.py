@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from halfstep.checks import as_tuple, instance, one_of, text
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, Format, as_format
+from halfstep.validate import as_tuple, instance, one_of, text
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
@@ -25,11 +25,11 @@ class Plan:
 
     `low` is bf16 or fp16 (a torch.dtype or name is taken too); `param` is the width of stored weights; `ops` says
     whether the op table acts; `norms` is the width of normalisation parameters where weights are low; `master` keeps
-    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes), and `input` whether what it
-    is given stays as it comes (products cast what they take) or is cast to low first; `scale` is the loss scale.
+    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes), and `input` whether its
+    inputs stay as they come (products cast their operands) or are cast to low first; `scale` is the loss scale.
 
     Raises:
-        PlanError: a field that is none, or fields that contradict each other; the message says why.
+        PlanError: an invalid field, or fields that contradict each other; the message says why.
         FormatError: an unknown format.
     """
 
@@ -50,7 +50,7 @@ class Plan:
         object.__setattr__(self, "low", as_format(self.low))
         if self.low not in LOW_FORMATS:
             known = " and ".join(fmt.name for fmt in LOW_FORMATS)
-            raise PlanError(f"plan low is {self.low.name}; {known} can be trained in: give one of these")
+            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; choose one of {known}")
         one_of("plan param", self.param, get_args(Width))
         one_of("plan ops", self.ops, get_args(Ops))
         one_of("plan norms", self.norms, get_args(Width))
@@ -74,7 +74,7 @@ class Plan:
         the place of the scale.
 
         Raises:
-            PlanError: something that is no edit, or an edit that contradicts the plan.
+            PlanError: something that is not an edit, or an edit that contradicts the plan.
         """
         plan = self
         for edit in edits:
@@ -93,8 +93,8 @@ class Plan:
 CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.param == "full" and plan.master != "none",
-        "a master keeps the fp32 value of low weights, but here (param 'full') the weights are fp32 themselves; "
-        "give master 'none', or a level with low weights, O2",
+        "a master keeps the fp32 value of low-precision weights, but this plan keeps weights in fp32 (param 'full'); "
+        "give master 'none', or use level O2",
     ),
     (
         lambda plan: plan.master == "split" and plan.low != BF16,
@@ -102,23 +102,23 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.param == "full" and plan.norms != "full",
-        "norms 'low' stores normalisation weights low, but here (param 'full') all weights are fp32 and the op table "
-        "decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
+        "norms 'low' stores normalisation weights in low precision, but this plan keeps all weights in fp32 (param "
+        "'full') and the op table decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",
-        "weights are low but ops is 'none': fp32 values (rotary tables, masks, torch.zeros states) would meet low "
-        "weights in matrix products and fail; give ops 'table', as O2 does",
+        "weights are in low precision but ops is 'none': fp32 values (rotary tables, masks, torch.zeros states) would "
+        "meet them in matrix products and fail; give ops 'table', as O2 does",
     ),
     (
         lambda plan: plan.ops == "none" and plan.scale.kind != "none",
-        "a loss scale keeps low gradients from underflow, but here (ops 'none') nothing is low; "
-        "give scale kind 'none', or level O1",
+        "a loss scale keeps low-precision gradients from underflow, but with ops 'none' no gradient is in low "
+        "precision; give scale kind 'none', or level O1",
     ),
     (
         lambda plan: plan.ops == "none" and bool(plan.rules),
-        "rules say which modules compute low or full, but here (ops 'none') everything stays as it is; "
-        "remove the rules, or take level O1",
+        "rules say which modules compute low or full, but with ops 'none' everything runs as written; "
+        "remove the rules, or use level O1",
     ),
     (
         lambda plan: plan.ops == "none" and plan.output != "keep",
@@ -130,7 +130,7 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.ops == "none" and plan.op_changes != OpChanges(),
-        "op_changes change the op table, but ops is 'none', so that no table acts; remove them, or give ops 'table'",
+        "op_changes change the op table, but ops is 'none', so no table is used; remove them, or give ops 'table'",
     ),
 )
 
@@ -144,6 +144,6 @@ def _check_rules(plan: Plan) -> None:
         seen[rule.pattern] = rule
         if plan.param == "full" and rule.policy.param == "low":
             raise PlanError(
-                f"plan {plan.name!r}: rule {rule.pattern!r} stores parameters low, but in this plan (param 'full') all "
-                "weights stay fp32; give the rule Policy('full', ...), or take level O2"
+                f"plan {plan.name!r}: rule {rule.pattern!r} stores parameters in low precision, but this plan "
+                "keeps all weights in fp32 (param 'full'); use Policy('full', ...) in the rule, or level O2"
             )

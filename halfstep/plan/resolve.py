@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.checks import near_miss
 from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
@@ -20,6 +19,7 @@ from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import compiled_module, parameters_of
+from halfstep.validate import near_miss
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
@@ -56,7 +56,7 @@ class ModuleFormats:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A plan and what it gives each module, in the order of `named_modules()` of one model after the other."""
+    """A plan and what it gives each module, in the order of `named_modules()`, model by model."""
 
     plan: Plan
     modules: tuple[ModuleFormats, ...]

@@ -62,7 +62,7 @@ class Setup:
 def check(
     session: Session, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.GradScaler | None = None
 ) -> tuple[Finding, ...]:
-    """Returns what would go wrong in a session, the gravest first; each finding has place, evidence and cure.
+    """Returns what would go wrong in a session, the most severe first; each finding has place, evidence and cure.
 
     `closure` takes a batch, computes and returns the loss, and does not call backward: one step of it is traced,
     forward and backward, which finds operations that fail and constants that vanish or overflow. For an edit that may
@@ -109,7 +109,11 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
             expected = FP32 if part.formats.param is None else part.formats.param
             if parameter.dtype is torch.float64:
                 yield Finding(
-                    "note", "float64 parameter", place, f"{place} is float64", "it stays so, and its ops run in it"
+                    "note",
+                    "float64 parameter",
+                    place,
+                    f"{place} is float64",
+                    "it stays float64, and so do the ops that use it",
                 )
             elif parameter.requires_grad and parameter.dtype in LOW_DTYPES and setup.plan.ops == "none":
                 yield Finding(
@@ -245,7 +249,7 @@ def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -
         why = f"frequencies in {fmt}: an angle at position 2048 is off by up to {2048 * fmt.eps / 2:g} radians"
         return Finding("warning", "rotary frequencies stored low", place, why, how, cure)
     if bool(buffer.isneginf().any()):
-        why = f"a mask in {fmt} holds -inf: a row that it masks whole gives NaN in a softmax"
+        why = f"a mask in {fmt} holds -inf: a row that is masked entirely gives NaN in a softmax"
         return Finding("warning", "mask stored low", place, why, how, cure)
     return Finding("note", "buffer stored low", place, f"stored as {fmt}", how, cure)
 
@@ -360,7 +364,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
             "note",
             "unaligned sizes",
             odd[0].partition(" ")[0],
-            f"sizes that are no multiple of {ALIGNED}: {named(odd)}",
+            f"sizes that are not multiples of {ALIGNED}: {named(odd)}",
             f"multiples of {ALIGNED} (a vocabulary padded up, say) may be faster; measure it with halfstep bench",
         )
 

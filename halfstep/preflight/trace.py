@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.diagnose.absorbed import absorbed_findings
+from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.diagnose.words import in_model, place_of, which_model

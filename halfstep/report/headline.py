@@ -40,7 +40,7 @@ SENTENCES = {  # by kind of verdict
 
 @dataclass(frozen=True)
 class Headline:
-    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the one that the text is about, if any."""
+    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the one that the text describes, or None."""
 
     tone: str
     text: str

@@ -27,12 +27,12 @@ class RunLog:
 
     A folder stands for `run.jsonl` in it. A file that is there is continued: a run that resumes gives the same path.
     Each line is handed to the system as it is made, so a process that is killed loses at most the steps that the device
-    had not finished, and its log has no end. Reading a step never waits for the device: on a CPU it is written at once,
-    on a GPU as soon as the device got that far. `close()`, and the end of the process, wait and write the rest. One log
-    takes one session.
+    had not finished, and its log has no end line. Reading a step never waits for the device: on a CPU it is written at
+    once, on a GPU as soon as the device has completed it. `close()`, and the end of the process, wait and write the
+    rest. One log takes one session.
 
     Raises:
-        LogError: the path cannot be written, or holds something else than a log that this halfstep can continue.
+        LogError: the path cannot be written, or holds something other than a log that this halfstep can continue.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

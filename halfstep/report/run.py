@@ -39,10 +39,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run log holds. Of steps that were made again by a process that went back, only the last making counts.
+    """What a run log holds. If a process went back and repeated steps, only their last run counts.
 
     `plan` (as `plan.io.to_dict` gives it), `emulated`, `modules` and `machine` are those of the last session, None or
-    none where there is none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
+    empty if there was none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
     `end` is the number of the last line that was read: a run that goes on may have written more since.
     """
 

@@ -28,9 +28,9 @@ class GradScaler(OpenGradScaler):
       DeepSpeed.
     - A fused `torch.optim.SGD` whose first step overflows starts from zero momentum; torch's kernel leaves the
       momentum uninitialised. With `dampening` that costs one host sync at the first step.
-    - A closure is refused in whatever way it is passed; `None` is not taken for one. `update` takes an int.
-    - fp16 gradients are taken: `unscale_` makes them fp32, in which small ones do not underflow, and `step` gives the
-      optimizer fp16 ones again. torch's raises.
+    - A closure is refused in whatever way it is passed; `None` does not count as one. `update` accepts an int.
+    - fp16 gradients are accepted: `unscale_` makes them fp32, in which small ones do not underflow, and `step` gives
+      the optimizer fp16 ones again. torch's raises.
     - A growth interval lowered below the clean steps so far makes the scale grow at the next clean step, not never.
 
     The state has torch's five entries, and `min_scale`, `max_scale`, `hysteresis` and `_overflows_left` where one of
@@ -75,7 +75,7 @@ class GradScaler(OpenGradScaler):
         """Divides the gradients of the optimizer by the scale, fp16 ones in fp32.
 
         Raises:
-            RuntimeError: they were unscaled before, or stepped, since the last `update`.
+            RuntimeError: they were already unscaled or stepped since the last `update`.
         """
         fresh = self.is_enabled() and not self.is_unscaled(optimizer)
         for param in _with_gradients(optimizer) if fresh else ():
@@ -167,7 +167,7 @@ class GradScaler(OpenGradScaler):
         """
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
         if self.is_enabled() and state_dict and missing:
-            raise StateError(f"the state of the GradScaler misses {missing}; it has {sorted(state_dict)}")
+            raise StateError(f"the state of the GradScaler lacks {missing}; it has {sorted(state_dict)}")
         super().load_state_dict(dict(state_dict))
         if not self.is_enabled():
             return

@@ -238,7 +238,7 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raises StateError where `state` is not of the kind and keys of `own`."""
     if "kind" in state and state["kind"] != own["kind"]:
         raise StateError(
-            f"the state is of a {state['kind']!r} loss scale, this plan has {own['kind']!r};"
+            f"the state belongs to a {state['kind']!r} loss scale, this plan has {own['kind']!r};"
             " load it into a session of the plan that it came from"
         )
     if state.keys() != own.keys():

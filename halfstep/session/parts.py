@@ -106,7 +106,7 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SessionError(
-            f"step() takes one of the session's optimizers, not {type(optimizer).__name__}; closures are not taken"
+            f"step() takes one of the session's optimizers, not {type(optimizer).__name__}, and no closure"
         )
     asked = [part for part in parts if optimizer is None or part.optimizer is optimizer]
     if not asked:

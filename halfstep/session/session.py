@@ -48,8 +48,8 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.decide import Decision, decide_for_copies
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
+from halfstep.session.replicas import SharedState
 from halfstep.session.stage import Stage
-from halfstep.session.together import SharedState
 from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
 from halfstep.torch_internals import parameters_of
 
@@ -256,7 +256,7 @@ class Session:
         """Runs the backward pass of a loss times the loss scale; any number of times before a step.
 
         `p.grad` holds scaled gradients until `step()`. `kwargs` are those of `Tensor.backward`. Losses with different
-        `loss_id` have loss scales of their own. A non-finite loss makes the next step a skipped one.
+        `loss_id` have loss scales of their own. If a loss is not finite, the next step is skipped.
 
         Raises:
             SessionError: the session is closed or for inference, or `loss` is not a scalar that needs a gradient.
@@ -275,11 +275,11 @@ class Session:
 
     @contextmanager
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> Iterator[Tensor]:
-        """Gives the scale that a backward pass inside is to start from, which the caller makes (0-dim fp32 tensor).
+        """Gives the loss scale (0-dim fp32 tensor) for a backward pass that the caller runs inside the `with` block.
 
         For loops that call `backward` themselves: `with session.scaling(loss) as scale: (loss * scale).backward()`.
-        `losses` are what it starts from, without the scale; a non-finite one makes the next step a skipped one.
-        `unscale=False` leaves scaled gradients where `stepping="optimizer"` would leave true ones: more follow.
+        `losses` are the unscaled losses of that pass; if one is not finite, the next step is skipped.
+        `unscale=False` keeps gradients scaled under `stepping="optimizer"` too, if more passes follow before the step.
 
         Raises:
             SessionError: the session is closed or for inference.
@@ -314,7 +314,7 @@ class Session:
     def grad(
         self, outputs: Any, inputs: Any, *, loss_id: int = 0, grad_outputs: Any = None, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
-        """Does what `torch.autograd.grad` does, with the loss scale in on the way down and out of the results.
+        """Does what `torch.autograd.grad` does, with the loss scale applied, and divided out of the results.
 
         Returns true gradients in fp32 (float64 and complex stay), so that a penalty on them can be added to the loss
         (`create_graph=True`). `loss_id` is that of this loss: its scale is used, and backs off where these gradients
@@ -350,13 +350,13 @@ class Session:
         `optimizer` picks one of several; without it all that have gradients step, or skip, together. `max_norm` clips
         the global L2 norm of all their true gradients, as `clip_grad_norm_` does. Nothing waits for the device.
 
-        What a step hook or a sink raises after the update comes out in the end: the step is made and counted, once.
+        What a step hook or a sink raises after the update is raised at the end: the step is made and counted once.
         What a pre-hook raises leaves its optimizer as it was: call `step` again. Where one of several optimizers has
         stepped by then, that counts as a step, and the next call steps the rest.
 
         Raises:
             SessionError: closed, for inference, no `backward` came before, or not one of the session's optimizers.
-            NumericsError: steps go on being skipped for what no lower loss scale cures (`on_failure="raise"`).
+            NumericsError: steps keep being skipped for a reason that no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_training()
         if max_norm is not None:
@@ -539,8 +539,8 @@ class Session:
         self._check_open()
         if all(needs_closure(part.optimizer) for part in self._parts):
             raise SessionError(
-                "observe() looks at session.step(), which this session does not make (inference, or an optimizer with "
-                "a closure); halfstep.observe.stats.measure(tensor) measures any tensor"
+                "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
+                "closure); to measure one tensor use halfstep.measure(tensor)"
             )
         if log is not None and not callable(log):
             raise ObserveError(f"log is {log!r:.60}; give a function that is called with each Observation, or None")
@@ -580,10 +580,10 @@ class Session:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that `state_dict` gave, in any order with the model's and the optimizer's states.
+        """Restores what `state_dict` returned; the states of model, optimizer and session load in any order.
 
         Raises:
-            StateError: entries are missing or unknown, or the state is of another plan; nothing was changed.
+            StateError: entries are missing or unknown, or the state belongs to another plan; nothing was changed.
         """
         self._check_open()
         check_state(state, to_dict(self.plan))
@@ -592,7 +592,7 @@ class Session:
         self._skips.fill_(state["skipped"])
 
     def close(self) -> None:
-        """Puts back all that the session changed: the model is an ordinary fp32 one again, trained. Idempotent."""
+        """Undoes all that the session changed: the trained model is an ordinary fp32 model again. Idempotent."""
         self.closed = True
         self._undo.close()
 

@@ -29,7 +29,7 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
 from halfstep.session.parts import Flags, LastStep, Part, Update, last_steps, step_each
-from halfstep.session.together import Agreed, Hearing, agree
+from halfstep.session.replicas import Agreed, Hearing, agree
 from halfstep.stack import begin_pass
 
 
@@ -131,7 +131,7 @@ class PlainTraining:
 
 @dataclass(eq=False)
 class MixedTraining:
-    """Backward and step under a plan: the loss scaled, the step skipped where a gradient is not finite."""
+    """Runs backward and step under a plan: scales the loss, and skips the step if a gradient is not finite."""
 
     parts: Sequence[Part]
     casting: Casting

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfstep.bench.bench import bench, warmup
-from halfstep.bench.contenders import Entry, Facts, entries
+from halfstep.bench.variants import Entry, Facts, entries
 from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.machine import DeviceFacts
@@ -22,7 +22,7 @@ O0 = Entry("O0", FP32, peer=False)
 
 
 class Recorder:
-    """A contender that trains nothing and writes down what it is asked."""
+    """A variant that trains nothing and writes down what it is asked."""
 
     def __init__(self, name, log):
         self.name = name
@@ -47,7 +47,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recorded(Entry):
-    """A row whose contender is a Recorder."""
+    """A row whose variant is a Recorder."""
 
     log: list = None
     made: list = None
@@ -90,7 +90,7 @@ def test_figures_are_kept_a_seed():
     assert len(run.validation["loss"]) == 2
     assert (run.skipped, run.scale) == ((2, 2), (8.0, 8.0))
     assert run.bytes_per_parameter == {"weights": 1.0}
-    assert [contender.closed for contender in made] == [True, True]
+    assert [variant.closed for variant in made] == [True, True]
     assert result.complete
 
 
@@ -178,27 +178,27 @@ def test_an_interrupt_ends_it_with_what_was_measured(after):
         assert len(run.times_ms) == 4 + after
         assert len(run.train_loss) == 2
         assert len(run.validation["loss"]) == 1
-    assert all(contender.closed for contender in made)
+    assert all(variant.closed for variant in made)
 
 
 @dataclass(frozen=True)
 class Failing(Recorded):
-    """A row whose contender raises `error` from its step `at` on."""
+    """A row whose variant raises `error` from its step `at` on."""
 
     error: Exception = None
     at: int = 0
 
     def start(self, workload, seed, device):
-        contender = super().start(workload, seed, device)
-        train = contender.train
+        variant = super().start(workload, seed, device)
+        train = variant.train
 
         def fail(inputs, targets):
             if len(self.log) == self.at:
                 raise self.error
             return train(inputs, targets)
 
-        contender.train = fail
-        return contender
+        variant.train = fail
+        return variant
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_row_that_fails_in_training_says_where_and_the_others_go_on(error, sai
     assert len(lost.times_ms) == len(failing.log) == 2
     assert (lost.train_loss, lost.validation) == ((2.0,), {})
     assert (kept.error, len(kept.times_ms), len(log), len(kept.validation["loss"])) == (None, 8, 8, 2)
-    assert [contender.closed for contender in made] == [True] * 3  # the row that failed has no second seed
+    assert [variant.closed for variant in made] == [True] * 3  # the row that failed has no second seed
 
 
 def test_a_row_that_fails_while_memory_is_counted_is_not_trained():
@@ -237,9 +237,9 @@ def test_a_row_that_fails_in_evaluation_says_so_and_the_others_go_on():
 
     class Frozen(Recorded):
         def start(self, workload, seed, device):
-            contender = super().start(workload, seed, device)
-            contender.model.bias.requires_grad_(False)
-            return contender
+            variant = super().start(workload, seed, device)
+            variant.model.bias.requires_grad_(False)
+            return variant
 
     rows, _, made = recorded("a")
     frozen = Frozen("b", FP32, peer=False, log=[], made=made)

@@ -167,7 +167,7 @@ def test_a_loss_scale_below_1_is_offered_where_it_passes(scaling, cure):
 
     verdict = halfstep.blame(session, closure)
     assert (verdict.kind, verdict.cure) == ("scale too high", (cure,))
-    assert "at 0.125 all gradients are finite" in verdict.evidence
+    assert "at loss scale 0.125 all gradients are finite" in verdict.evidence
     assert_cured(model, session, verdict, closure)
 
 
@@ -345,7 +345,7 @@ def test_two_masks_that_are_added_are_named_and_not_to_be_scaled_down(dtype):
     one[1], two[1] = torch.finfo(dtype).min, torch.finfo(dtype).min
     verdict = halfstep.blame(session, lambda: (model(torch.ones(4, 8)) + (one + two)).float().softmax(-1)[:, 0].mean())
     assert (verdict.operator, verdict.phase) == ("add", "forward")
-    assert "join masks as booleans" in verdict.advice
+    assert "combine masks as booleans" in verdict.advice
 
 
 def test_weights_that_are_not_finite_name_what_spoils_them():

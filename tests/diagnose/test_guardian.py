@@ -131,9 +131,7 @@ def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
     model = Cnn(plant())
     verdict = alarm(run, *session_on(model), model, 2 * WINDOW).verdict
     assert (verdict.kind, verdict.module, verdict.cure) == ("invalid", "plant", ())
-    assert (
-        "no edit is known to cure it, since none was tried (halfstep.blame(session, closure) would)" in verdict.advice
-    )
+    assert "no edit was tried (halfstep.blame(session, closure) would), so none is known to cure this" in verdict.advice
 
 
 def test_a_compiled_model_is_recorded_uncompiled():
@@ -366,7 +364,7 @@ def test_what_the_loop_made_before_the_forward_is_no_input_data(loss, operator, 
     assert "nan_to_num" not in verdict.advice
 
 
-@pytest.mark.parametrize(("value", "word"), [(-torch.inf, "mask"), (torch.inf, "weights of classes")])
+@pytest.mark.parametrize(("value", "word"), [(-torch.inf, "mask"), (torch.inf, "class weights")])
 def test_what_may_be_a_mask_is_not_advised_to_become_0(value, word):
     model = nn.Linear(8, 8)
     session, optimizer = session_on(model, "O1", "bf16")

@@ -44,7 +44,7 @@ def test_a_scale_that_keeps_going_back_to_its_floor_is_an_alarm_and_the_cure_tra
     verdict = caught.value.verdict
     assert (verdict.kind, verdict.phase) == ("scale too high", "backward")
     assert verdict.cure == (dataclasses.replace(scaling, growth_interval=2000),)
-    assert f"growth_interval={interval} brings it back from 0.125 to 0.25" in verdict.advice
+    assert f"growth_interval={interval} takes it from 0.125 back to 0.25" in verdict.advice
     assert steep(plan, *verdict.cure)(40) == 0
 
 

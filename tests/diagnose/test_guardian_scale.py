@@ -64,7 +64,10 @@ def test_a_loss_scale_below_1_is_named_where_only_that_helps(scaling, limit):
     assert (verdict.kind, verdict.phase, verdict.cure) == ("scale too high", "backward", (cure,))
     assert f"like those before it: the loss scale is too high, and {limit}\n" in str(error)
     assert "would not help" not in str(error)
-    assert "it needs at most 0.125, and what comes later in the backward pass may need less" in verdict.evidence
+    assert (
+        "this operation needs at most 0.125, and later ones in the backward pass may need a lower loss scale"
+        in verdict.evidence
+    )
     assert "not tried" in verdict.advice
     assert not bool(steep(cure)(1)[0].skipped)
 
@@ -106,7 +109,10 @@ def test_of_a_constant_scale_that_the_first_overflow_fits_nothing_more_is_claime
 
     verdict = alarm(train_on, loss, session, optimizer).verdict
     assert (verdict.kind, verdict.cure) == ("scale too high", (Scaling("dynamic", init=2.0**15, min=1.0),))
-    assert "it needs at most 32768, and what comes later in the backward pass may need less" in verdict.evidence
+    assert (
+        "this operation needs at most 32768, and later ones in the backward pass may need a lower loss scale"
+        in verdict.evidence
+    )
     assert "are finite" not in str(verdict)
     session.close()
     session = halfstep.initialize(model, optimizer, session.plan.edit(*verdict.cure))

@@ -94,7 +94,7 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
             train()
     verdict = caught.value.verdict
     assert (verdict.phase, verdict.cure, verdict.outside) == ("after backward", (), True)
-    assert "(after backward)" in str(verdict)
+    assert ", after the backward pass" in str(verdict)
     assert "called on gradients, after the backward pass" in verdict.evidence
 
 

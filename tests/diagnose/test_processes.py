@@ -161,7 +161,7 @@ def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
     own, others = found[1][run], found[0][run]
     assert own[1:3] == ["input data", "linear"]
     assert others[1:4] == ["another process", "allreduce", "backward"]
-    assert "see the verdict of the other processes" in others[4]
+    assert "see the verdicts of the other processes" in others[4]
     assert "would not help" not in others[4]
 
 

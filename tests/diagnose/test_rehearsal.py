@@ -69,7 +69,7 @@ def test_parts_that_a_closure_calls_itself_are_those_of_the_copy_under_its_plan(
 
     verdict = halfstep.blame(session, closure)
     assert verdict is not None
-    assert "in fp32 its loss is" in verdict.evidence
+    assert "in fp32 the closure's loss is" in verdict.evidence
     assert formats == {torch.float16, torch.float32}
 
 

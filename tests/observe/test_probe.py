@@ -581,8 +581,8 @@ def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
         ({"modules": "frist"}, "did you mean 'first'"),
         ({"modules": ["first", "nothing.*"]}, r"'nothing\.\*', which matches no module"),
         ({"modules": []}, "modules is empty"),
-        ({"modules": 3}, "modules is 3; give a text, which is a pattern"),
-        ({"tensors": None}, "tensors is None; give a text, such as 'activation'"),
+        ({"modules": 3}, "modules is 3; give a string, which is a pattern"),
+        ({"tensors": None}, "tensors is None; give a string, such as 'activation'"),
         ({"modules": "type:"}, "names no class"),
         ({"tensors": "weigth"}, "did you mean 'weight'"),
         ({"tensors": ()}, "tensors is empty"),
@@ -611,7 +611,7 @@ def test_inference_and_closed_sessions_have_no_steps_to_observe():
     model = Small()
     with (
         halfstep.initialize(model, None, "O1", low="bf16") as session,
-        pytest.raises(SessionError, match="does not make"),
+        pytest.raises(SessionError, match="does not run"),
     ):
         session.observe()
     with pytest.raises(SessionError, match="closed"):

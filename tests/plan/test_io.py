@@ -161,8 +161,8 @@ def test_whole_numbers_are_taken_for_real_ones():
 
 def test_without_a_base_every_field_is_asked_for():
     assert told({"schema": 1, "low": "bf16"}) == (
-        "at `$`: the plan lacks name, param, ops, norms, master, scale; add them, or add base = one of O0, O1, O2, O3 "
-        "for what is not named"
+        "at the top level: the plan lacks name, param, ops, norms, master, scale; add them, or add base = "
+        "one of O0, O1, O2, O3 for the fields that are not named"
     )
 
 
@@ -170,7 +170,7 @@ def test_without_a_base_every_field_is_asked_for():
 def test_without_a_base_a_missing_field_is_named(field):
     entries = to_dict(level("O2", BF16))
     del entries[field]
-    assert told(entries).startswith(f"at `$`: the plan lacks {field}; add it")
+    assert told(entries).startswith(f"at the top level: the plan lacks {field}; add it")
 
 
 def test_output_input_op_changes_and_rules_have_defaults():
@@ -224,7 +224,7 @@ def test_a_missing_schema_is_asked_for():
 
 @pytest.mark.parametrize("entries", [[], "O2", None, 3])
 def test_what_is_no_table_is_refused(entries):
-    assert told(entries).startswith("at `$`: a plan is a table of fields, this is ")
+    assert told(entries).startswith("at the top level: expected a table of fields, got ")
 
 
 # errors with their path
@@ -236,7 +236,7 @@ RULE = {"pattern": "head", "policy": "full"}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scal": {}}, "at `$`: unknown key 'scal'; known are schema, base, name, *; did you mean 'scale'?"),
+        ({"scal": {}}, "at the top level: unknown key 'scal'; known are schema, base, name, *; did you mean 'scale'?"),
         ({"scale": {"inti": 1}}, "at `$.scale`: unknown key 'inti'; known are kind, init, *; did you mean 'init'?"),
         ({"op_changes": {"denny": []}}, "at `$.op_changes`: unknown key 'denny'; *; did you mean 'deny'?"),
         (
@@ -247,8 +247,8 @@ RULE = {"pattern": "head", "policy": "full"}
             {"rules": [{"pattern": "a", "policy": {"params": "low", "compute": "low", "output": "low"}}]},
             "at `$.rules[0].policy`: unknown key 'params'; known are param, compute, output; did you mean 'param'?",
         ),
-        ({"a - at b": {}}, "at `$`: unknown key 'a - at b'; *"),
-        ({3: 4}, "at `$`: a key in it is not text; *"),
+        ({"a - at b": {}}, "at the top level: unknown key 'a - at b'; *"),
+        ({3: 4}, "at the top level: a key in it is not text; *"),
         ({"scale": {3: 4}}, "at `$.scale`: a key in it is not text; *"),
     ],
 )
@@ -310,15 +310,18 @@ def test_an_unknown_word_is_named_with_its_path_and_what_is_allowed(changes, mes
             "at `$.scale`: scale growth is 3.0, but a scale of kind 'static'",
         ),
         ({"op_changes": {"deny": ["sofmax"]}}, "at `$.op_changes`: "),
-        ({"op_changes": {"deny": ["exp"], "allow": ["exp"]}}, "at `$.op_changes`: op 'exp' stands in allow and deny"),
+        (
+            {"op_changes": {"deny": ["exp"], "allow": ["exp"]}},
+            "at `$.op_changes`: op 'exp' is listed in allow and deny",
+        ),
         ({"rules": [RULE, {**RULE, "pattern": "type:"}]}, "at `$.rules[1]`: rule pattern 'type:' names no class"),
         (
             {"rules": [{**RULE, "policy": {"param": "low", "compute": "full", "output": "low"}}]},
             "at `$.rules[0]`: policy has param 'low' and compute 'full'",
         ),
-        ({"rules": [RULE, RULE]}, "at `$`: plan 'O2' has rule 'head' twice"),
-        ({"master": "split"}, "at `$`: plan 'O2': master 'split' needs bf16"),
-        ({"name": ""}, "at `$`: plan name is ''"),
+        ({"rules": [RULE, RULE]}, "at the top level: plan 'O2' has rule 'head' twice"),
+        ({"master": "split"}, "at the top level: plan 'O2': master 'split' needs bf16"),
+        ({"name": ""}, "at the top level: plan name is ''"),
     ],
 )
 def test_a_value_out_of_place_is_named_with_its_path(changes, message):

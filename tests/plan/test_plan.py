@@ -50,7 +50,9 @@ def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
 
 @pytest.mark.parametrize("low", [FP32, TF32, E4M3])
 def test_a_format_that_one_cannot_train_in_is_refused(low):
-    with pytest.raises(PlanError, match=f"plan low is {low.name}; bf16 and fp16 can be trained in"):
+    with pytest.raises(
+        PlanError, match=f"plan low is {low.name}, in which halfstep cannot train; choose one of bf16 and fp16"
+    ):
         make(low=low)
 
 
@@ -104,19 +106,19 @@ def test_a_list_of_rules_becomes_a_tuple():
 
 # fields that contradict each other, and what the message says of them; the plan beside each differs in one field
 CASES = [
-    (O1, {"master": "copy"}, "a master keeps the fp32 value of low weights"),
-    (O1, {"master": "split"}, "a master keeps the fp32 value of low weights"),
-    (O0, {"master": "copy"}, "a master keeps the fp32 value of low weights"),
+    (O1, {"master": "copy"}, "a master keeps the fp32 value of low-precision weights"),
+    (O1, {"master": "split"}, "a master keeps the fp32 value of low-precision weights"),
+    (O0, {"master": "copy"}, "a master keeps the fp32 value of low-precision weights"),
     (O2, {"low": FP16}, "'split' needs bf16"),
     (O1, {"norms": "low"}, "the op table decides how norms compute"),
-    (O2, {"ops": "none", "output": "keep"}, "weights are low but ops is 'none'"),
-    (O0, {"scale": Scaling("dynamic")}, "loss scale .* nothing is low"),
-    (O0, {"scale": Scaling("static", init=1)}, "loss scale .* nothing is low"),
-    (O0, {"rules": (Rule("head", FULL),)}, "rules say .* stays as it is"),
+    (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),
+    (O0, {"scale": Scaling("dynamic")}, "loss scale .* no gradient is in low precision"),
+    (O0, {"scale": Scaling("static", init=1)}, "loss scale .* no gradient is in low precision"),
+    (O0, {"rules": (Rule("head", FULL),)}, "rules say .* runs as written"),
     (O0, {"output": "full"}, "output is not touched"),
     (O0, {"output": "low"}, "output is not touched"),
     (O0, {"input": "low"}, "input is not touched"),
-    (O0, {"op_changes": OpChanges(deny=("softmax",))}, "no table acts"),
+    (O0, {"op_changes": OpChanges(deny=("softmax",))}, "no table is used"),
 ]
 
 
@@ -155,7 +157,9 @@ def test_what_makes_sense_is_allowed(changes):
 
 
 def test_a_rule_that_stores_low_contradicts_fp32_weights():
-    with pytest.raises(PlanError, match=r"rule 'head' stores parameters low, .* give the rule Policy\('full', ...\)"):
+    with pytest.raises(
+        PlanError, match=r"rule 'head' stores parameters in low precision, .* Policy\('full', ...\) in the rule"
+    ):
         replace(O1, rules=(Rule("head", LOW),))
 
 
@@ -185,7 +189,7 @@ def test_lists_of_ops_become_tuples():
     ],
 )
 def test_an_op_stands_in_one_list(changes, where):
-    with pytest.raises(PlanError, match=f"op 'softmax' stands {where}"):
+    with pytest.raises(PlanError, match=f"op 'softmax' is listed {where}"):
         OpChanges(**changes)
 
 
@@ -265,5 +269,5 @@ def test_what_is_no_edit_is_refused(edit):
 
 
 def test_an_edit_that_contradicts_the_plan_is_refused():
-    with pytest.raises(PlanError, match=r"nothing is low"):
+    with pytest.raises(PlanError, match=r"no gradient is in low precision"):
         O0.edit(Scaling("dynamic"))

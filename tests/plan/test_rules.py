@@ -87,5 +87,5 @@ def test_an_unknown_input_is_refused_and_one_beside_full_computation():
     with pytest.raises(PlanError, match=r"rule 'head': input is 'full'; allowed are 'policy', 'keep', 'low'"):
         Rule("head", LOW, input="full")
     for word in ("keep", "low"):
-        with pytest.raises(PlanError, match=r"computes full: its ops would get low inputs beside fp32 weights"):
+        with pytest.raises(PlanError, match=r"computes full: its ops would get low inputs with fp32 weights"):
             Rule("head", FULL, input=word)

@@ -166,7 +166,7 @@ def test_a_line_whose_edit_is_none_is_damaged(path, cure):
     path.write_bytes(log)
     run = read_log(path)
     assert len(run.events) == 1
-    assert any("1 of the lines cannot be read" in note and "is no edit" in note for note in run.notes)
+    assert any("1 of the lines cannot be read" in note and "is not an edit" in note for note in run.notes)
 
 
 def test_a_statistic_that_a_log_lacks_is_zero(path):

@@ -41,9 +41,9 @@ HOSTS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     "compiled transformer": (Transformer, "compiled"),
 }
 
-EPS, CLAMP, GRADIENT = "give 1e-6 or more", "(an eps, a clamp)", "is not finite at these inputs"
-ENTRY = "leave each row that is masked at least one entry"
-GUARD = "or give it scores of zero by torch.where before the softmax and drop what comes of it"
+EPS, CLAMP, GRADIENT = "give 1e-6 or more", "(an eps, a clamp)", "is not finite here"
+ENTRY = "leave at least one entry of each row unmasked"
+GUARD = "or set the scores of such a row to zero with torch.where before the softmax and discard its result"
 # what it is, what a verdict says of it (None: nothing), whether an edit cures it, else the words and what they do to it
 PLANTS: dict[str, tuple[Any, tuple[str, str, str] | None, bool, str, Callable[[Any], None] | None]] = {
     "gain": (plants.Gain, ("mul", FORWARD, "overflow"), True, "", None),

@@ -14,7 +14,7 @@ from tests.diagnose.faults.hosts import WIDTH, Stacked, rows
 from tests.diagnose.faults.plants import CustomBackward, SqrtOfZero, Steep
 
 INVALID, OVERFLOW, MASKED = "invalid", "overflow", "masked row"
-GRADIENT = "is not finite at these inputs"
+GRADIENT = "is not finite here"
 NOWHERE = "(an eps, a clamp)"
 
 
@@ -141,11 +141,12 @@ POLES = (
             lambda x: with_zeros(x).div_(with_zeros(x).abs().sum(-1, keepdim=True) + 0.1), ("div", FORWARD, INVALID),
             NOWHERE),
     no_edit("a mean of nothing", lambda x: x + x[x > 1e4].mean(), lambda x: x, ("mean", FORWARD, INVALID),
-            "leave it out where none are chosen"),
+            "skip it where no element is selected"),
     no_edit("a variance of one row", lambda x: x / (1 + x[:1].var(0)), lambda x: x / (1 + x[:2].var(0)),
-            ("var", FORWARD, INVALID), "of so few elements it has no value"),
+            ("var", FORWARD, INVALID), "it has no value for so few elements"),
     no_edit("NaN that the code writes", lambda x: x.masked_fill(first_row(x), math.nan),
-            lambda x: x.masked_fill(first_row(x), 0.0), ("masked_fill", FORWARD, INVALID), "the code itself gives NaN"),
+            lambda x: x.masked_fill(first_row(x), 0.0), ("masked_fill", FORWARD, INVALID),
+            "the code passes the number NaN"),
     no_edit("exp of what is left out", lambda x: torch.where(x > 0.1, x, torch.exp(-300 * x)),
             lambda x: torch.where(x > 0.1, x, torch.exp(-x)), ("exp", FORWARD, OVERFLOW), "scale its inputs down"),
     no_edit("two exponentials in a line", lambda x: torch.exp(torch.exp(6 * x)) * 0 + x, lambda x: torch.exp(x) * 0 + x,

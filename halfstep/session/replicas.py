@@ -168,8 +168,8 @@ class Hearing:
 def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
     ranks = sorted({rank for each in parted.values() for rank in each})
     _LOG.warning(
-        "the replicas have parted: weights in process %s are not those in process 0 (%s); what loads or writes weights "
-        "or an optimizer's state after DistributedDataParallel has wrapped the model must do it in all processes alike",
+        "the replicas have diverged: weights in process %s differ from those in process 0 (%s); what loads or writes "
+        "weights or optimizer states after DistributedDataParallel has wrapped the model must do so in all processes",
         ", ".join(map(str, ranks)),
         named(parted),
     )
@@ -178,7 +178,7 @@ def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
 def _scales_differ(ranks: Sequence[int]) -> SessionError:
     return SessionError(
         f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so their "
-        "sum means nothing; the step was skipped. Use the same loss_id in all processes for a backward pass, and load "
+        "sum is meaningless; the step was skipped. Use the same loss_id in all processes for a backward pass, and load "
         "the same session state in all of them"
     )
 

@@ -1,8 +1,8 @@
 import numpy
 import pytest
 
-from halfstep.checks import as_tuple, count, near_miss, one_of, real, text
 from halfstep.errors import PlanError
+from halfstep.validate import as_tuple, count, near_miss, one_of, real, text
 
 
 @pytest.mark.parametrize("value", ["splt", "SPLIT", "spli"])

@@ -1,4 +1,4 @@
-"""Taking turns at what the process has once, also with finalizers, which may come in the middle of anybody's turn."""
+"""A lock for what the process has once, which finalizers can use too: they may run while anybody holds it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 
-class Turns:
-    """A lock for a `with`, to be had again inside; what finalizers hand to `later` is done at the end of a turn.
+class DeferringLock:
+    """A reentrant lock for a `with`; work handed to `defer` while it is held is done just before it is released.
 
     A finalizer that waited for the lock could wait for ever, and one that did not could change what its own thread is
-    just going through.
+    in the middle of using.
     """
 
     def __init__(self) -> None:
@@ -20,8 +20,8 @@ class Turns:
         self._depth = 0
         self._waiting: deque[Callable[[], None]] = deque()
 
-    def later(self, work: Callable[[], None]) -> None:
-        """Does this at once where nobody has a turn, else at the end of the turn."""
+    def defer(self, work: Callable[[], None]) -> None:
+        """Does this at once if nobody holds the lock, else just before it is released; never waits."""
         self._waiting.append(work)
         if self._lock.acquire(blocking=False):
             try:

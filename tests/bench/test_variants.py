@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.bench.contenders import AmpContender, Entry, SessionContender, entries
+from halfstep.bench.variants import AmpVariant, Entry, SessionVariant, entries
 from halfstep.errors import FormatError, PlanError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.machine import PROCESSORS, DeviceFacts
@@ -69,9 +69,9 @@ def test_an_unknown_format_is_an_error():
         level("O1", "fp17")
 
 
-def train(contender, job, steps=3):
-    losses = [contender.train(*batch).item() for batch, _ in zip(job.batches(0), range(steps), strict=False)]
-    contender.observe()
+def train(variant, job, steps=3):
+    losses = [variant.train(*batch).item() for batch, _ in zip(job.batches(0), range(steps), strict=False)]
+    variant.observe()
     return losses
 
 
@@ -86,9 +86,9 @@ def test_o0_is_the_plain_fp32_loop_bit_for_bit():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         expected.append(loss.item())
-    contender = Entry("O0", FP32, peer=False).start(TINY, 0, CPU)
-    assert train(contender, TINY) == expected
-    contender.close()
+    variant = Entry("O0", FP32, peer=False).start(TINY, 0, CPU)
+    assert train(variant, TINY) == expected
+    variant.close()
 
 
 def test_the_peer_is_the_loop_of_torchs_documentation_bit_for_bit():
@@ -104,21 +104,21 @@ def test_the_peer_is_the_loop_of_torchs_documentation_bit_for_bit():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         expected.append(loss.item())
-    contender = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
-    assert train(contender, TINY) == expected
-    assert contender.facts().scale == 1.0
+    variant = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
+    assert train(variant, TINY) == expected
+    assert variant.facts().scale == 1.0
 
 
 def test_a_level_trains_in_its_format():
-    contender = Entry("O2", BF16, peer=False).start(TINY, 0, CPU)
-    train(contender, TINY)
-    assert contender.model.head.weight.dtype == torch.bfloat16
-    memory = contender.facts().memory
-    count = contender.model.head.weight.numel()
-    assert contender.model.head.weight.nbytes == 2 * count
-    contender.close()
-    contender.close()
-    assert contender.model.head.weight.dtype == torch.float32
+    variant = Entry("O2", BF16, peer=False).start(TINY, 0, CPU)
+    train(variant, TINY)
+    assert variant.model.head.weight.dtype == torch.bfloat16
+    memory = variant.facts().memory
+    count = variant.model.head.weight.numel()
+    assert variant.model.head.weight.nbytes == 2 * count
+    variant.close()
+    variant.close()
+    assert variant.model.head.weight.dtype == torch.float32
     assert memory["masters"] > 0
 
 
@@ -134,12 +134,12 @@ class Overflowing(Regression):
 def test_a_skipped_step_is_counted_and_halves_the_scale(peer):
     job = Overflowing(batch=4, d_in=8, d_out=8)
     model = job.build(0)
-    contender = AmpContender(job, model, FP16, CPU) if peer else SessionContender(job, model, level("O1", FP16))
+    variant = AmpVariant(job, model, FP16, CPU) if peer else SessionVariant(job, model, level("O1", FP16))
     for batch, _ in zip(job.batches(0), range(3), strict=False):
-        contender.train(*batch)
-        contender.observe()
-    facts = contender.facts()
-    contender.close()
+        variant.train(*batch)
+        variant.observe()
+    facts = variant.facts()
+    variant.close()
     assert (facts.skipped, facts.scale) == (1, 32768.0)
 
 
@@ -148,17 +148,17 @@ def test_clipping_is_of_the_true_gradients(peer):
     job = Regression(batch=4, d_in=8, d_out=8, lr=1.0, max_norm=1e-2)
     before = job.build(0)
     model = job.build(0)
-    contender = AmpContender(job, model, FP16, CPU) if peer else SessionContender(job, model, level("O1", FP16))
-    contender.train(*next(job.batches(0)))
-    contender.close()
+    variant = AmpVariant(job, model, FP16, CPU) if peer else SessionVariant(job, model, level("O1", FP16))
+    variant.train(*next(job.batches(0)))
+    variant.close()
     moved = [b - a for a, b in zip(before.parameters(), model.parameters(), strict=True)]
     assert nn.utils.get_total_norm(moved).item() == pytest.approx(1e-2, rel=1e-2)
 
 
 def test_bytes_of_the_peer_are_those_of_fp32_training():
-    contender = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
-    train(contender, TINY, 1)
-    count = sum(p.numel() for p in contender.model.parameters())
-    tensors = len(list(contender.model.parameters()))
+    variant = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
+    train(variant, TINY, 1)
+    count = sum(p.numel() for p in variant.model.parameters())
+    tensors = len(list(variant.model.parameters()))
     expected = {"weights": 4 * count, "masters": 0, "gradients": 4 * count, "optimizer": 8 * count + 4 * tensors}
-    assert contender.facts().memory == expected
+    assert variant.facts().memory == expected

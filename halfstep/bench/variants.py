@@ -23,7 +23,7 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Skipped steps, the scale now, and bytes held between two steps, by what holds them."""
+    """Skipped steps, the current scale, and the bytes held between steps, by what holds them."""
 
     skipped: int
     scale: float
@@ -51,12 +51,12 @@ class Entry:
             return self.level
         return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}"
 
-    def start(self, workload: Workload, seed: int, device: torch.device) -> Contender:
+    def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         """Builds the model of a seed on a device and makes it ready to train."""
         model = workload.build(seed).to(device)
         if self.peer:
-            return AmpContender(workload, model, self.low, device)
-        return SessionContender(workload, model, level(self.level, "bf16" if self.low == FP32 else self.low))
+            return AmpVariant(workload, model, self.low, device)
+        return SessionVariant(workload, model, level(self.level, "bf16" if self.low == FP32 else self.low))
 
 
 def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
@@ -81,10 +81,10 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
     return rows
 
 
-class SessionContender:
+class SessionVariant:
     """A workload trained as the README says: `backward` and `step` of a session.
 
-    As of all contenders `train` is what is timed, and `observe` follows each step, outside the timing.
+    As of all variants `train` is what is timed, and `observe` follows each step, outside the timing.
     """
 
     def __init__(self, workload: Workload, model: nn.Module, plan: Plan) -> None:
@@ -114,10 +114,10 @@ class SessionContender:
         self._session.close()
 
 
-class AmpContender:
+class AmpVariant:
     """A workload trained as torch's documentation says, with a fused optimizer and, in fp16, a GradScaler.
 
-    The loss is computed on fp32 outputs outside the autocast region, as for all contenders.
+    The loss is computed on fp32 outputs outside the autocast region, as for all variants.
     """
 
     def __init__(self, workload: Workload, model: nn.Module, low: Format, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class AmpContender:
         """Has nothing to put back."""
 
 
-Contender = SessionContender | AmpContender
+Variant = SessionVariant | AmpVariant
 
 
 class Autocast(nn.Module):

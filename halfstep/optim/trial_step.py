@@ -20,7 +20,7 @@ State = dict[str, Any]
 CHOICES = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
 
 
-def can_rehearse(optimizer: Optimizer) -> bool:
+def can_try_step(optimizer: Optimizer) -> bool:
     """Returns whether its step touches nothing but parameters, gradients and state: it is torch's or halfstep's."""
     inner = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(inner).parameters.get("closure")
@@ -29,7 +29,7 @@ def can_rehearse(optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def rehearse(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> State:
+def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> State:
     """Returns the state that a step with the options of `group` makes of `state`, all in small shapes.
 
     A stand-in for `p` takes the step, on zeros, on the CPU, in fp32 (complex64 for a complex one). In its shape, and in
@@ -56,7 +56,7 @@ def rehearse(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> Sta
 
 
 def small_state(p: Tensor, state: State) -> State:
-    """Returns `state` as `rehearse` gives it to the optimizer, in small shapes."""
+    """Returns `state` as `try_step` gives it to the optimizer, in small shapes."""
     small = _Small()
     small.shape(p)
     return {key: small.value(key, value) for key, value in state.items()}
