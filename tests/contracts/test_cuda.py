@@ -11,6 +11,7 @@ from torch import nn
 import halfstep
 from tests.contracts.cases import batch, differing, mixed_plans, snapshot
 from tests.contracts.cases import make as make_on_cpu
+from tests.scale.sync import no_cuda_sync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,11 +30,8 @@ STEPS = 7
 @contextmanager
 def no_sync():
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def on_cuda(step):

@@ -10,6 +10,7 @@ import halfstep
 from halfstep.diagnose.counter import WINDOW, Counter
 from tests.diagnose.faults.hosts import Cnn, Transformer, images, targets, words
 from tests.diagnose.faults.plants import CustomBackward, Gain
+from tests.scale.sync import no_cuda_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -18,11 +19,8 @@ def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
     counter = Counter(torch.device("cuda"))
     flags = [torch.tensor(n < 3, device="cuda") for n in range(WINDOW)]
     scale = torch.tensor(8.0, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         found = [counter.count(flag, scale) for flag in flags]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert found == [None] * WINDOW
     torch.cuda.synchronize()
     assert counter.count(flags[0], scale) == (3, 8.0)

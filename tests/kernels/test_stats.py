@@ -11,6 +11,7 @@ from halfstep.kernels import stats
 from halfstep.kernels.build import find_compiler
 from halfstep.kernels.stats import RUN, WIDTH, add_stats, empty_rows, is_sampled
 from halfstep.records import BINS, COUNTS
+from tests.scale.sync import no_cuda_sync
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WAYS = [
@@ -196,11 +197,8 @@ def test_a_gpu_counts_as_the_cpu_does_and_does_not_wait(dtype):
     t[3::7] = torch.inf
     t[4::9] = torch.nan
     on_device, rows = t.cuda(), empty_rows(1, torch.device("cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         add_stats([on_device], rows, [0])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check(rows[0].cpu(), t)
 
 

@@ -7,7 +7,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, gradients, one_pass, own_run, parameters
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 
 BF16 = torch.bfloat16
 KINDS = [None, "none", "copy", "split"]
@@ -483,11 +483,8 @@ def test_a_gpu_gives_what_the_cpu_gives(cls, options, kind):
     for seed in range(4):
         grads = gradients(here.params, seed)
         here.step(grads, torch.tensor(0.5), torch.tensor(seed == 1))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_cuda_sync():
             moved = [grad.cuda() for grad in grads], torch.full((), 0.5, device="cuda")
             there.step(*moved, torch.zeros((), dtype=torch.bool, device="cuda") if seed != 1 else TRUE.cuda())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(here.values(), there.values(), strict=True):
         torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-5)

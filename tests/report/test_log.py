@@ -29,7 +29,7 @@ from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
 from tests.report import logs
 from tests.report.logs import step
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 
 ROOT = Path(__file__).parents[2]
 INF, NAN = math.inf, math.nan
@@ -338,13 +338,10 @@ def test_an_observation_comes_after_its_step(tmp_path, late):
 def test_on_a_gpu_no_step_waits(tmp_path):
     path = tmp_path / "log"
     skipped, scale, norm, loss = (torch.tensor(value, device="cuda") for value in (False, 2.0, 0.5, 4.0))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         with RunLog(path) as log:
             for number in range(1, 50):
                 log(StepRecord(number, skipped, scale, norm, loss=loss))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     run = read_log(path)
     assert numbers(run) == list(range(1, 50))
     assert (run.steps[-1].scale, run.steps[-1].grad_norm, run.steps[-1].loss) == (2.0, 0.5, 4.0)

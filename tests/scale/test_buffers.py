@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep.scale.buffers import BufferGuard
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 
 SKIPPED, STEPPED = torch.tensor(True), torch.tensor(False)
 
@@ -306,11 +306,8 @@ def test_on_cuda_nothing_waits():
     before = bits(model)
     guard = BufferGuard([model])
     found = torch.tensor(True, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         guard.refresh()
         model(torch.randn(8, 4, device="cuda"))
         guard.restore(found)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert same(model, before)

@@ -13,7 +13,7 @@ from torch import nn
 from halfstep.edits import Scaling
 from halfstep.errors import PlanError, StateError
 from halfstep.scale.grad_scaler import GradScaler
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 from tests.scale.test_scaling import Reference
 
 Torch = torch.amp.GradScaler
@@ -346,11 +346,8 @@ def test_on_cuda_a_fused_step_waits_for_nothing():
     optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=True)
     scaler = GradScaler("cuda")
     iterate(scaler, optimizer, math.inf)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         iterate(scaler, optimizer, math.inf)
         iterate(scaler, optimizer, 1.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert scaler.get_scale() == 2.0**14
     assert param.tolist() == pytest.approx([0.9] * 4)

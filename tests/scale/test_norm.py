@@ -11,7 +11,7 @@ from torch import nn
 import halfstep
 from halfstep.scale import norm
 from halfstep.scale.norm import _one_pass, _two_passes, elements, global_norm, read_with_torch
-from tests.scale.sync import NoSync
+from tests.scale.sync import NoSync, no_cuda_sync
 
 LONG = 2**16 + 1  # longer than one piece of the sum
 
@@ -228,8 +228,5 @@ class TestCuda:
 
     def test_nothing_waits(self):
         grads = [torch.randn(LONG, device="cuda"), torch.randn(3, device="cuda").bfloat16()]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_cuda_sync():
             global_norm(grads)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -99,8 +99,8 @@ def test_master_weights(amp, level, master):
     with amp.scale_loss(loss_of(model, vectors()), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    unmoved = [torch.equal(values(model)[name], before[name]) for name in before]
-    assert any(unmoved) is not master
+    moved = torch.cat([(values(model)[name] != before[name]).flatten() for name in before])
+    assert bool(moved.float().mean() > 0.5) is master  # a low weight's last place is far above these updates
 
 
 @pytest.mark.parametrize("explicit", [torch.float16, torch.bfloat16])
