@@ -17,7 +17,7 @@ def two(amp, level, num_losses, optimizers):
     return amp.initialize(models, made, opt_level=level, num_losses=num_losses, loss_scale="dynamic", verbosity=0)
 
 
-@pytest.mark.parametrize(("num_losses", "optimizers"), itertools.product((1, 3), (1, 2)))
+@pytest.mark.parametrize(("num_losses", "optimizers"), list(itertools.product((1, 3), (1, 2))))
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("overflow", [None, 0, 1, 2])
 def test_losses_scale_apart_and_a_step_is_skipped_where_its_gradients_overflow(
