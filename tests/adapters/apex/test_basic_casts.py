@@ -191,7 +191,7 @@ def test_a_handle_ends_with_deactivate_and_refuses_the_old_api(amp, low):
     handle = amp.init()
     assert handle.is_active()
     for call in (handle.scale_loss, handle.wrap_optimizer):
-        with pytest.raises(RuntimeError, match="amp.initialize"):
+        with pytest.raises(RuntimeError, match=r"amp\.initialize"):
             call(None, None)
     handle._deactivate()
     assert not handle.is_active()

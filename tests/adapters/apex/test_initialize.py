@@ -200,7 +200,7 @@ def test_a_half_model_is_refused_unless_it_is_said_to_be_meant(amp, low, level):
 def test_optimizers_that_scale_themselves_are_refused(amp):
     model = small()
 
-    class FP16_Optimizer(torch.optim.SGD):  # noqa: N801  # apex's name
+    class FP16_Optimizer(torch.optim.SGD):  # apex's name
         """One of apex.fp16_utils."""
 
     with pytest.raises(RuntimeError, match="FP16_Optimizer"):

@@ -4,6 +4,7 @@ The scripts import `apex` by themselves. A twin is the same script with `amp` of
 """
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -25,7 +26,7 @@ def loader(size=16):
 
 
 def mlp(*sizes):
-    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -108,10 +109,10 @@ def train_gan(opt_level, enabled=True, steps=12):
     from apex import amp
 
     torch.manual_seed(0)
-    netG, netD = mlp(4, 16, 8), mlp(8, 16, 1)  # noqa: N806  # as such scripts name them
-    optG = torch.optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))  # noqa: N806
-    optD = torch.optim.Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))  # noqa: N806
-    [netD, netG], [optD, optG] = amp.initialize(  # noqa: N806
+    netG, netD = mlp(4, 16, 8), mlp(8, 16, 1)  # as such scripts name them
+    optG = torch.optim.Adam(netG.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    optD = torch.optim.Adam(netD.parameters(), lr=2e-3, betas=(0.5, 0.999))
+    [netD, netG], [optD, optG] = amp.initialize(
         [netD, netG], [optD, optG], opt_level=opt_level, num_losses=3, enabled=enabled, verbosity=0
     )
     criterion = nn.BCEWithLogitsLoss()
@@ -119,17 +120,17 @@ def train_gan(opt_level, enabled=True, steps=12):
     log = []
     for _ in range(steps):
         netD.zero_grad()
-        errD_real = criterion(netD(real), torch.ones(16, 1))  # noqa: N806
-        with amp.scale_loss(errD_real, optD, loss_id=0) as errD_real_scaled:  # noqa: N806
+        errD_real = criterion(netD(real), torch.ones(16, 1))
+        with amp.scale_loss(errD_real, optD, loss_id=0) as errD_real_scaled:
             errD_real_scaled.backward()
         fake = netG(noise)
-        errD_fake = criterion(netD(fake.detach()), torch.zeros(16, 1))  # noqa: N806
-        with amp.scale_loss(errD_fake, optD, loss_id=1) as errD_fake_scaled:  # noqa: N806
+        errD_fake = criterion(netD(fake.detach()), torch.zeros(16, 1))
+        with amp.scale_loss(errD_fake, optD, loss_id=1) as errD_fake_scaled:
             errD_fake_scaled.backward()
         optD.step()
         netG.zero_grad()
-        errG = criterion(netD(fake), torch.ones(16, 1))  # noqa: N806
-        with amp.scale_loss(errG, optG, loss_id=2) as errG_scaled:  # noqa: N806
+        errG = criterion(netD(fake), torch.ones(16, 1))
+        with amp.scale_loss(errG, optG, loss_id=2) as errG_scaled:
             errG_scaled.backward()
         optG.step()
         log.append((errD_real + errD_fake).item() + errG.item())
