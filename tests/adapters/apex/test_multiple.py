@@ -66,6 +66,20 @@ def test_several_losses_train_as_their_sum(amp, low, level):
         assert all(torch.allclose(first[name], second[name], rtol=1e-4, atol=1e-6) for name in first)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_of_another_optimizer_are_true_ones_too(amp, level):
+    """As of a judge through which a maker's loss goes; apex left them scaled."""
+    models, steppers = two(amp, level, 1, 2)
+    found = []
+    for optimizers in (steppers[0], steppers):
+        for optimizer in steppers:
+            optimizer.zero_grad()
+        with amp.scale_loss(sum(loss_of(model, vectors()) for model in models), optimizers) as scaled:
+            scaled.backward()
+        found.append([p.grad.clone() for model in models for p in model.parameters()])
+    assert all(torch.equal(a, b) and a.abs().max() < 10 for a, b in zip(*found, strict=True))
+
+
 class Grown(nn.Module):
     """A model whose second half joins the training late."""
 
