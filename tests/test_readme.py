@@ -1,6 +1,7 @@
 """The code of the README and of docs/ runs as it stands there; links and quoted result files exist."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import nn
 
 import halfstep
+from halfstep.adapters.apex import uninstall
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # The Python blocks of each page, in order. A new block fails here until it has a name, and a test below that runs it.
 NAMES = {
     "README.md": ("first lines",),
+    "apex.md": ("apex",),
     "diagnosis.md": ("before", "blame"),
     "guide.md": ("plan", "average", "schedule"),
     "seeing.md": ("observe", "seeing"),
@@ -177,3 +180,15 @@ def test_seeing_the_run_writes_a_log_that_has_what_was_observed(names):
     run = halfstep.read_log("run.jsonl")
     assert [values.step for values in run.steps] == [1]
     assert run.observed == (1,)
+
+
+def test_a_loop_in_apex_form_trains_and_ends_as_an_ordinary_model(names):
+    before = names["model"].state_dict()["head.weight"].clone()
+    try:
+        exec(BLOCKS["apex"], names)
+        assert names["model"].head.weight.dtype == torch.float16
+    finally:
+        uninstall()
+    assert type(names["model"]) is Model
+    assert not torch.equal(names["model"].head.weight, before)
+    assert "apex" not in sys.modules

@@ -16,7 +16,7 @@ from halfstep.cast.emulate import Emulation
 from halfstep.cast.enter import Entrances, Gate, Inside
 from halfstep.cast.functions import patch_functions
 from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to, refuse_removal
-from halfstep.cast.ops import OpEngine, Switched
+from halfstep.cast.ops import OpEngine, Switch, Switched
 from halfstep.cast.tree import map_tensors
 from halfstep.formats import FP32
 from halfstep.machine import WideBackward
@@ -39,11 +39,17 @@ class Casting:
         self._over: list[Callable[[Mode], Mode]] = []
         self._outermost: list[Gate] = []
         self._begin: Callable[[], None] | None = None
+        self._as_written = 0  # how many contexts that ask for it are open
 
     @property
     def emulates(self) -> bool:
         """Whether products of the low format are computed in a wider one."""
         return self._emulation is not None
+
+    @property
+    def switch(self) -> Switch | None:
+        """What tells whether ops are cast in a thread; None under a plan that runs them as written."""
+        return None if self._engine is None else self._engine.switch
 
     def open(self) -> Undo:
         """Puts the op table in place and returns the undo.
@@ -115,10 +121,10 @@ class Casting:
         full: Callable[[nn.Parameter], Tensor],
         look: Callable[[Tensor], Tensor] | None,
     ) -> Gate:
-        enabled = formats.compute is not FP32
+        low = formats.compute is not FP32
         return Gate(
-            region=lambda: engine.region(enabled=enabled),
-            enter=lambda: engine.enter(enabled=enabled),
+            region=lambda: engine.region(enabled=low and not self._as_written),
+            enter=lambda: engine.enter(enabled=low and not self._as_written),
             leave=engine.leave,
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
@@ -140,12 +146,31 @@ class Casting:
             return nullcontext()
         if self._begin is not None:
             self._begin()
-        return self._engine.region() if self._emulation is None else self._emulated_region(self._engine)
+        on = not self._as_written
+        return self._engine.region(on) if self._emulation is None else self._emulated_region(self._engine, on)
 
     @contextmanager
-    def _emulated_region(self, engine: OpEngine) -> Iterator[None]:
-        with self.emulating(), engine.region():
+    def _emulated_region(self, engine: OpEngine, on: bool) -> Iterator[None]:
+        with self.emulating(), engine.region(on):
             yield
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether an `as_written` is open."""
+        return self._as_written > 0
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Runs ops as written for a while, also in forwards and regions that begin meanwhile; nests."""
+        if self._engine is None:
+            yield
+            return
+        self._as_written += 1
+        try:
+            with self._engine.region(enabled=False):
+                yield
+        finally:
+            self._as_written -= 1
 
     def backward(self) -> Backward:
         """Returns a context for a backward pass."""

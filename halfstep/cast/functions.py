@@ -36,19 +36,23 @@ class _Patch:
     category: OpList
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype = self._dtype(args, kwargs)
-        if dtype is not None:
-            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        with torch.autocast(self.switch.device_type, dtype=self.switch.low, enabled=False):
-            return function(*args, **kwargs)
+        return call_as(self.category, self.switch, function, args, kwargs)
 
-    def _dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Returns what the arguments are cast to, None where they stay."""
-        if self.category == "allow":
-            return self.switch.low
-        if self.category == "deny":
-            return torch.float32
-        return _widest(args, kwargs) if self.category == "promote" else None
+
+def call_as(
+    category: Category,
+    switch: Switch,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a Python function as one of a list: its floating arguments cast, nothing inside it cast further."""
+    dtypes = {"allow": switch.low, "deny": torch.float32}
+    dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
+    if dtype is not None:
+        args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+    with torch.autocast(switch.device_type, dtype=switch.low, enabled=False):
+        return function(*args, **kwargs)
 
 
 @dataclass

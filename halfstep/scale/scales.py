@@ -24,7 +24,7 @@ class LossScales:
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
         self._scaling, self._device = scaling, device
         self._scales: dict[int, Scale] = {}
-        self._counted: set[int] = set()  # losses whose scale has counted a step since their last backward
+        self._backed_off: dict[int, Tensor] = {}  # for losses with a step since their last backward: in one of these
         self.ceiling: float | None = None  # what `limit` keeps all scales at or below
 
     @property
@@ -62,10 +62,13 @@ class LossScales:
 
     def went_backward(self, loss_id: int) -> None:
         """Says that a step to come has gradients of this loss, and counts for its scale."""
-        self._counted.discard(loss_id)
+        self._backed_off.pop(loss_id, None)
 
     def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
-        """Adapts the scales to one step: the gradients of each optimizer, and whether those overflowed."""
+        """Adapts the scales to one step: the gradients of each optimizer, and whether those overflowed.
+
+        Several steps on one backward pass, one for each optimizer, are one to a scale, which backs off at most once.
+        """
         if not self.active:
             return
         overflowed: dict[int, Tensor] = {}
@@ -73,8 +76,14 @@ class LossScales:
             for loss_id, flag in held.overflowed(now).items():
                 overflowed[loss_id] = overflowed[loss_id] | flag if loss_id in overflowed else flag
         for loss_id, flag in overflowed.items():
-            self._scales[loss_id].update(flag, count=loss_id not in self._counted)
-            self._counted.add(loss_id)
+            before = self._backed_off.get(loss_id)
+            if before is None:
+                self._scales[loss_id].update(flag)
+                self._backed_off[loss_id] = flag
+            else:
+                before = before.to(flag.device, non_blocking=True)
+                self._scales[loss_id].update(flag & ~before, count=False)
+                self._backed_off[loss_id] = flag | before
 
     @contextmanager
     def held_at(self, scale: float) -> Iterator[None]:
@@ -117,7 +126,7 @@ class LossScales:
         for key, entry in state.items():
             scales[int(key)].load_state_dict(entry)
         self._scales = scales
-        self._counted = set(scales)
+        self._backed_off = {loss_id: torch.zeros((), dtype=torch.bool, device=self._device) for loss_id in scales}
 
 
 def _check(loss_id: int) -> None:

@@ -59,6 +59,18 @@ def test_two_steps_of_one_backward_count_once_towards_growth():
     assert scales.read(0) == 2048.0
 
 
+@pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True), (True, False, True)])
+def test_steps_of_one_backward_back_off_once(flags):
+    scales = dynamic()
+    scales.of(0)
+    for flag in flags:  # several optimizers, one after the other
+        scales.update([collected(0)], [torch.tensor(flag)])
+    assert scales.read(0) == 512.0
+    scales.went_backward(0)
+    scales.update([collected(0)], [torch.tensor(True)])
+    assert scales.read(0) == 256.0
+
+
 def test_reading_makes_no_scale():
     scales = dynamic()
     assert scales.read(3) == 1024.0

@@ -1,0 +1,252 @@
+"""What stands for `apex.amp`: its functions and arguments, each carried out by a Session.
+
+There is one state for all of them, as apex had. What was kept of apex and what was mended is in docs/apex.md.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.adapters.apex.functions import (
+    disable_casts,
+    float_function,
+    half_function,
+    init,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from halfstep.adapters.apex.properties import BRIEFS, Properties, disabled, make_plan, make_scaling
+from halfstep.adapters.apex.state import (
+    NOT_INITIALIZED,
+    STATE,
+    LossScaler,
+    Trained,
+    master_params,
+    maybe_print,
+    warn_or_err,
+)
+from halfstep.initialize import initialize as open_session
+
+__all__ = [
+    "_amp_state",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]
+
+_amp_state = STATE
+
+
+def initialize(  # noqa: PLR0913  # apex's arguments, in their order
+    models: nn.Module | list[nn.Module],
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Starts mixed precision training as `apex.amp.initialize` did; returns what it was given, in the same shape.
+
+    `models` and `optimizers` are one each or lists. `opt_level` sets the five options after it, each of which a value
+    other than None overrides; a `loss_scale` is a number, also as text, or "dynamic". `cast_model_outputs` is fp32
+    unless given. Each of `num_losses` has a scale of its own. With `enabled=False` nothing is done, here and in the
+    other functions. `verbosity=0` prints nothing. The last two bound a dynamic scale.
+
+    Raises:
+        RuntimeError: an option that contradicts the level, a model that is wrapped or not fp32, or an optimizer that
+            was given to an earlier call.
+        TypeError: models or optimizers are neither one nor a list.
+        ValueError: a value that is none.
+    """
+    STATE.verbosity = verbosity
+    if not enabled:
+        STATE.opt_properties, STATE.loss_scalers, STATE._current = disabled(), [], None
+        return models if optimizers is None else (models, optimizers)
+    chosen = _as_list(models, nn.Module, "models")
+    wrapped = [] if optimizers is None else _as_list(optimizers, Optimizer, "optimizers")
+    _check_models(chosen)
+    stepping = _check_optimizers([_own(each) for each in wrapped])
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    properties = _properties(opt_level, {name: value for name, value in overrides.items() if value is not None})
+    if type(num_losses) is not int or num_losses < 1:
+        raise ValueError(f"num_losses is {num_losses!r}; give how many losses there are, 1 or more")
+    plan = make_plan(
+        properties,
+        chosen,
+        low=STATE._low,
+        cast_model_outputs=cast_model_outputs,
+        scaling=make_scaling(properties.loss_scale, min_loss_scale, max_loss_scale),
+        changes=STATE._registered,
+    )
+    session = open_session(chosen, stepping or None, plan, on_failure="warn", stepping="optimizer")
+    STATE._current = Trained(session, num_losses, casts=bool(properties.patch_torch_functions))
+    STATE._trained.add(STATE._current)
+    STATE.opt_properties, STATE.min_loss_scale, STATE.max_loss_scale = properties, min_loss_scale, max_loss_scale
+    STATE.loss_scalers = [LossScaler(STATE._current, loss_id) for loss_id in range(num_losses)]
+    return models if optimizers is None else (models, optimizers)
+
+
+def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
+    """Returns the options of a call, and prints them as apex did."""
+    properties = Properties(opt_level, STATE._low, warn_or_err)
+    maybe_print(f"Selected optimization level {BRIEFS[opt_level]}", rank0=True)
+    maybe_print("Defaults for this optimization level are:", rank0=True)
+    for line in properties.lines():
+        maybe_print(line, rank0=True)
+    maybe_print("Processing user overrides (additional kwargs that are not None)...", rank0=True)
+    for name, value in overrides.items():
+        properties.override(name, value)
+    maybe_print("After processing overrides, optimization options are:", rank0=True)
+    for line in properties.lines():
+        maybe_print(line, rank0=True)
+    return properties
+
+
+def _as_list(value: Any, kind: type, what: str) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    wrong = [item for item in items if not isinstance(_own(item), kind)]
+    if wrong:
+        raise TypeError(f"{what} must be a {kind.__name__} or a list of them, not {type(wrong[0]).__name__}")
+    return list(items)
+
+
+def _own(optimizer: Any) -> Any:
+    """Returns what steps in the end: the optimizer inside a wrapper such as LARC, else the object itself."""
+    return optimizer if isinstance(optimizer, (Optimizer, nn.Module)) else getattr(optimizer, "optim", optimizer)
+
+
+def _check_models(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        if isinstance(model, nn.DataParallel) or type(model).__name__ == "DistributedDataParallel":
+            raise RuntimeError(
+                f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied "
+                "to the model(s) AFTER the model(s) have been returned from amp.initialize."
+            )
+        low = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
+        if low and not STATE.allow_incoming_model_not_fp32:
+            raise RuntimeError(
+                f"Found param {low[0]} with type {model.get_parameter(low[0]).type()}, expected fp32. When using "
+                "amp.initialize, you do not need to call .half() on your model before passing it, no matter what "
+                "optimization level you choose; call model.float() first."
+            )
+        if low:
+            model.float()  # the values are the same, and masters start from them
+
+
+def _check_optimizers(optimizers: list[Optimizer]) -> list[Optimizer]:
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                "An incoming optimizer is an instance of FP16_Optimizer. If you are using the new Amp API via "
+                "amp.initialize, pass in the ordinary optimizer: weights and gradients are taken care of."
+            )
+        if any(optimizer is each for trained in STATE.sessions() for each in trained.session.optimizers):
+            raise RuntimeError(
+                f"A given {type(optimizer).__name__} has been passed to amp.initialize already: call it once, with "
+                "all models and optimizers that train together."
+            )
+    return optimizers
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Gives the loss, in fp32, times its scale; the backward pass that starts from it inside leaves true gradients.
+
+    `optimizers` is one or several (list or tuple) from one `initialize`. With `delay_unscale` gradients stay scaled,
+    as more are to be added. Overflow is looked for once, by the step: `delay_overflow_check` has nothing to delay, and
+    `model` was never used.
+
+    Raises:
+        RuntimeError: `initialize` was not called, or not with these optimizers.
+        IndexError: there are fewer losses than `loss_id` says.
+    """
+    if not hasattr(STATE, "opt_properties"):
+        raise RuntimeError(NOT_INITIALIZED)
+    if not STATE.opt_properties.enabled:
+        yield loss
+        return
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    trained = STATE.of([_own(each) for each in given])
+    number = range(trained.num_losses)[loss_id]
+    with trained.session.scaling(loss, loss_id=number, unscale=not delay_unscale) as scale:
+        yield loss.float() * scale.to(loss.device)
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns each loss scale and the clean steps since its last change, as apex's checkpoints have them.
+
+    It is empty before `initialize` and under `enabled=False`. `destination` is added to and returned.
+    """
+    found: dict[str, Any] = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(getattr(STATE, "loss_scalers", [])):
+        found[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return found
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Goes on from what `state_dict` returned, or apex's own; tells of scales that only one side has.
+
+    A scale that is not dynamic stays as `initialize` was asked for.
+
+    Raises:
+        RuntimeError: an entry that is none of a loss scale; nothing is changed.
+        StateError: a scale that is out of range.
+    """
+    unknown = [key for key in state_dict if "loss_scaler" not in key]
+    if unknown:
+        raise RuntimeError(f"Unexpected key(s) in amp's state: {', '.join(unknown)}; it has loss_scaler0, 1, ...")
+    scalers = getattr(STATE, "loss_scalers", [])
+    if len(state_dict) != len(scalers):
+        maybe_print(
+            f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used"
+        )
+    for index, (key, entry) in enumerate(state_dict.items()):
+        if index >= len(scalers):
+            maybe_print(f"Skipping loss_scaler[{index}], since num_losses was set to {len(scalers)}")
+        elif scalers[index].dynamic:
+            maybe_print(f"Restoring loss_scaler[{index}] from {key}")
+            scalers[index].load(entry["loss_scale"], entry["unskipped"])
+        elif scalers[index].loss_scale() != entry["loss_scale"]:
+            maybe_print(
+                f"Skipping {key}: its scale is {entry['loss_scale']}, and initialize was asked for another, fixed one"
+            )

@@ -1,0 +1,156 @@
+"""Functions that a script gives a list of their own, and code that runs without casts."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from halfstep.adapters.apex.properties import DENIED
+from halfstep.adapters.apex.state import STATE, Handle
+from halfstep.cast.casting import Casting
+from halfstep.cast.functions import call_as
+from halfstep.edits import OpChange, OpList
+from halfstep.errors import PlanError
+from halfstep.machine import read_facts
+from halfstep.plan.choose import needs_emulation
+from halfstep.plan.levels import level
+from halfstep.plan.optable import Category, find
+
+__all__ = [
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_TORCH = (torch, torch.nn.functional, torch.Tensor)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Has a function of a module or class run in the low format from the next `initialize` or `init` on.
+
+    Raises:
+        ValueError: the module has no such function, or is neither a module nor a class that can be imported by name.
+    """
+    _register("allow", module, name)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Has a function of a module or class run in fp32 from the next `initialize` or `init` on.
+
+    Raises:
+        ValueError: as `register_half_function`.
+    """
+    _register("deny", module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Has a function of a module or class run in the widest format of its arguments from the next `initialize` on.
+
+    Raises:
+        ValueError: as `register_half_function`.
+    """
+    _register("promote", module, name)
+
+
+def half_function(function: Function) -> Function:
+    """Has the decorated function run in the low format inside a model at O1, or after `init`."""
+    return _decorated("allow", function)
+
+
+def float_function(function: Function) -> Function:
+    """Has the decorated function run in fp32 inside a model at O1, or after `init`."""
+    return _decorated("deny", function)
+
+
+def promote_function(function: Function) -> Function:
+    """Has the decorated function run in the widest format of its arguments inside a model at O1, or after `init`."""
+    return _decorated("promote", function)
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Runs what is inside as written, models at O1 too; nests, and an error inside changes nothing."""
+    with ExitStack() as stack:
+        for casting in STATE.castings():
+            stack.enter_context(casting.as_written())
+        yield
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> Handle:
+    """Casts all ops of this thread by O1's lists from now on, in models or not, until `_deactivate` of the result.
+
+    With `allow_banned` binary_cross_entropy runs in fp32; else it refuses low inputs. What was apex's older API takes
+    the other arguments and has no use for them: `initialize` scales losses, and no copy of a weight is kept.
+    """
+    STATE.handle._deactivate()
+    STATE.handle = Handle()
+    if enabled:
+        plan = level("O1", STATE._low).edit(*(OpChange("deny", op) for op in DENIED), *STATE._registered)
+        plan = plan.edit(OpChange("deny", "binary_cross_entropy")) if allow_banned else plan
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        facts = read_facts(device)
+        emulate, wide = needs_emulation(plan.low, facts), facts.processor.wide_backward
+        STATE.handle = Handle(Casting(plan, device, emulate=emulate, wide_backward=wide))
+    return STATE.handle
+
+
+def _register(category: OpList, module: Any, name: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    STATE._registered.append(OpChange(category, _spelled(module, name)))
+    if STATE.castings():
+        warnings.warn(
+            f"{name} was registered after amp.initialize: it is cast from the next amp.initialize on; "
+            "register functions before it",
+            stacklevel=3,
+        )
+
+
+def _spelled(module: Any, name: str) -> str:
+    """Returns a function's name as a Plan has it: that of a torch op, else where it is."""
+    if any(module is each for each in _TORCH):
+        try:
+            find(name)
+        except PlanError:
+            pass
+        else:
+            return name
+    if isinstance(module, ModuleType):
+        return f"{module.__name__}:{name}"
+    if isinstance(module, type) and "<locals>" not in module.__qualname__:
+        return f"{module.__module__}:{module.__qualname__}.{name}"
+    raise ValueError(
+        f"{name!r} was registered of {module!r:.60}; give a module, or a class that can be imported by its name, or "
+        "decorate the function with amp.half_function, float_function or promote_function"
+    )
+
+
+def _decorated(category: Category, function: Function) -> Function:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for casting in STATE.castings():
+            switch = casting.switch
+            if switch is not None and switch.is_on():
+                return call_as(category, switch, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]

@@ -1,0 +1,111 @@
+"""Puts `apex` into `sys.modules`, so that scripts written for it run, and takes it out again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+from halfstep.adapters.apex.state import STATE
+from halfstep.checks import one_of
+from halfstep.formats import Format, as_format
+from halfstep.plan.plan import LOW_FORMATS
+
+_HERE = "halfstep.adapters.apex"
+
+MODULES = MappingProxyType(
+    {
+        "apex": (),
+        "apex.amp": ("amp",),
+        "apex.amp._amp_state": ("state",),
+        "apex.amp.amp": ("functions",),
+        "apex.amp.frontend": ("amp",),
+        "apex.amp.handle": ("amp",),
+        "apex.parallel": ("parallel", "larc"),
+        "apex.parallel.LARC": ("larc",),
+        "apex.parallel.distributed": ("parallel",),
+        "apex.optimizers": ("optimizers",),
+        "apex.normalization": ("normalization",),
+        "apex.normalization.fused_layer_norm": ("normalization",),
+        "apex.fp16_utils": ("fp16_utils",),
+        "apex.multi_tensor_apply": ("multi_tensor",),
+        "amp_C": ("multi_tensor",),
+    }
+)
+"""Modules that scripts import, parents first, and the files of this package whose `__all__` each of them has."""
+
+_UNDO = ExitStack()
+
+
+def install(low: Format | torch.dtype | str = "fp16") -> None:
+    """Makes `import apex` work, and `from apex import amp`: modules of halfstep's stand where apex has none.
+
+    Beside a real apex it adds the modules and names that this lacks. `low` is the format of O1, and of the weights at
+    O2 and O3 where a script gives no `cast_model_type`: fp16, as apex had it, or bf16. A second call changes it for
+    what is initialized from then on; `uninstall` takes everything out again.
+
+    Raises:
+        FormatError: an unknown format.
+        PlanError: a format that cannot be trained in.
+    """
+    fmt = as_format(low)
+    one_of("low of the stand-in apex", fmt.name, tuple(each.name for each in LOW_FORMATS))
+    uninstall()
+    STATE._low = fmt.dtype
+    made: set[str] = set()
+    for name, files in MODULES.items():
+        ours = [importlib.import_module(f"{_HERE}.{file}") for file in files if find_spec(f"{_HERE}.{file}")]
+        if not files or ours:
+            names = {each: getattr(module, each) for module in ours for each in module.__all__}
+            _put(name, names, made)
+
+
+def uninstall() -> None:
+    """Takes out what `install` put in, and closes the sessions of `amp.initialize`: their models stay trained."""
+    _UNDO.close()
+    STATE.reset()
+
+
+def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
+    """Adds names to a module; one that is not there is made, which `made` notes."""
+    parent, _, leaf = name.rpartition(".")
+    module = None if parent in made else _real(name)
+    if module is None:
+        module = module_from_spec(ModuleSpec(name, None, is_package=True))
+        made.add(name)
+        sys.modules[name] = module
+        _UNDO.callback(_take_out, name, module)
+    for each, value in names.items():
+        _add(module, each, value)
+    if parent:
+        _add(sys.modules[parent], leaf, module)  # a parent may export another thing of that name, which stays
+
+
+def _real(name: str) -> ModuleType | None:
+    """Returns a module that is installed; one that cannot be imported here counts as lacking."""
+    try:
+        return importlib.import_module(name)
+    except Exception:
+        return None
+
+
+def _add(module: ModuleType, name: str, value: Any) -> None:
+    if not hasattr(module, name):
+        setattr(module, name, value)
+        _UNDO.callback(_delete, module, name, value)
+
+
+def _delete(module: ModuleType, name: str, value: Any) -> None:
+    if vars(module).get(name) is value:  # else the script has put its own in place
+        delattr(module, name)
+
+
+def _take_out(name: str, module: ModuleType) -> None:
+    if sys.modules.get(name) is module:
+        del sys.modules[name]

@@ -1,0 +1,219 @@
+"""What the arguments of `apex.amp.initialize` ask for: the table of O0 to O3, its overrides, and the Plan they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halfstep.edits import FULL, LOW, SMALLEST_SCALE, OpChange, Rule, Scaling
+from halfstep.formats import as_format
+from halfstep.plan.levels import level
+from halfstep.plan.plan import Plan, PlanOutput
+
+FIRST_SCALE = 2.0**16
+LOW_TYPES = (torch.float16, torch.bfloat16)
+
+OPTIONS = (
+    "enabled",
+    "opt_level",
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+_LOW = object()  # stands for the low format in the table
+# opt_level: cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+_LEVELS: MappingProxyType[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "O0": (torch.float32, False, None, False, 1.0),
+        "O1": (None, True, None, None, "dynamic"),
+        "O2": (_LOW, False, True, True, "dynamic"),
+        "O3": (_LOW, False, False, False, 1.0),
+    }
+)
+BRIEFS = MappingProxyType(
+    {
+        "O0": "O0:  Pure FP32 training.\n",
+        "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n",
+        "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n",
+        "O3": "O3:  Pure FP16 training.",
+    }
+)
+"""What apex printed for each level; logs are searched for it."""
+
+DENIED = (
+    "gelu",
+    "grid_sample",
+    "std",
+    "var",
+    "torch.nn.functional:local_response_norm",
+    "torch.nn.functional:multilabel_soft_margin_loss",
+)
+"""What apex computed in fp32 and the op table, as torch.autocast, does not."""
+
+
+class Properties:
+    """The options of one call of `initialize`; `refuse` is called with what contradicts the level.
+
+    Raises:
+        RuntimeError: no such level.
+    """
+
+    options: dict[str, Any]
+
+    def __init__(self, opt_level: str, low: torch.dtype, refuse: Callable[[str], None]) -> None:
+        if opt_level not in _LEVELS:
+            raise RuntimeError(
+                f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. "
+                "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
+            )
+        defaults = (low if value is _LOW else value for value in _LEVELS[opt_level])
+        self.options = dict(zip(OPTIONS, (True, opt_level, *defaults), strict=True))
+        self._refuse = refuse
+
+    def __getattr__(self, name: str) -> Any:
+        options = vars(self).get("options", {})
+        if name not in options:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return options[name]
+
+    def override(self, name: str, value: Any) -> None:
+        """Sets an option to what a caller gave.
+
+        Raises:
+            RuntimeError: it contradicts the level.
+            ValueError: it is no value of the option.
+        """
+        checked = _CHECKS[name](value)
+        why = _contradiction(self.opt_level, name, checked)
+        if why is not None:
+            self._refuse(why)
+        self.options[name] = checked
+
+    def lines(self) -> list[str]:
+        """Returns what apex printed of the options, a line for each."""
+        return [f"{name:22} : {value}" for name, value in self.options.items()]
+
+
+def disabled() -> Properties:
+    """Returns the properties under `enabled=False`."""
+    properties = Properties("O0", torch.float16, lambda _: None)
+    properties.options.update(enabled=False, opt_level=None, cast_model_type=None, master_weights=None)
+    return properties
+
+
+def _model_type(value: Any) -> Any:
+    if value is not False and value not in (torch.float32, *LOW_TYPES):
+        raise ValueError(
+            f"cast_model_type is {value!r}; give torch.float16, torch.bfloat16, torch.float32, or False for none"
+        )
+    return value
+
+
+def _switch(value: Any) -> bool:
+    if value not in (True, False, "True", "False"):
+        raise ValueError(f"{value!r} was given where True or False is needed (keep_batchnorm_fp32, master_weights)")
+    return value in (True, "True")
+
+
+def _loss_scale(value: Any) -> str | float:
+    return "dynamic" if value == "dynamic" else float(value)
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "cast_model_type": _model_type,
+    "patch_torch_functions": _switch,
+    "keep_batchnorm_fp32": _switch,
+    "master_weights": _switch,
+    "loss_scale": _loss_scale,
+}
+
+
+def _contradiction(opt_level: str, name: str, value: Any) -> str | None:
+    """Returns why an option cannot be overridden at a level, None where it can."""
+    if name == "patch_torch_functions" and value and opt_level != "O1":
+        return "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'."
+    if opt_level != "O1":
+        return None
+    if name == "cast_model_type" and value in LOW_TYPES:
+        return (
+            "O1 inserts casts around Torch functions rather than model weights, so with O1, the model weights "
+            "themselves should remain FP32. If you wish to cast the model to a different type, use opt_level='O2' or "
+            f"'O3'. cast_model_type was {value}"
+        )
+    if name == "keep_batchnorm_fp32":
+        return (
+            "With opt_level O1, batchnorm functions are automatically patched to run in FP32, so keep_batchnorm_fp32 "
+            f"should be None. keep_batchnorm_fp32 was {value}"
+        )
+    if name == "master_weights":
+        return (
+            "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
+            "FP32."
+        )
+    return None
+
+
+def make_plan(
+    properties: Properties,
+    models: Sequence[nn.Module],
+    *,
+    low: torch.dtype,
+    cast_model_outputs: torch.dtype | None,
+    scaling: Scaling,
+    changes: Iterable[OpChange],
+) -> Plan:
+    """Returns the Plan of these properties; `low` is O1's format, `changes` are registered functions.
+
+    Raises:
+        ValueError: the output type is neither fp32 nor the low format.
+    """
+    if properties.cast_model_type in LOW_TYPES:
+        return _stored_low(properties, models, scaling, cast_model_outputs)
+    if properties.patch_torch_functions:
+        plan = replace(level("O1", low), scale=scaling, output=_output(cast_model_outputs, low))
+        return plan.edit(*(OpChange("deny", op) for op in DENIED), *changes)
+    if scaling.kind == "static" and scaling.init == 1.0 and cast_model_outputs is None:
+        return level("O0", low)
+    plan = replace(level("O1", low), name="O0", scale=scaling, output=_output(cast_model_outputs, low))
+    return plan.edit(Rule("", FULL))
+
+
+def _stored_low(
+    properties: Properties, models: Sequence[nn.Module], scaling: Scaling, outputs: torch.dtype | None
+) -> Plan:
+    low = properties.cast_model_type
+    master = level("O2", low).master if properties.master_weights else "none"
+    plan = level("O2" if properties.master_weights else "O3", low)
+    plan = replace(plan, norms="low", master=master, scale=scaling, input="low", output=_output(outputs, low))
+    norms = any(isinstance(module, _BatchNorm) for model in models for module in model.modules())
+    if norms and not properties.keep_batchnorm_fp32:
+        return plan.edit(Rule("type:_BatchNorm", LOW, buffers="low"))
+    return plan
+
+
+def _output(dtype: torch.dtype | None, low: torch.dtype) -> PlanOutput:
+    if dtype is None or dtype is torch.float32:
+        return "full"
+    if dtype is low:
+        return "low"
+    raise ValueError(f"cast_model_outputs is {dtype}; give torch.float32 or the low format, {as_format(low).dtype}")
+
+
+def make_scaling(loss_scale: str | float, least: float | None, most: float) -> Scaling:
+    """Returns how a loss scale of apex's behaves; `least` and `most` bound one that is dynamic.
+
+    Raises:
+        PlanError: the bounds are crossed or out of range.
+    """
+    if loss_scale != "dynamic":
+        return Scaling("static", init=float(loss_scale))
+    least = SMALLEST_SCALE if least is None else least
+    return Scaling("dynamic", init=max(min(FIRST_SCALE, most), least), min=least, max=most)

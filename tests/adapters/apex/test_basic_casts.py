@@ -1,0 +1,240 @@
+"""In the shape of apex's L0 run_amp tests: basic casts, promotion, caching, under `amp.init()` without a model."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from halfstep.errors import OpError
+from tests.adapters.apex.cases import as_hardware
+
+FULL = torch.float32
+
+
+@pytest.fixture
+def handle(amp):
+    handle = amp.init()
+    yield handle
+    handle._deactivate()
+
+
+def either(low):
+    """Returns an fp32 and a low tensor of the same values, both with gradients."""
+    x = torch.randn(4, 6).to(low)
+    return x.float().requires_grad_(), x.requires_grad_()
+
+
+def runs(fn, x, expected):
+    """Checks the format of a result, and that the gradient has the format of the input."""
+    y = fn(x)
+    assert y.dtype is expected
+    y.float().sum().backward()
+    assert x.grad.dtype is x.dtype
+    x.grad = None
+
+
+PRODUCTS = {
+    "linear": lambda x: F.linear(x, torch.ones(5, 6)),
+    "nn.Linear": nn.Linear(6, 5),
+    "conv1d": lambda x: F.conv1d(x[None], torch.ones(2, 4, 3)),
+    "conv2d": lambda x: F.conv2d(x[None, None], torch.ones(2, 1, 3, 3)),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x[None, None], torch.ones(1, 2, 3, 3)),
+    "matmul": lambda x: torch.matmul(x, torch.ones(6, 2)),
+    "@": lambda x: x @ torch.ones(6, 2),
+    "mm": lambda x: x.mm(torch.ones(6, 2)),
+    "mv": lambda x: torch.mv(x, torch.ones(6)),
+    "addmm": lambda x: torch.addmm(torch.ones(4, 2), x, torch.ones(6, 2)),
+    "bmm": lambda x: torch.bmm(x[None], torch.ones(1, 6, 2)),
+    "baddbmm": lambda x: torch.baddbmm(torch.ones(1, 4, 2), x[None], torch.ones(1, 6, 2)),
+    "prelu": lambda x: F.prelu(x, torch.ones(1)),
+}
+DENIED = {
+    "softmax": lambda x: F.softmax(x, 1),
+    "Tensor.softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "softmin": lambda x: F.softmin(x, 1),
+    "softplus": F.softplus,
+    "gelu": F.gelu,
+    "nn.GELU": nn.GELU(),
+    "layer_norm": lambda x: F.layer_norm(x, (6,)),
+    "group_norm": lambda x: F.group_norm(x, 2, torch.ones(6), torch.zeros(6)),
+    "local_response_norm": lambda x: F.local_response_norm(x[None], 3),
+    "nn.LocalResponseNorm": lambda x: nn.LocalResponseNorm(3)(x[None]),
+    "normalize": F.normalize,
+    "cosine_similarity": lambda x: F.cosine_similarity(x, torch.ones_like(x)),
+    "interpolate": lambda x: F.interpolate(x[None], scale_factor=2.0, mode="linear"),
+    "grid_sample": lambda x: F.grid_sample(x[None, None], torch.zeros(1, 2, 2, 2), align_corners=False),
+    "mse_loss": lambda x: F.mse_loss(x, torch.ones_like(x)),
+    "l1_loss": lambda x: F.l1_loss(x, torch.ones_like(x)),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, torch.ones_like(x)),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.int64)),
+    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(4, dtype=torch.int64)),
+    "multi_margin_loss": lambda x: F.multi_margin_loss(x, torch.zeros(4, dtype=torch.int64)),
+    "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x, torch.ones(4, 6)),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+    "kl_div": lambda x: F.kl_div(x, torch.ones_like(x), reduction="batchmean"),
+    "exp": torch.exp,
+    "Tensor.exp": lambda x: x.exp(),
+    "log1p": lambda x: torch.log(x.abs() + 1),
+    "pow": lambda x: torch.pow(x, 2),
+    "**": lambda x: x**2,
+    "reciprocal": lambda x: torch.reciprocal(x.abs() + 1),
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "tan": torch.tan,
+    "sum": torch.sum,
+    "Tensor.sum": lambda x: x.sum(1),
+    "cumsum": lambda x: x.cumsum(0),
+    "prod": lambda x: x.prod(1),
+    "norm": torch.norm,
+    "std": torch.std,
+    "Tensor.std": lambda x: x.std(),
+    "var": lambda x: torch.var(x, 1),
+    "dist": lambda x: torch.dist(x, torch.ones_like(x)),
+    "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
+}
+AS_THEY_COME = {
+    "relu": torch.relu,
+    "nn.ReLU": nn.ReLU(),
+    "mean": torch.mean,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "max": lambda x: x.max(),
+    "cpu": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_run_low(handle, low, name):
+    for x in either(low):
+        runs(PRODUCTS[name], x, low)
+
+
+@pytest.mark.parametrize("name", DENIED)
+def test_apexs_fp32_functions_run_full(handle, low, name):
+    for x in either(low):
+        runs(DENIED[name], x, FULL)
+
+
+@pytest.mark.parametrize("name", AS_THEY_COME)
+def test_what_is_on_no_list_follows_its_input(handle, low, name):
+    for x in either(low):
+        runs(AS_THEY_COME[name], x, x.dtype)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, lambda n: nn.BatchNorm1d(n, track_running_stats=False)])
+def test_batch_norm_follows_its_input_with_fp32_parameters(handle, low, kind):
+    for x in either(low):
+        runs(kind(6), x, x.dtype)
+
+
+def test_binary_cross_entropy_is_banned_on_low_inputs_unless_allowed(amp, low):
+    handle = amp.init()
+    x, target = torch.full((4, 6), 0.5), torch.ones(4, 6)
+    assert F.binary_cross_entropy(x, target).dtype is FULL
+    with pytest.raises(OpError, match="with_logits"):
+        F.binary_cross_entropy(x.to(low), target.to(low))
+    handle._deactivate()
+    amp.init(allow_banned=True)
+    assert F.binary_cross_entropy(x.to(low), target.to(low)).dtype is FULL
+
+
+def test_in_place_operations_keep_the_format_of_what_they_write_to(handle, low):
+    x = torch.ones(3, dtype=low)
+    assert x.exp_().dtype is low
+    assert x.add_(torch.ones(3)).dtype is low
+    assert torch.ones(3).add_(x).dtype is FULL
+
+
+PAIRS = {
+    "add": torch.add,
+    "+": lambda a, b: a + b,
+    "mul": torch.mul,
+    "div": lambda a, b: a / (b.abs() + 1),
+    "addcmul": lambda a, b: torch.addcmul(a, b, b),
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, b.abs() + 1),
+    "atan2": torch.atan2,
+    "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
+    "dot": lambda a, b: torch.dot(a[0], b[0]),
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "bilinear": lambda a, b: F.bilinear(a, b, torch.ones(2, 6, 6, dtype=a.dtype)),
+}
+COMPARED = (torch.eq, torch.ge, torch.gt, torch.le, torch.lt, torch.ne)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_widest_input_wins(handle, low, name):
+    for first, second in itertools.product((FULL, low), repeat=2):
+        a, b = torch.randn(4, 6).to(first), torch.randn(4, 6).to(second)
+        expected = low if first is second is low else FULL
+        assert PAIRS[name](a, b).dtype is expected
+        if name in ("+", "mul"):
+            assert torch.equal(PAIRS[name](a, b).float(), PAIRS[name](a.to(expected), b.to(expected)).float())
+
+
+@pytest.mark.parametrize("compare", COMPARED)
+def test_comparisons_take_mixed_inputs(handle, low, compare):
+    a = torch.randn(4, 6).to(low)
+    assert compare(a, a.float()).all() == compare(a, a).all()
+
+
+def test_a_handle_that_is_not_enabled_casts_nothing(amp):
+    handle = amp.init(enabled=False)
+    assert not handle.is_active()
+    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is FULL
+
+
+def test_a_handle_ends_with_deactivate_and_refuses_the_old_api(amp, low):
+    enabled = torch.is_autocast_cache_enabled()
+    handle = amp.init()
+    assert handle.is_active()
+    for call in (handle.scale_loss, handle.wrap_optimizer):
+        with pytest.raises(RuntimeError, match=r"amp\.initialize"):
+            call(None, None)
+    handle._deactivate()
+    assert not handle.is_active()
+    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is FULL
+    assert torch.is_autocast_cache_enabled() is enabled
+
+
+def test_a_second_handle_takes_the_place_of_the_first(amp, low):
+    amp.init()
+    second = amp.init()
+    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is low
+    second._deactivate()
+    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is FULL
+
+
+@pytest.mark.parametrize("kind", [FULL, "low"])
+def test_casts_of_weights_are_never_old_ones(amp, low, handle, kind):
+    """apex's cache test: train, evaluate, train; the weights of each pass are those of that time."""
+    kind = low if kind == "low" else kind
+    weight = torch.tensor([1.5], dtype=kind, requires_grad=True)
+    x = torch.tensor([[2.0]])
+
+    def product():
+        return F.linear(x, weight[:, None])
+
+    for _ in range(2):
+        assert product().item() == 2 * weight.item()
+        with torch.no_grad():
+            assert product().item() == 2 * weight.item()
+            weight.mul_(0.5)
+    product().sum().backward()
+    assert weight.grad.item() == 2.0
+    with torch.no_grad():
+        weight.copy_(torch.tensor([4.0]))
+    assert product().item() == 8.0
+
+
+def test_a_weight_used_twice_gets_the_sum_of_its_gradients(handle, low):
+    """apex failed here on every torch since 2021."""
+    weight = torch.randn(3, 3, requires_grad=True)
+    x = torch.randn(2, 3)
+    F.linear(F.linear(x, weight), weight).float().sum().backward()
+    hand = weight.detach().clone().requires_grad_()
+    with as_hardware(low):
+        F.linear(F.linear(x.to(low), hand.to(low)), hand.to(low)).float().sum().backward()
+    torch.testing.assert_close(weight.grad, hand.grad, rtol=2.0**-7, atol=2.0**-7)
