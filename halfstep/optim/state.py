@@ -15,13 +15,23 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import StateError
 from halfstep.optim.masters import is_low
 from halfstep.optim.rehearsal import can_rehearse, rehearse, small_state
-from halfstep.optim.table import TABLE
+from halfstep.optim.table import has_row
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
 StateDict = dict[str, Any]
 LARGEST_COUNT = 2**63 - 1
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # of halfstep's own updates
-_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+_FLAGS = (
+    "amsgrad",
+    "maximize",
+    "nesterov",
+    "decoupled_weight_decay",
+    "bias_correction",
+    "grad_averaging",
+    "always_adapt",
+    "reg_inside_moment",
+    "init_zero",
+)
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
@@ -131,7 +141,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
             "each must be that of one parameter"
         )
     for number, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        if type(optimizer) in TABLE:
+        if has_row(type(optimizer)):
             _check_options(f"parameter group {number} of the optimizer state", group)
         for p, index in zip(now["params"], group["params"], strict=True):
             entry = state.get(index, {})
