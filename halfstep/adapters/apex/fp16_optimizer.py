@@ -14,9 +14,12 @@ from torch.optim import Optimizer
 from halfstep.adapters.apex.loss_scaler import dynamic_scaling
 from halfstep.edits import FULL, Rule, Scaling
 from halfstep.errors import SetupError, StateError
-from halfstep.initialize import initialize
+from halfstep.machine import read_facts
 from halfstep.optim.masters import is_low
+from halfstep.plan.fit import first_device
+from halfstep.plan.levels import customize, level
 from halfstep.records import StepRecord
+from halfstep.session.decide import decide
 from halfstep.session.session import Session
 
 __all__ = ["FP16_Optimizer"]
@@ -68,25 +71,17 @@ class FP16_Optimizer:  # apex's name
             }
         )
         rules = [Rule("full", FULL)] if self._low and len(self._low) < len(params) else []
-        self._widen()
-        try:
-            self._session = self._open(scaling, rules)
-        except BaseException:
-            self._narrow()
-            raise
-
-    def _open(self, scaling: Scaling, rules: list[Rule]) -> Session:
-        return initialize(
-            self._held,
-            self.optimizer,
-            "O2" if self._low else "O1",
-            low=self._dtype,
-            loss_scale=scaling,
-            rules=rules,
+        plan = customize(level("O2" if self._low else "O1", self._dtype), loss_scale=scaling, rules=rules)
+        decision = decide(
+            [self._held],
+            [init_optimizer],
+            plan,
             emulate=False,  # the network is not run by this session
-            sinks=[self._after_step],
             stepping="optimizer",
+            facts=read_facts(first_device([self._held])),
+            already_low=self._low,
         )
+        self._session = Session(decision, sinks=[self._after_step])
 
     @property
     def loss_scale(self) -> float:
@@ -170,9 +165,13 @@ class FP16_Optimizer:  # apex's name
         self._held.load_state_dict(state_dict["fp32_from_fp16"])
 
     def close(self) -> None:
-        """Gives the optimizer back as it was, with the trained weights in their low dtype."""
+        """Gives the optimizer back as it was, with the trained weights in their low dtype.
+
+        A wrapper of DistributedDataParallel around the network reduces no gradients any more: wrap it again.
+        """
         self._session.close()
-        self._narrow()
+        for p in self._low:
+            _cast(p, self._dtype)
 
     def _after_step(self, record: StepRecord) -> None:
         self._skipped = record.skipped
@@ -180,15 +179,6 @@ class FP16_Optimizer:  # apex's name
             print(  # as apex did
                 f"OVERFLOW! Skipping step. Attempted loss scale: {float(record.scale)}, reducing to {self.loss_scale}"
             )
-
-    def _widen(self) -> None:
-        """Makes the low parameters fp32, which sessions start from: the values stay."""
-        for p in self._low:
-            _cast(p, torch.float32)
-
-    def _narrow(self) -> None:
-        for p in self._low:
-            _cast(p, self._dtype)
 
 
 def _cast(p: Parameter, dtype: torch.dtype) -> None:

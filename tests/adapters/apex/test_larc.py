@@ -128,7 +128,8 @@ def test_a_session_trains_skips_and_resumes_bit_identically(name, low):
     assert contracts.differing(contracts.snapshot(*again[:2]), contracts.snapshot(*whole[:2])) == []
 
 
-def test_it_reads_masters_and_true_gradients_in_a_session():
+@pytest.mark.parametrize("stepping", ["session", "optimizer"])
+def test_it_reads_masters_and_true_gradients_in_a_session(stepping):
     """Weights of 1 + 2**-10, which bf16 rounds to 1, and a true gradient of 1: LARC sees both."""
     seen = []
 
@@ -139,9 +140,9 @@ def test_it_reads_masters_and_true_gradients_in_a_session():
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, 1 + 2.0**-10)
     optimizer = Looks(torch.optim.SGD(model.parameters(), lr=0.1))
-    with halfstep.initialize(model, optimizer, "O2", low="bf16", loss_scale=64.0) as session:
+    with halfstep.initialize(model, optimizer, "O2", low="bf16", loss_scale=64.0, stepping=stepping) as session:
         session.backward(model(torch.ones(1, 1)).sum())
-        session.step()
+        (session if stepping == "session" else optimizer).step()
     assert seen == [(torch.float32, 1 + 2.0**-10, torch.float32, 1.0)]
 
 

@@ -1,7 +1,5 @@
 """apex's wrappers over torch.distributed: one process here, two in the last tests."""
 
-import os
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -9,6 +7,7 @@ from torch import multiprocessing, nn
 
 import halfstep
 from halfstep.adapters.apex import parallel as apex
+from halfstep.adapters.apex.fp16_utils import FP16_Optimizer, network_to_half
 from halfstep.errors import SetupError
 
 
@@ -95,7 +94,6 @@ def test_groups_of_processes_have_to_part_them_evenly(alone):
 
 def two(rank, path, low):
     """What one of two processes finds."""
-    os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
     try:
         torch.manual_seed(rank)
@@ -131,3 +129,35 @@ def test_two_processes_average(tmp_path, low):
     assert torch.equal(after, other[3])
     torch.testing.assert_close(after, sent - 0.75)
     assert size == 1
+
+
+def wrapped_first(rank, path, low):
+    """What one of two processes finds whose network was wrapped before FP16_Optimizer, as apex's examples do."""
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(rank)
+        network = network_to_half(nn.Linear(2, 1, bias=False), dtype=low)
+        wrapped = apex.DistributedDataParallel(network)
+        inner = torch.optim.SGD(network.parameters(), lr=0.5)
+        optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
+        (weight,) = network.parameters()
+        start, grads, overflows = weight.detach().clone(), [], []
+        for factor, drop in ((1.0, True), (1.0, False), (float("inf") if rank else 1.0, False)):
+            optimizer.zero_grad(set_grads_to_None=drop)
+            optimizer.backward(wrapped(torch.full((1, 2), 1.0 + rank)).float().sum() * factor)
+            grads.append(weight.grad.tolist())
+            optimizer.step()
+            overflows.append(optimizer.overflow)
+        torch.save((start, grads[:2], overflows, optimizer.state_dict()["fp32_from_fp16"]["low.0"]), f"{path}/{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_gradients_of_a_network_that_was_wrapped_before_fp16_optimizer_are_reduced(tmp_path, low):
+    multiprocessing.spawn(wrapped_first, (str(tmp_path), low), nprocs=2)
+    (start, grads, overflows, after), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
+    assert grads == [[[1.5, 1.5]]] * 2 == other[1]
+    assert overflows == [False, False, True] == other[2]
+    assert torch.equal(after, other[3])
+    torch.testing.assert_close(after, start.float() - 2 * 0.75)
