@@ -46,4 +46,6 @@ def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
         torch.linalg.vector_norm(torch.stack(list(foreach_norm(held, 2, dtype=widest(where))))).to(device)
         for where, held in places.items()
     ]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
+    return (
+        torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device=device)
+    )

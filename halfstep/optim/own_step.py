@@ -69,7 +69,7 @@ def _alone(p: Parameter, state: dict[str, Any], options: Options, *, counts: boo
     steps: list[Tensor] = []
     if counts:
         held = state.get("step")
-        step = held if isinstance(held, Tensor) else torch.full((), float(held or 0), device="cpu")
+        step = held if isinstance(held, Tensor) else torch.full((), float(held or 0), dtype=torch.float32, device="cpu")
         state["step"] = step.add_(1) if step is held else step + 1
         steps.append(state["step"])
     states = {name: [_real(state[name])] for name in options.states}

@@ -215,6 +215,7 @@ def test_gradients_are_true_ones_and_add_up(low):
     model, optimizer = fp16_loop(low, static_loss_scale=64.0)
     other, other_optimizer = fp16_loop(low, static_loss_scale=64.0)
     optimizer.backward(loss_of(model, 0), update_master_grads=False)
+    assert model[1][0].weight.grad.dtype is low  # still as autograd left it, times the scale
     optimizer.backward(loss_of(model, 1), update_master_grads=False)
     optimizer.update_master_grads()
     for step in (0, 1):
