@@ -20,7 +20,9 @@ from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
 from halfstep.observe.probe import Probe
 from halfstep.observe.stats import measure
+from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
+from halfstep.optim.novograd import NovoGrad
 from halfstep.plan.io import load_plan, save_plan
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
@@ -60,9 +62,11 @@ __all__ = [
     "FormatError",
     "GradScaler",
     "HalfstepError",
+    "Lamb",
     "Lion",
     "LogError",
     "ModuleFormats",
+    "NovoGrad",
     "NumericsError",
     "Observation",
     "ObserveError",

@@ -115,6 +115,6 @@ def _say_that_it_steps_itself(name: str) -> None:
     _LOG.warning(
         "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
         "(2 bytes per parameter more than split masters take), and waits for the device at each step; "
-        "torch.optim.Adam, AdamW and SGD and halfstep's Lion have one",
+        "torch.optim.Adam, AdamW and SGD and halfstep's Lion, Lamb and NovoGrad have one",
         name,
     )

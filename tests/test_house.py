@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "halfstep"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PACKAGES = [path for path in MODULES if path.name == "__init__.py"]
-TALKERS = ("cli", "report", "__main__.py")  # what a person sees is printed here and nowhere else
+TALKERS = ("cli", "report", "__main__.py", "adapters")  # what a person sees is printed here, and what apex printed
 TRAINING = ("kernels", "cast", "scale", "optim", "observe", "session")  # torch's defaults are the user's to set
 ALLOWED_IMPORTS = {"halfstep", "torch", "numpy", "msgspec", "tomli", "tomli_w"}
 

@@ -33,7 +33,9 @@ RESULTS = {
     "Assignment", "Finding", "ModuleFormats", "Observation", "Plan", "Run", "SessionStart", "Status", "StepRecord",
     "TensorStats", "Verdict", "WhatIf",
 }  # fmt: skip
-CLASSES = {"Format", "GradScaler", "Lion", "Probe", "Recorder", "RunLog", "Session", "autocast"}
+CLASSES = {
+    "Format", "GradScaler", "Lamb", "Lion", "NovoGrad", "Probe", "Recorder", "RunLog", "Session", "autocast",
+}  # fmt: skip
 ERRORS = {
     "FormatError", "HalfstepError", "LogError", "NumericsError", "ObserveError", "OpError", "PlanError", "SessionError",
     "SetupError", "StateError", "WorkloadError",

@@ -40,7 +40,7 @@ class _Patch:
 
 
 def call_as(
-    category: Category,
+    category: OpList,
     switch: Switch,
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -40,6 +40,16 @@ class Options:
         """What kernels take besides, in their order."""
         return ()
 
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Those of `states` that are one number for each weight, 0-dim; only rows that take whole weights have some."""
+        return ()
+
+    @property
+    def max_norm(self) -> float | None:
+        """What the norm of all gradients of an optimizer is clipped to before the update; None for not at all."""
+        return None
+
 
 @dataclass
 class Batch:

@@ -23,6 +23,7 @@ class AdamOptions(Options):
     beta2: float
     eps: float
     amsgrad: bool
+    corrected: bool = True  # for the bias of moments that begin at zero
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -46,6 +47,7 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
         beta2=group["betas"][1],
         eps=group["eps"],
         amsgrad=group["amsgrad"],
+        corrected=group.get("bias_correction", True),
     )
 
 
@@ -63,15 +65,22 @@ def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
 
 def _corrections(batch: Batch, options: AdamOptions) -> tuple[list[Tensor], list[Tensor]]:
     """Returns lr / (1 - beta1^t) and sqrt(1 - beta2^t) for each step count, as 0-dim tensors of the update's dtype."""
-    steps = torch.stack(batch.steps).to(widest(batch.device))
+    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
+    if not options.corrected:
+        steps = torch.full_like(steps, torch.inf)  # what the corrections come to
     sizes = precise(options.lr, batch) / (1 - options.beta1**steps)
     roots = (1 - options.beta2**steps).sqrt()
     return list(sizes.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())
 
 
-def fused(options: AdamOptions) -> Kernel:
-    """Returns torch's kernel."""
-    return _fused
+def fused(options: AdamOptions) -> Kernel | None:
+    """Returns torch's kernel, or None without the correction of biases, which it always makes."""
+    return _fused if options.corrected else None
+
+
+def is_corrected(options: AdamOptions) -> bool:
+    """Returns whether compiled loops compute this: they always correct the moments, too."""
+    return options.corrected
 
 
 def _fused(batch: Batch, options: AdamOptions, lr: Any, flag: Tensor) -> None:

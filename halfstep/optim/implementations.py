@@ -144,8 +144,8 @@ def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 IMPLEMENTATIONS = {
-    "native": Implementation(lambda row, options: row.native, native.fits, native.update),
-    "triton": Implementation(lambda row, options: row.triton, devices.triton_fits, devices.triton_update),
+    "native": Implementation(lambda row, options: row.native_of(options), native.fits, native.update),
+    "triton": Implementation(lambda row, options: row.triton_of(options), devices.triton_fits, devices.triton_update),
     "fused": Implementation(lambda row, options: row.fused(options), fused.fits, opened(fused.update)),
     "eager": Implementation(lambda row, options: row.eager, lambda batch, options: True, opened(eager.update)),
 }

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Batch, Options, as_real
-from halfstep.optim.eager import decayed, rounded, update
+from halfstep.kernels.batch import Batch, Options
+from halfstep.optim.eager import decayed, rounded
+from halfstep.optim.own_step import check_numbers, own_step
 
 
 class Lion(Optimizer):
@@ -41,38 +42,17 @@ class Lion(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        for name, value in (("learning rate", lr), ("weight decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"Lion's {name} must be 0 or more, not {value}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lion's betas must be in [0, 1), not {betas}")
+        check_numbers("Lion", betas, {"learning rate": lr, "weight decay": weight_decay})
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
 
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p.grad.is_sparse:
-                    raise RuntimeError("Lion takes no sparse gradients; use sparse=False")
-                state = self.state[p]
-                if state.get("exp_avg") is None:
-                    state["exp_avg"] = torch.zeros_like(p)
-                tensors = [as_real(t) for t in (p, p.grad, state["exp_avg"])]
-                batch = Batch("full", tensors[:1], [], tensors[1:2], {"exp_avg": tensors[2:]})
-                update(eager, batch, options(group), torch.zeros((), dtype=torch.bool, device=p.device))
-        return loss
+        return own_step(self, options, eager, closure)
 
 
 @dataclass(frozen=True)

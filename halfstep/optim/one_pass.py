@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Batch, Options, Scratch, as_real, in_layout_of, is_dense, is_wrapped, resolved
 from halfstep.optim.batch_cache import BatchCache
+from halfstep.optim.clip import group_factors
 from halfstep.optim.gradients import true_gradients
 from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
@@ -117,8 +118,9 @@ class OnePassStepper:
             cache = self._cache
             if cache is None or not cache.take(params, grads, all_options, optimizer):
                 cache = self._cache = self._sorted(params, grads, all_options)
-            for options, (batches, rows) in zip(all_options, cache.groups, strict=True):
-                self._update(options, batches, rows, factor, found)
+            factors = group_factors(all_options, grads, factor)
+            for options, (batches, rows), of_group in zip(all_options, cache.groups, factors, strict=True):
+                self._update(options, batches, rows, of_group, found)
             if cache.lasting:
                 cache.release()
             else:
@@ -201,7 +203,11 @@ class OnePassStepper:
         shape, stride, device, new = p.shape, p.stride(), p.device, False
         for name, tensors in batch.states.items():
             tensor = state.get(name)
-            if tensor is None:
+            if name in options.scalars:
+                if tensor is None:
+                    new, tensor = True, torch.zeros((), dtype=dtype, device=device)
+                tensor = state[name] = tensor.to(device, dtype).reshape(())
+            elif tensor is None:
                 new = True
                 tensor = state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
             elif tensor.shape != shape:

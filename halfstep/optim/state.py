@@ -15,14 +15,24 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import StateError
 from halfstep.optim.guard import put_over
 from halfstep.optim.masters import is_low
-from halfstep.optim.table import TABLE
+from halfstep.optim.table import has_row
 from halfstep.optim.trial_step import CHOICES, can_try_step, small_state, try_step
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
 StateDict = dict[str, Any]
 LARGEST_COUNT = 2**63 - 1
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # of halfstep's own updates
-_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+_FLAGS = (
+    "amsgrad",
+    "maximize",
+    "nesterov",
+    "decoupled_weight_decay",
+    "bias_correction",
+    "grad_averaging",
+    "always_adapt",
+    "reg_inside_moment",
+    "init_zero",
+)
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
@@ -140,7 +150,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
 def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
     if can_try_step(optimizer):
         _check_kinds(what, group, optimizer.defaults)
-    for name, value in group.items() if type(optimizer) in TABLE else ():
+    for name, value in group.items() if has_row(type(optimizer)) else ():
         values = value if name == "betas" and isinstance(value, tuple | list) else (value,)
         if name in _NUMBERS and not all(_is_number(one, tensor=name == "lr") for one in values):
             raise StateError(f"{what} has {name}={value!r:.60}; a number is needed, and two for betas")

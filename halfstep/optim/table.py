@@ -6,7 +6,9 @@ To add an optimizer, in three files:
    `numbers` that its kernels take; `options(group)`, which reads them from a param group; and `eager`, its law, which
    yields the new weight and the new states of each parameter (`halfstep.optim.eager.Law`). With these it works: on
    every device, for weights of every layout, predicated on the device, in what is observed, and in checkpoints.
-2. A row in `TABLE` below, by the exact class of the optimizer; a subclass may compute something else.
+   Without a session `halfstep.optim.own_step` makes its `step`.
+2. A row in `TABLE` below, by the exact class of the optimizer; a subclass may compute something else. One that differs
+   in how it is made alone says so: it names the class of its row as its own `updates_as`.
 3. For speed on a CPU, a struct in `halfstep/kernels/optimizers.h`, listed in `find_optimizer`, and its name in the row.
    It must give the bits of the law: add the optimizer to `OWN` in tests/optim/cases.py, and the tests compare them. For
    CUDA a Triton kernel can follow (`halfstep/kernels/triton.py`); until then the law runs there.
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from halfstep.kernels.batch import Options
-from halfstep.optim import adam, lion, sgd
+from halfstep.optim import adam, lamb, lion, novograd, sgd
 from halfstep.optim.eager import Law
 from halfstep.optim.fused import Kernel
 
@@ -35,6 +37,7 @@ class Row:
     eager: Law
     native: str | None = None  # the name of its struct in kernels/optimizers.h
     triton: str | None = None  # the name of its kernel in kernels/triton.py
+    compiled: Callable[[Any], bool] = lambda options: True  # whether these two know what the options ask for
     fused: Callable[[Any], Kernel | None] = lambda options: None  # torch's own kernel, for options that it knows
     counts: bool = False  # its state has a "step" for each parameter
     whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
@@ -44,12 +47,21 @@ class Row:
         if self.whole and (self.native or self.triton):
             raise ValueError("compiled loops update a weight in blocks; a row that needs whole weights has none")
 
+    def native_of(self, options: Any) -> str | None:
+        """Returns the name of the loop that computes the update with these options."""
+        return self.native if self.compiled(options) else None
+
+    def triton_of(self, options: Any) -> str | None:
+        """Returns the name of the Triton kernel that computes the update with these options."""
+        return self.triton if self.compiled(options) else None
+
 
 _ADAM = Row(
     options=adam.options,
     eager=adam.eager,
     native="adam",
     triton="adam",
+    compiled=adam.is_corrected,
     fused=adam.fused,
     counts=True,
 )
@@ -66,7 +78,14 @@ TABLE: dict[type[Optimizer], Row] = {
         sparse=True,
     ),
     lion.Lion: Row(options=lion.options, eager=lion.eager, native="lion"),
+    lamb.Lamb: Row(options=lamb.options, eager=lamb.eager, counts=True, whole=True),
+    novograd.NovoGrad: Row(options=novograd.options, eager=novograd.eager, counts=True, whole=True),
 }
+
+
+def has_row(cls: type[Optimizer]) -> bool:
+    """Returns whether halfstep updates optimizers of `cls` by a row of its table, options permitting."""
+    return _class_of_row(cls) in TABLE
 
 
 def row_of(optimizer: Optimizer) -> Row | None:
@@ -74,7 +93,7 @@ def row_of(optimizer: Optimizer) -> Row | None:
 
     Those are `differentiable`, and numbers other than the learning rate that are tensors.
     """
-    row = TABLE.get(type(optimizer))
+    row = TABLE.get(_class_of_row(type(optimizer)))
     if row is None:
         return None
     for group in optimizer.param_groups:
@@ -84,3 +103,8 @@ def row_of(optimizer: Optimizer) -> Row | None:
         ):
             return None
     return row
+
+
+def _class_of_row(cls: type[Optimizer]) -> type[Optimizer]:
+    named: type[Optimizer] = vars(cls).get("updates_as", cls)  # not inherited: a subclass of it may compute otherwise
+    return named

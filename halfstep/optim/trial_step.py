@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
-from halfstep.optim.table import TABLE
+from halfstep.optim.table import has_row
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -24,7 +24,7 @@ def can_try_step(optimizer: Optimizer) -> bool:
     """Returns whether its step touches nothing but parameters, gradients and state: it is torch's or halfstep's."""
     inner = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(inner).parameters.get("closure")
-    known = type(optimizer) in TABLE or f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    known = has_row(type(optimizer)) or f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return known and (closure is None or closure.default is not inspect.Parameter.empty)
 
 

@@ -137,7 +137,7 @@ class Coming:
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
         """Adds the statistics of each update; see `halfstep.kernels.update_stats.Updates`."""
-        kernel, call = self.row.native, (self.batch, self.options, self.factor, self.skipped)
+        kernel, call = self.row.native_of(self.options), (self.batch, self.options, self.factor, self.skipped)
         if kernel is not None and fits(self.batch, self.options, rows):
             add_updates(kernel, *call, addresses_of(rows, places), sample=sample)
             return

@@ -38,7 +38,8 @@ class Decision:
 
     `roots` are the models without wrappers, and `assignment` is what the plan gives their modules. `emulate` says that
     products of the low format are computed in a wider one. `mixed` is False where everything runs as written. `foreign`
-    are the optimizers that halfstep has no update of its own for. `stepping` says who is called for a step.
+    are the optimizers that halfstep has no update of its own for. `stepping` says who is called for a step. Parameters
+    that are `already_low`, in the plan's format, start from what they are and keep their dtype.
     """
 
     roots: tuple[nn.Module, ...]
@@ -51,9 +52,10 @@ class Decision:
     processor: Processor
     mixed: bool
     stepping: Stepping = "session"
+    already_low: tuple[nn.Parameter, ...] = ()
 
 
-def decide(
+def decide(  # noqa: PLR0913  # all that it depends on
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     plan: Plan,
@@ -62,10 +64,12 @@ def decide(
     stepping: Stepping = "session",
     facts: DeviceFacts,
     made_low: Sequence[nn.Parameter] = (),
+    already_low: Sequence[nn.Parameter] = (),
 ) -> Decision:
     """Returns what a session of these models and optimizers is to do; `plan` becomes one that fits the optimizers.
 
-    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that will be fp32 again by then.
+    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that will be fp32 again by then;
+    trainable ones that are low otherwise are refused, unless they are told to be `already_low`.
 
     Raises:
         PlanError: the plan fits no module.
@@ -73,7 +77,7 @@ def decide(
     """
     device = device_of(models, plan)
     roots = tuple(unwrap(model) for model in models)
-    check_models(models, plan, made_low=made_low)
+    check_models(models, plan, made_low=[*made_low, *already_low])
     _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_parameters(optimizers, models, plan)
@@ -89,7 +93,17 @@ def decide(
     if emulate is None:
         emulate = mixed and needs_emulation(plan.low, facts)
     return Decision(
-        roots, tuple(optimizers), foreign, plan, assignment, device, emulate, facts.processor, mixed, stepping
+        roots,
+        tuple(optimizers),
+        foreign,
+        plan,
+        assignment,
+        device,
+        emulate,
+        facts.processor,
+        mixed,
+        stepping,
+        tuple(already_low),
     )
 
 

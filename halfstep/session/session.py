@@ -161,7 +161,8 @@ class Session:
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
         self._undo.callback(self._replicas.close)
-        self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # else: wrapped after
+        as_they_are = self.plan.param == "full" or bool(self._decision.already_low)  # else: wrapped after
+        self._replicas.open(search=bool(self._parts) and as_they_are)
         training = MixedTraining if self._decision.stepping == "session" else TrueGradients
         return training(
             parts=self._parts,
@@ -189,11 +190,16 @@ class Session:
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
-        if formats.param is None or formats.param is FP32:
+        mine = [p for p in parameters_of(module).values() if p is not None]
+        low = {id(p) for p in self._decision.already_low}
+        own = [p for p in mine if id(p) in low]
+        stores_low = formats.param is not None and formats.param is not FP32
+        if stores_low:
+            own += [p for p in mine if p.dtype is torch.float32]
+        if not own and not stores_low:
             if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
                 self._undo.callback(keep_checkpoints_full(module, self._store))
             return
-        own = [p for p in parameters_of(module).values() if p is not None and p.dtype is torch.float32]
         for parameter in own:
             self._store.track(parameter)
         if isinstance(module, nn.RNNBase):

@@ -20,7 +20,7 @@ from halfstep.errors import PlanError
 from halfstep.machine import read_facts
 from halfstep.plan.choose import needs_emulation
 from halfstep.plan.levels import level
-from halfstep.plan.optable import Category, find
+from halfstep.plan.optable import find
 
 __all__ = [
     "disable_casts",
@@ -144,7 +144,7 @@ def _spelled(module: Any, name: str) -> str:
     )
 
 
-def _decorated(category: Category, function: Function) -> Function:
+def _decorated(category: OpList, function: Function) -> Function:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for casting in STATE.castings():

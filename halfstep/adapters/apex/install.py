@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from halfstep.adapters.apex.state import STATE
-from halfstep.checks import one_of
 from halfstep.formats import Format, as_format
 from halfstep.plan.plan import LOW_FORMATS
+from halfstep.validate import one_of
 
 _HERE = "halfstep.adapters.apex"
 

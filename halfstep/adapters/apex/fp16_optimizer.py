@@ -1,0 +1,206 @@
+"""`apex.fp16_utils.FP16_Optimizer`: masters and loss scale around an optimizer of a network that was cast by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from halfstep.adapters.apex.loss_scaler import dynamic_scaling
+from halfstep.edits import FULL, Rule, Scaling
+from halfstep.errors import SetupError, StateError
+from halfstep.machine import read_facts
+from halfstep.optim.masters import is_low
+from halfstep.plan.fit import first_device
+from halfstep.plan.levels import customize, level
+from halfstep.records import StepRecord
+from halfstep.session.decide import decide
+from halfstep.session.session import Session
+
+__all__ = ["FP16_Optimizer"]
+
+_ENTRIES = ("optimizer_state_dict", "fp32_from_fp16", "session")
+
+
+class FP16_Optimizer:  # apex's name
+    """Steps the optimizer of a low network (`network_to_half`, `FP16Model`) on fp32 masters, with a loss scale.
+
+    It is a halfstep session over the optimizer's parameters: the low ones, all fp16 or all bf16, have masters that
+    start from their values, and fp32 ones stay. After `backward` true fp32 gradients lie in `p.grad`. The network
+    itself runs as it was cast. With `verbose` a skipped step is printed, which waits for the device at each step.
+
+    Mended: a static scale skips non-finite steps too, `state_dict` holds what an exact resume needs, and closures work.
+
+    Raises:
+        SetupError: the parameters are in fp16 and in bf16, or `init_optimizer` is no optimizer.
+        PlanError: a number of the loss scale is out of its range.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if not isinstance(init_optimizer, Optimizer):
+            raise SetupError(f"FP16_Optimizer is given {type(init_optimizer).__name__}; give it a torch optimizer")
+        if dynamic_loss_args is not None and not dynamic_loss_scale:
+            raise SetupError("FP16_Optimizer got dynamic_loss_args with a static scale; give dynamic_loss_scale=True")
+        scaling = (
+            _from_arguments(dynamic_loss_args or {})
+            if dynamic_loss_scale
+            else Scaling("static", init=static_loss_scale)
+        )
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self._skipped: Tensor | None = None
+        params = [p for group in init_optimizer.param_groups for p in group["params"]]
+        self._low = [p for p in params if is_low(p)]
+        self._dtype = _only_dtype(self._low)
+        self._held = nn.ModuleDict(
+            {
+                "low": nn.ParameterList(self._low),
+                "full": nn.ParameterList([p for p in params if not is_low(p)]),
+            }
+        )
+        rules = [Rule("full", FULL)] if self._low and len(self._low) < len(params) else []
+        plan = customize(level("O2" if self._low else "O1", self._dtype), loss_scale=scaling, rules=rules)
+        decision = decide(
+            [self._held],
+            [init_optimizer],
+            plan,
+            emulate=False,  # the network is not run by this session
+            stepping="optimizer",
+            facts=read_facts(first_device([self._held])),
+            already_low=self._low,
+        )
+        self._session = Session(decision, sinks=[self._after_step])
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next backward pass; reads the device."""
+        return float(self._session.stage.scales.of(0).value)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped; reads the device."""
+        return self._skipped is not None and bool(self._skipped)
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, with the network's own parameters."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # apex's name
+        """Zeroes the gradients, or drops them."""
+        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Runs the backward pass of the loss times the scale, and makes the gradients true ones.
+
+        With `update_master_grads=False` they stay scaled, for more backward passes before `update_master_grads()`.
+        """
+        loss = loss.float()
+        with self._session.scaling(loss, unscale=update_master_grads) as scale:
+            (loss * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    def update_master_grads(self) -> None:
+        """Makes the gradients of backward passes before true ones."""
+        self._session.unscale_()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]]:
+        """Returns the true gradients by param group, None where there is none."""
+        return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in self.param_groups]
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clips the true gradients in place, and returns their norm before, infinite or NaN where the step will skip.
+
+        Mended: apex returned -1 then, for which it had to wait for the device.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        return clip_grad_norm_(params, max_norm, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates masters and weights unless a gradient is not finite; returns what the `closure` returns.
+
+        The closure, if any, is called once, and calls `backward` of this object.
+        """
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns optimizer state, fp32 weights, loss scale and counts."""
+        return {
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self._held.state_dict(),
+            "session": self._session.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave: weights, masters, optimizer state and loss scale.
+
+        Raises:
+            StateError: it is not such a state, or one of another network or scale.
+        """
+        missing = [name for name in _ENTRIES if not isinstance(state_dict, Mapping) or name not in state_dict]
+        if missing:
+            raise StateError(
+                f"the state of FP16_Optimizer has no {', '.join(map(repr, missing))}; give what its state_dict() "
+                "returned here; one that apex itself wrote holds an object of apex's code: load its "
+                "'optimizer_state_dict' into the optimizer"
+            )
+        self._session.load_state_dict(state_dict["session"])
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self._held.load_state_dict(state_dict["fp32_from_fp16"])
+
+    def close(self) -> None:
+        """Gives the optimizer back as it was, with the trained weights in their low dtype.
+
+        A wrapper of DistributedDataParallel around the network reduces no gradients any more: wrap it again.
+        """
+        self._session.close()
+        for p in self._low:
+            _cast(p, self._dtype)
+
+    def _after_step(self, record: StepRecord) -> None:
+        self._skipped = record.skipped
+        if self.verbose and bool(record.skipped):
+            print(  # as apex did
+                f"OVERFLOW! Skipping step. Attempted loss scale: {float(record.scale)}, reducing to {self.loss_scale}"
+            )
+
+
+def _cast(p: Parameter, dtype: torch.dtype) -> None:
+    grad, p.grad = p.grad, None
+    p.data = p.data.to(dtype)
+    p.grad_dtype = None
+    p.grad = None if grad is None else grad.to(dtype)
+
+
+def _only_dtype(low: list[Parameter]) -> torch.dtype:
+    kinds = {p.dtype for p in low}
+    if len(kinds) > 1:
+        raise SetupError(
+            f"the optimizer's parameters are of {' and '.join(sorted(map(str, kinds)))}; cast the network to one of "
+            "them, and leave in fp32 what is to stay full"
+        )
+    return next(iter(kinds), torch.float16)
+
+
+def _from_arguments(given: Mapping[str, Any]) -> Scaling:
+    known = ("init_scale", "scale_factor", "scale_window")
+    strange = sorted(set(given) - set(known))
+    if strange:
+        raise SetupError(f"dynamic_loss_args has {', '.join(map(repr, strange))}; it takes {', '.join(known)}")
+    return dynamic_scaling(**given)

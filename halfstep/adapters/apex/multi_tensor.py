@@ -1,0 +1,225 @@
+"""`apex.multi_tensor_apply` and `amp_C`: operations on lists of tensors, in torch, with apex's order of arguments.
+
+Each is called as `multi_tensor_applier(op, noop_flag, tensor_lists, ...)` and gets the size of a chunk first, which
+halfstep does not need. `noop_flag` is an integer tensor of one element: 1 says that a value was not finite. Tensors are
+computed in fp32, or in float64 where they are, and stored in their own dtype; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SetupError
+
+__all__ = [
+    "MultiTensorApply",
+    "multi_tensor_adam",
+    "multi_tensor_applier",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "update_scale_hysteresis",
+]
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+class MultiTensorApply:
+    """Calls an operation of `amp_C` with a size of chunks."""
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
+        """Returns what `op` returns."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
+    """Writes the first list times `scale` into the second, and 1 into the flag where an input is not finite."""
+    for given, out in _rows("multi_tensor_scale", tensor_lists, ("inputs", "outputs")):
+        value = _wide(given)
+        out.copy_(value * scale)
+        _flag(noop_flag, value)
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    a: float | Tensor,
+    b: float | Tensor,
+    arg_to_check: int = -1,
+) -> None:
+    """Writes `a * x + b * y` of the first two lists into the third.
+
+    The flag becomes 1 where an element is not finite: of x (`arg_to_check` 0), of y (1), or of either (-1).
+    """
+    if arg_to_check not in (-1, 0, 1):
+        raise SetupError(f"multi_tensor_axpby got arg_to_check={arg_to_check!r}; give 0 for x, 1 for y, -1 for both")
+    for x, y, out in _rows("multi_tensor_axpby", tensor_lists, ("x", "y", "outputs")):
+        left, right = _wide(x), _wide(y)
+        out.copy_(left * a + right * b)
+        for number, value in enumerate((left, right)):
+            if arg_to_check in (-1, number):
+                _flag(noop_flag, value)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns the L2 norm of all elements (fp32, of shape (1,)) and, if `per_tensor`, those of each tensor; else none.
+
+    The flag becomes 1 where the norm is not finite.
+    """
+    tensors = [t for (t,) in _rows("multi_tensor_l2norm", tensor_lists, ("tensors",))]
+    device = tensors[0].device if tensors else noop_flag.device
+    wide = torch.float32 if device.type == "mps" else torch.float64  # so that no square of a fp32 element overflows
+    norms = [torch.linalg.vector_norm(t, dtype=wide) for t in tensors]
+    each = torch.stack(norms) if norms else torch.zeros(0, dtype=wide, device=device)
+    total = torch.linalg.vector_norm(each).to(torch.float32).reshape(1)
+    _flag(noop_flag, total)
+    return total, each.to(torch.float32) if per_tensor else torch.empty(0, dtype=torch.float32, device=device)
+
+
+@torch.no_grad()
+def multi_tensor_sgd(  # noqa: PLR0913  # apex's
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float = 1.0,
+) -> None:
+    """Makes a step of SGD on lists of gradients, weights and momenta, where the flag is 0.
+
+    A fourth list gets the new weights too, as low copies. Gradients are multiplied by `scale`; the momentum of a
+    `first_run` is the gradient; weight decay is added to the gradient, or to the update if `wd_after_momentum`.
+    """
+    names = ("gradients", "weights", "momenta", "low weights")[: 4 if len(tensor_lists) == 4 else 3]
+    for grad, weight, held, *copies in _rows("multi_tensor_sgd", tensor_lists, names):
+        w, g = _wide(weight), _wide(grad) * scale
+        if wd and not wd_after_momentum:
+            g = g + w * wd
+        m = held
+        if momentum:
+            m = g if first_run else _wide(held) * momentum + g * (1 - dampening)
+            g = g + m * momentum if nesterov else m
+        if wd and wd_after_momentum:
+            g = g + w * wd
+        w = w - g * lr
+        _store(noop_flag, (weight, w), (held, m), *((copy, w) for copy in copies))
+
+
+@torch.no_grad()
+def multi_tensor_adam(  # noqa: PLR0913  # apex's
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Makes the `step`-th step, from 1, of Adam on lists of gradients, weights and two moments, where the flag is 0.
+
+    `mode` 0 adds weight decay to the gradient, 1 to the update (AdamW).
+    """
+    if mode not in (0, 1):
+        raise SetupError(f"multi_tensor_adam got mode={mode!r}; give 0 for L2 weight decay, 1 for AdamW's")
+    of_mean, of_square = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
+    names = ("gradients", "weights", "means", "mean squares")
+    for grad, weight, mean, square in _rows("multi_tensor_adam", tensor_lists, names):
+        w, g = _wide(weight), _wide(grad)
+        if mode == 0:
+            g = g + w * weight_decay
+        m = _wide(mean) * beta1 + g * (1 - beta1)
+        v = _wide(square) * beta2 + g * g * (1 - beta2)
+        update = (m / of_mean) / ((v / of_square).sqrt() + epsilon)
+        if mode == 1:
+            update = update + w * weight_decay
+        _store(noop_flag, (weight, w - update * lr), (mean, m), (square, v))
+
+
+@torch.no_grad()
+def update_scale_hysteresis(  # noqa: PLR0913  # apex's
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """Adapts a loss scale in place, of which each overflow in a row takes one of `hysteresis` before it backs off.
+
+    After `growth_interval` clean steps in a row it grows, unless that is infinite. A clean step restores the
+    hysteresis. Returns `current_scale`; all tensors have one element.
+    """
+    found = found_inf > 0
+    left = torch.where(found, hysteresis_tracker - 1, torch.full_like(hysteresis_tracker, hysteresis))
+    clean = torch.where(found, torch.zeros_like(growth_tracker), growth_tracker + 1)
+    grows = clean == growth_interval
+    grown = current_scale * growth_factor
+    value = torch.where(grows & torch.isfinite(grown), grown, current_scale)
+    value = torch.where(found & (left <= 0), current_scale * backoff_factor, value)
+    current_scale.copy_(value)
+    growth_tracker.copy_(torch.where(grows, torch.zeros_like(clean), clean))
+    hysteresis_tracker.copy_(left)
+    return current_scale
+
+
+def _rows(op: str, tensor_lists: Lists, names: Sequence[str]) -> list[tuple[Tensor, ...]]:
+    """Returns what stands at the same place of each list; refuses lists that do not fit together."""
+    lengths = [len(each) for each in tensor_lists]
+    if len(lengths) != len(names) or len(set(lengths)) > 1:
+        raise SetupError(
+            f"{op} is given {len(lengths)} lists of {lengths} tensors; give {len(names)} of equal length: "
+            f"{', '.join(names)}"
+        )
+    rows = list(zip(*tensor_lists, strict=True))
+    for number, row in enumerate(rows):
+        shapes = [tuple(t.shape) for t in row]
+        if len(set(shapes)) > 1:
+            raise SetupError(f"{op}: the tensors at place {number} have shapes {shapes}; give them one shape")
+    return rows
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype is torch.float64 else t.float()
+
+
+def _flag(noop_flag: Tensor, value: Tensor) -> None:
+    bad = (~torch.isfinite(value)).any().to(noop_flag.device, noop_flag.dtype)
+    noop_flag.copy_(torch.maximum(noop_flag, bad.expand_as(noop_flag)))
+
+
+def _store(noop_flag: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Writes the new values of tensors unless the flag is 1, in which case every bit stays."""
+    for held, value in pairs:
+        skip = (noop_flag != 0).any().to(held.device)
+        held.copy_(torch.where(skip, held, value.to(held.dtype)))

@@ -1,0 +1,169 @@
+"""`apex.normalization`: layer and RMS norms of torch behind apex's signatures, and their functional forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+Shape = int | Sequence[int]
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """apex's layer norm: torch's. `memory_efficient` is apex's way to save less for backward; results do not change."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """apex's RMS norm: torch's, with apex's `eps`; `memory_efficient` as in `FusedLayerNorm`."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """A layer norm whose outputs have the dtype of its weights, whatever that of the inputs."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        _require_affine(type(self).__name__, elementwise_affine)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the normalised input in the dtype of the weights."""
+        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """An RMS norm whose outputs have the dtype of its weights, whatever that of the inputs."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        *,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        _require_affine(type(self).__name__, elementwise_affine)
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the normalised input in the dtype of the weights."""
+        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 0.0)
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Returns the layer norm without weights."""
+    return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns the layer norm in the dtype of the input."""
+    return _normalized(functional.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns the layer norm in the dtype of the weights."""
+    return _normalized(functional.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
+    """Returns the RMS norm without a weight."""
+    return functional.rms_norm(input, _shape(normalized_shape), None, eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Returns the RMS norm in the dtype of the input."""
+    return _normalized(functional.rms_norm, input, (weight,), normalized_shape, eps, input.dtype)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Returns the RMS norm in the dtype of the weight."""
+    return _normalized(functional.rms_norm, input, (weight,), normalized_shape, eps, weight.dtype)
+
+
+def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
+    """Returns the RMS norm, without a weight where that is None."""
+    if weight is None:
+        return fused_rms_norm(input, normalized_shape, eps)
+    return fused_rms_norm_affine(input, weight, normalized_shape, eps)
+
+
+def _normalized(
+    norm: Callable[..., Tensor],
+    input: Tensor,
+    weights: Sequence[Tensor],
+    normalized_shape: Shape,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the norm computed in the wider of the two dtypes and rounded once."""
+    if input.dtype is weights[0].dtype:
+        out = norm(input, _shape(normalized_shape), *weights, eps)
+    else:
+        wide = torch.promote_types(input.dtype, weights[0].dtype)
+        out = norm(input.to(wide), _shape(normalized_shape), *(weight.to(wide) for weight in weights), eps)
+    return out.to(dtype)
+
+
+def _shape(normalized_shape: Shape) -> list[int]:
+    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+def _require_affine(name: str, elementwise_affine: bool) -> None:
+    if not elementwise_affine:
+        raise RuntimeError(
+            f"{name} does not support elementwise_affine=False, since its outputs have the dtype of its weights; use "
+            f"{name.removeprefix('Mixed')}"
+        )

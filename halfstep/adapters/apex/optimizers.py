@@ -1,0 +1,205 @@
+"""`apex.optimizers`: the fused optimizers, which are torch's or halfstep's own behind apex's signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from halfstep.errors import SetupError
+from halfstep.optim import adam
+from halfstep.optim.lamb import Lamb
+from halfstep.optim.novograd import NovoGrad
+from halfstep.optim.own_step import own_step
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+
+
+class _Fused(Optimizer):
+    """What all of apex's optimizers share: `zero_grad` as their `set_grad_none` says, where the call does not."""
+
+    set_grad_none: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drops the gradients, or zeroes them where apex's optimizer did."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class FusedAdam(_Fused, Adam):
+    """apex's Adam: AdamW unless `adam_w_mode=False`; `bias_correction=False` leaves the moments as they are."""
+
+    updates_as = Adam
+
+    def __init__(  # noqa: PLR0913  # apex's
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        _refuse_amsgrad("FusedAdam", amsgrad)
+        if master_weights:
+            raise SetupError(
+                "FusedAdam got master_weights=True; give it the fp32 parameters and train at opt_level O2, which keeps "
+                "fp32 masters of the weights that it makes low"
+            )
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            capturable=capturable,
+            decoupled_weight_decay=adam_w_mode,
+        )
+        self.set_grad_none = set_grad_none
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns."""
+        if all(group["bias_correction"] for group in self.param_groups):
+            return super().step(closure)
+        return own_step(self, adam.options, adam.eager, closure, counts=True)
+
+
+class FusedSGD(_Fused, SGD):
+    """apex's SGD. `materialize_master_grads` says how apex keeps gradients, which halfstep's step does not need."""
+
+    updates_as = SGD
+
+    def __init__(  # noqa: PLR0913  # apex's
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if wd_after_momentum:
+            raise SetupError(
+                "FusedSGD got wd_after_momentum=True, which torch's SGD does not have; leave it out, and halfstep adds "
+                "the weight decay to the gradient before the momentum, as torch.optim.SGD does"
+            )
+        super().__init__(
+            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+        )
+        self.set_grad_none = set_grad_none
+
+
+class FusedLAMB(_Fused, Lamb):
+    """apex's LAMB: `halfstep.optim.lamb.Lamb`. `max_grad_norm` is that of the gradients of all groups together."""
+
+    updates_as = Lamb
+
+    def __init__(  # noqa: PLR0913  # apex's
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        _refuse_amsgrad("FusedLAMB", amsgrad)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            decoupled_weight_decay=adam_w_mode,
+            always_adapt=use_nvlamb,
+        )
+        self.set_grad_none = set_grad_none
+
+
+class FusedNovoGrad(_Fused, NovoGrad):
+    """apex's NovoGrad: `halfstep.optim.novograd.NovoGrad`."""
+
+    updates_as = NovoGrad
+
+    def __init__(  # noqa: PLR0913  # apex's
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        _refuse_amsgrad("FusedNovoGrad", amsgrad)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            grad_averaging=grad_averaging,
+            reg_inside_moment=reg_inside_moment,
+            norm_type=norm_type,
+            init_zero=init_zero,
+        )
+        self.set_grad_none = set_grad_none
+
+
+class FusedAdagrad(_Fused, Adagrad):
+    """apex's Adagrad: torch's, which steps on fp32 copies of low weights."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        if adagrad_w_mode:
+            raise SetupError(
+                "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out, and the "
+                "weight decay is added to the gradient"
+            )
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.set_grad_none = set_grad_none
+
+
+def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise RuntimeError(
+            f"{name} does not support the AMSGrad variant, as apex's does not; leave amsgrad out, or use "
+            "torch.optim.AdamW(amsgrad=True), which halfstep updates too"
+        )

@@ -1,0 +1,147 @@
+"""`apex.parallel`: torch's DistributedDataParallel and SyncBatchNorm behind apex's signatures, Reducer, and LARC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import SyncBatchNorm
+
+from halfstep.adapters.apex.larc import LARC
+from halfstep.errors import SetupError
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]
+
+_BYTES_PER_ELEMENT = 4  # of fp32, in which apex counted its messages
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """apex's wrapper: torch's, on the device of the model, averaging over all processes.
+
+    `message_size` elements become the size of torch's buckets. `delay_allreduce`, with which apex took models that do
+    not use all of their parameters, becomes `find_unused_parameters`. `retain_allreduce_buffers`,
+    `allreduce_trigger_params`, `num_allreduce_streams` and `allreduce_communicators` tune what torch does by itself and
+    change no number, as `gradient_predivide_factor` does up to rounding: they are taken and have no effect.
+
+    Raises:
+        ValueError: `shared_param` is given, which apex no longer takes either.
+        SetupError: what is asked for would change the gradients, and torch does not do it; or an argument is no size.
+    """
+
+    def __init__(  # noqa: PLR0913  # apex's
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        if shared_param is not None:
+            raise ValueError(
+                f"DistributedDataParallel got shared_param={shared_param!r}, which apex no longer takes; give "
+                "delay_allreduce=True for models whose parameters are shared or not all used"
+            )
+        if not gradient_average:
+            raise SetupError(
+                "DistributedDataParallel got gradient_average=False, and torch's averages over the processes; leave it "
+                "out, and multiply the loss by torch.distributed.get_world_size() for a sum"
+            )
+        if allreduce_always_fp32:
+            raise SetupError(
+                "DistributedDataParallel got allreduce_always_fp32=True, and torch's reduces gradients in the dtype of "
+                "their weights; leave it out, and use opt_level O1, whose weights and gradients are fp32"
+            )
+        if isinstance(message_size, bool) or not isinstance(message_size, int | float) or not message_size > 0:
+            raise SetupError(f"message_size is {message_size!r}; give the number of elements that a bucket holds")
+        super().__init__(
+            module,
+            bucket_cap_mb=max(1, round(message_size * _BYTES_PER_ELEMENT / 2**20)),
+            find_unused_parameters=delay_allreduce,
+        )
+
+    def disable_allreduce(self) -> None:
+        """Has backward passes add up gradients in each process alone, until `enable_allreduce`."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Has backward passes average gradients over the processes again."""
+        self.require_backward_grad_sync = True
+
+
+class Reducer:
+    """Averages gradients over all processes where a loop asks for it, by `reduce()`.
+
+    Of a module the parameters are sent from process 0 at once, and the gradients of its parameters are averaged;
+    otherwise `module_or_grads_list` are the gradients themselves.
+
+    Raises:
+        TypeError: what came is neither a module nor a list of tensors.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Sequence[Tensor]) -> None:
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            for p in self.module.parameters():
+                dist.broadcast(p.data, 0)
+        elif isinstance(module_or_grads_list, list | tuple) and all(
+            isinstance(grad, Tensor) for grad in module_or_grads_list
+        ):
+            self.grads = list(module_or_grads_list)
+        else:
+            raise TypeError(f"Reducer is given {type(module_or_grads_list).__name__}; give it a module or gradients")
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Averages the gradients in place; all processes have to call it with gradients of the same parameters."""
+        if hasattr(self, "module"):
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        else:
+            grads = self.grads
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad.div_(dist.get_world_size())
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> nn.Module:
+    """Returns `module` with torch's SyncBatchNorm in place of each batch norm, which takes any memory format."""
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """Returns the group of `group_size` processes, in a row, that this one is in; None for 0, which stands for all.
+
+    Raises:
+        SetupError: the size does not part the processes evenly.
+    """
+    if group_size == 0:
+        return None
+    count = dist.get_world_size()
+    if not 0 < group_size <= count or count % group_size:
+        raise SetupError(f"group_size is {group_size} with {count} processes; give a divisor of {count}, or 0 for all")
+    own = None
+    for first in range(0, count, group_size):  # each process has to take part in making each group
+        ranks = list(range(first, first + group_size))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own

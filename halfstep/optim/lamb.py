@@ -1,0 +1,161 @@
+"""LAMB, an optimizer of halfstep's own: Adam's direction, at a length that goes with the norm of each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.kernels.batch import Batch, Options
+from halfstep.optim.eager import Number, decayed, precise, root, widest
+from halfstep.optim.own_step import check_numbers, own_step
+
+
+class Lamb(Optimizer):
+    """LAMB, "Large Batch Optimization for Deep Learning" (You et al. 2020), algorithm 2; also without a session.
+
+    Adam's update `u` of each weight `w`, with `weight_decay * w` added, is made `lr * norm(w)` long: the weight becomes
+    `w - lr * norm(w) / norm(u) * u`, with both norms over the whole tensor, and with the factor 1 where a norm is 0.
+
+    Args:
+        params: parameters, named parameters, or param groups.
+        lr: the learning rate, a number or a tensor of one.
+        betas: how much of the running means of gradient and square stays at a step; both in [0, 1).
+        eps: added to the root of the mean square.
+        weight_decay: how much of the weight is added to the update.
+        bias_correction: correct the running means, which begin at zero.
+        grad_averaging: weigh a gradient by 1 - beta1 in its running mean; else by 1.
+        max_grad_norm: the most that the norm of all gradients together may be, larger ones are clipped; None for no
+            clipping.
+        decoupled_weight_decay: False adds `weight_decay` times the weight to the gradient.
+        always_adapt: False leaves the length of updates without weight decay as Adam has it, as most do for biases and
+            norms.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(  # noqa: PLR0913  # the numbers of its law
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        decoupled_weight_decay: bool = True,
+        always_adapt: bool = False,
+    ) -> None:
+        check_numbers("Lamb", betas, {"learning rate": lr, "eps": eps, "weight decay": weight_decay})
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"Lamb's max_grad_norm must be above 0, or None not to clip, not {max_grad_norm}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        return own_step(self, options, eager, closure, counts=True)
+
+
+@dataclass(frozen=True)
+class LambOptions(Options):
+    """The options of `Lamb`."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    corrected: bool
+    averaging: bool
+    clip_to: float | None
+    adapts: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The running means of gradient and square."""
+        return "exp_avg", "exp_avg_sq"
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What the law takes besides."""
+        return self.beta1, self.beta2, self.eps
+
+    @property
+    def max_norm(self) -> float | None:
+        """The most that the norm of all gradients may be."""
+        return self.clip_to
+
+
+def options(group: Mapping[str, Any]) -> LambOptions:
+    """Returns the options of a param group."""
+    return LambOptions(
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        maximize=False,
+        decoupled=group["decoupled_weight_decay"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        corrected=group["bias_correction"],
+        averaging=group["grad_averaging"],
+        clip_to=group["max_grad_norm"],
+        adapts=bool(group["always_adapt"] or group["weight_decay"]),
+    )
+
+
+def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
+    """You et al. 2020, algorithm 2."""
+    share = 1 - options.beta1 if options.averaging else 1.0
+    means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
+    lr, decay = precise(options.lr, batch), options.weight_decay if options.decoupled else 0.0
+    into_gradient = replace(options, weight_decay=0.0) if options.decoupled else options
+    rows = zip(decayed(batch, into_gradient), means, roots, strict=True)
+    for (w, g, (mean, square)), of_mean, of_root in rows:
+        m = mean * options.beta1 + g * share
+        v = square * options.beta2 + (g * g) * (1 - options.beta2)
+        u = (m / of_mean) / (root(v) / of_root + options.eps)
+        if decay:
+            u = u + w * decay
+        yield [w - u * _length(w, u, lr, batch, options), m, v]
+
+
+def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions) -> Tensor:
+    """Returns lr * norm(w) / norm(u), or lr where one of them is 0, as a 0-dim tensor of the update's dtype."""
+    wide = widest(batch.device)
+    trust = torch.ones((), dtype=wide, device=batch.device)
+    if options.adapts:
+        size, length = (torch.linalg.vector_norm(t, dtype=wide) for t in (w, u))
+        trust = torch.where((size > 0) & (length > 0), size / length, trust)
+    return (trust * lr).to(batch.dtype)
+
+
+def bias_corrections(batch: Batch, beta1: float, beta2: float, *, corrected: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns 1 - beta1^t and sqrt(1 - beta2^t) for each step count, 0-dim in the update's dtype; 1 if not `corrected`.
+
+    They are what running means that begin at zero miss of a mean and of a root mean square.
+    """
+    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
+    if not corrected:
+        steps = torch.full_like(steps, torch.inf)  # what they come to
+    means, roots = 1 - beta1**steps, (1 - beta2**steps).sqrt()
+    return list(means.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())

@@ -1,0 +1,80 @@
+"""The `step` of halfstep's own optimizers without a session: their law, on weights and state as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from halfstep.kernels.batch import Batch, Options
+from halfstep.optim.clip import group_factors
+from halfstep.optim.eager import Law, update
+
+
+@torch.no_grad()
+def own_step(
+    optimizer: Optimizer,
+    options_of: Callable[[Mapping[str, Any]], Options],
+    law: Law,
+    closure: Callable[[], Any] | None,
+    *,
+    counts: bool = False,
+) -> Any:
+    """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+
+    `options_of` and `law` are those of the optimizer's row (`halfstep.optim.table`), which says too whether it `counts`
+    its updates.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    groups = optimizer.param_groups
+    all_options = [options_of(group) for group in groups]
+    given = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
+    if any(grad.is_sparse for _, grad in given):
+        raise RuntimeError(f"{type(optimizer).__name__} takes no sparse gradients; use sparse=False")
+    factors = group_factors(all_options, [grad for _, grad in given], None)
+    for group, options, factor in zip(groups, all_options, factors, strict=True):
+        for p in group["params"]:
+            if p.grad is not None and p.numel():
+                batch = _alone(p, optimizer.state[p], options, counts=counts)
+                grad = p.grad if factor is None else p.grad * factor.to(p.device)
+                batch.grads.append(_real(grad.to(p.dtype)))
+                update(law, batch, options, torch.zeros((), dtype=torch.bool, device=p.device))
+    return loss
+
+
+def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, float | Tensor]) -> None:
+    """Raises a ValueError unless `betas` are in [0, 1) and the `others`, by their names in words, 0 or more."""
+    for words, value in others.items():
+        if not value >= 0:
+            raise ValueError(f"{name}'s {words} must be 0 or more, not {value}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}'s betas must be in [0, 1), not {betas}")
+
+
+def _alone(p: Parameter, state: dict[str, Any], options: Options, *, counts: bool) -> Batch:
+    """Returns `p` as a batch without its gradient, with the state that it has or now gets."""
+    for name in options.states:
+        if state.get(name) is None:
+            state[name] = p.detach().new_zeros(()) if name in options.scalars else torch.zeros_like(p)
+    steps: list[Tensor] = []
+    if counts:
+        held = state.get("step")
+        step = held if isinstance(held, Tensor) else torch.full((), float(held or 0), dtype=torch.float32, device="cpu")
+        state["step"] = step.add_(1) if step is held else step + 1
+        steps.append(state["step"])
+    states = {name: [_real(state[name])] for name in options.states}
+    return Batch("full", [_real(p.detach())], [], [], states, steps)
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t

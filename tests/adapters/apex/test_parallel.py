@@ -1,0 +1,163 @@
+"""apex's wrappers over torch.distributed: one process here, two in the last tests."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import multiprocessing, nn
+
+import halfstep
+from halfstep.adapters.apex import parallel as apex
+from halfstep.adapters.apex.fp16_utils import FP16_Optimizer, network_to_half
+from halfstep.errors import SetupError
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_wrapped_model_trains_as_torchs_does(alone):
+    ours, theirs = (nn.Linear(3, 2) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    wrapped = apex.DistributedDataParallel(ours, message_size=2**20, delay_allreduce=True)
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert wrapped.module is ours
+    assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    assert wrapped.find_unused_parameters
+    assert wrapped.bucket_bytes_cap == 4 * 2**20
+    x = torch.ones(4, 3)
+    wrapped(x).sum().backward()
+    nn.parallel.DistributedDataParallel(theirs)(x).sum().backward()
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+def test_reduction_is_turned_off_and_on(alone):
+    wrapped = apex.DistributedDataParallel(nn.Linear(3, 2))
+    wrapped.disable_allreduce()
+    assert not wrapped.require_backward_grad_sync
+    wrapped.enable_allreduce()
+    assert wrapped.require_backward_grad_sync
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"shared_param": True}, ValueError, "shared_param=True, .* give delay_allreduce=True"),
+        ({"gradient_average": False}, SetupError, "gradient_average=False.* multiply the loss by"),
+        ({"allreduce_always_fp32": True}, SetupError, "allreduce_always_fp32=True.* opt_level O1"),
+        ({"message_size": 0}, SetupError, "message_size is 0; give the number of elements"),
+        ({"message_size": "1e7"}, SetupError, "message_size is '1e7'"),
+    ],
+)
+def test_what_torch_does_not_do_is_refused_in_words(options, error, said):
+    with pytest.raises(error, match=said):
+        apex.DistributedDataParallel(nn.Linear(3, 2), **options)
+
+
+def test_what_changes_no_number_is_taken(alone):
+    apex.DistributedDataParallel(
+        nn.Linear(3, 2), 10_000_000, False, None, None, True, False, 2, None, True, 2.0, None, False
+    )
+
+
+def test_batch_norms_become_torchs_synchronized_ones():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4)))
+    model[1].weight.data.fill_(3.0)
+    converted = apex.convert_syncbn_model(model, channel_last=True)
+    assert isinstance(converted[1], apex.SyncBatchNorm)
+    assert isinstance(converted[3][0], nn.SyncBatchNorm)
+    assert converted[1].weight.tolist() == [3.0] * 4
+    assert list(converted.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_reducer_averages_gradients(alone, dtype):
+    module = nn.Linear(2, 1).to(dtype)
+    reducer = apex.Reducer(module)
+    module.weight.grad = torch.tensor([[2.0, 4.0]], dtype=dtype)
+    reducer.reduce()
+    assert module.weight.grad.tolist() == [[2.0, 4.0]]
+    assert module.bias.grad is None
+    with pytest.raises(TypeError, match="Reducer is given int; give it a module or gradients"):
+        apex.Reducer(3)
+
+
+def test_groups_of_processes_have_to_part_them_evenly(alone):
+    assert apex.create_syncbn_process_group(0) is None
+    assert apex.create_syncbn_process_group(1) is not None
+    for size in (2, -1):
+        with pytest.raises(SetupError, match=f"group_size is {size} with 1 processes; give a divisor of 1"):
+            apex.create_syncbn_process_group(size)
+
+
+def two(rank, path, low):
+    """What one of two processes finds."""
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(rank)
+        module = nn.Linear(2, 1, bias=False)
+        reducer = apex.Reducer(module)
+        sent = module.weight.detach().clone()
+        grads = [torch.tensor([float(rank)]), torch.full((2,), 4.0 * rank)]
+        module.weight.grad = torch.full((1, 2), 2.0 + 2 * rank)
+        reducer.reduce()
+        apex.Reducer(grads).reduce()
+        group = apex.create_syncbn_process_group(1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        with halfstep.initialize(module, optimizer, "O2", low=low, loss_scale=128, stepping="optimizer") as session:
+            wrapped = apex.DistributedDataParallel(module)
+            optimizer.zero_grad()
+            session.backward(wrapped(torch.full((1, 2), 1.0 + rank)).sum())
+            reduced = module.weight.grad.tolist()
+            optimizer.step()
+            after = module.state_dict()["weight"].clone()
+        found = (sent, [grad.tolist() for grad in grads], reduced, after, dist.get_world_size(group))
+        torch.save(found, f"{path}/{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_two_processes_average(tmp_path, low):
+    multiprocessing.spawn(two, (str(tmp_path), low), nprocs=2)
+    (sent, grads, reduced, after, size), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
+    assert torch.equal(sent, other[0])
+    assert grads == [[0.5], [2.0, 2.0]] == other[1]
+    assert reduced == [[1.5, 1.5]] == other[2]  # inputs of 1 and 2
+    assert torch.equal(after, other[3])
+    torch.testing.assert_close(after, sent - 0.75)
+    assert size == 1
+
+
+def wrapped_first(rank, path, low):
+    """What one of two processes finds whose network was wrapped before FP16_Optimizer, as apex's examples do."""
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(rank)
+        network = network_to_half(nn.Linear(2, 1, bias=False), dtype=low)
+        wrapped = apex.DistributedDataParallel(network)
+        inner = torch.optim.SGD(network.parameters(), lr=0.5)
+        optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
+        (weight,) = network.parameters()
+        start, grads, overflows = weight.detach().clone(), [], []
+        for factor, drop in ((1.0, True), (1.0, False), (float("inf") if rank else 1.0, False)):
+            optimizer.zero_grad(set_grads_to_None=drop)
+            optimizer.backward(wrapped(torch.full((1, 2), 1.0 + rank)).float().sum() * factor)
+            grads.append(weight.grad.tolist())
+            optimizer.step()
+            overflows.append(optimizer.overflow)
+        torch.save((start, grads[:2], overflows, optimizer.state_dict()["fp32_from_fp16"]["low.0"]), f"{path}/{rank}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_gradients_of_a_network_that_was_wrapped_before_fp16_optimizer_are_reduced(tmp_path, low):
+    multiprocessing.spawn(wrapped_first, (str(tmp_path), low), nprocs=2)
+    (start, grads, overflows, after), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
+    assert grads == [[[1.5, 1.5]]] * 2 == other[1]
+    assert overflows == [False, False, True] == other[2]
+    assert torch.equal(after, other[3])
+    torch.testing.assert_close(after, start.float() - 2 * 0.75)
