@@ -43,3 +43,7 @@ class OpError(HalfstepError, RuntimeError):
 
 class ObserveError(HalfstepError, ValueError):
     """A probe on modules that are not there, of tensors that no module has, or with a setting that is none."""
+
+
+class ScriptError(HalfstepError, FileNotFoundError):
+    """A script or module that `halfstep run` cannot find."""

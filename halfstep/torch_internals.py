@@ -283,6 +283,11 @@ class OpenGradScaler(torch.amp.GradScaler):
 class OpenAutocast(torch.autocast):
     """`torch.autocast` that can tell what it was made with."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether it casts: as asked, but for a device that is not there."""
+        return self._enabled
+
     def again(self, of: type[torch.autocast] = torch.autocast) -> torch.autocast:
         """Returns torch's own with the same settings, but for warnings that were given."""
         return of(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
@@ -380,6 +385,20 @@ DISPATCH_FILES = tuple(  # between what calls an operation and what sees it
 
 # Texts. Tried.
 BEYOND = "without overflow"  # in the error for a constant that the format of the result does not have
+
+
+_ACCUMULATE: Any = _name("torch._C._functions.AccumulateGrad")
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """Returns the tensor at which a node of a graph leaves gradients, None where it passes them on."""
+    leaf: Tensor | None = node.variable if isinstance(node, _ACCUMULATE) else None
+    return leaf
+
+
+def is_tracing() -> bool:
+    """Tells whether this thread traces a model for TorchScript."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def in_backward() -> bool:
