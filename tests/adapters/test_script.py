@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import halfstep
 from halfstep.adapters.script.run import run
 from halfstep.errors import SetupError
 
@@ -93,11 +94,12 @@ def test_a_script_trains_close_to_fp32_and_writes_fp32(style, level, low, tmp_pa
     assert (ran.trained.level, ran.trained.low, ran.brings) == (level, low, None)
     assert ran.trained.steps > 0
     assert differing(found["losses"], plain["losses"]) != []  # something ran low
+    ours = dict(flat(found))
     for name, value in flat(plain):
-        if not name.startswith(".optimizer"):
-            assert dict(flat(found))[name] == pytest.approx(value, rel=0.1, abs=0.1), name
-    assert all(value.dtype != torch.bfloat16 for _, value in flat(found) if isinstance(value, torch.Tensor))
-    assert all(value.dtype != torch.float16 for _, value in flat(found) if isinstance(value, torch.Tensor))
+        if not name.startswith(".optimizer") and not ran.trained.skipped:  # a first fp16 scale may be too high
+            torch.testing.assert_close(torch.as_tensor(ours[name]), torch.as_tensor(value), rtol=0.1, atol=0.1)
+    low_formats = (torch.bfloat16, torch.float16)
+    assert not any(isinstance(value, torch.Tensor) and value.dtype in low_formats for value in ours.values())
 
 
 OPENED = 'session = halfstep.initialize(model, optimizer, "{level}", low="{low}")\n'
@@ -111,15 +113,218 @@ CONVERSIONS = {
         ("        optimizer.step()", "        session.step()"),
     ],
     "schedulers": [("losses = []\n", OPENED + "losses = []\n"), ("    optimizer.step()", "    session.step()")],
-    "by_hand": [],
 }
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
-@pytest.mark.parametrize("style", [style for style in CONVERSIONS if style != "by_hand"])
+@pytest.mark.parametrize("style", CONVERSIONS)
 def test_a_script_equals_its_hand_converted_form_bit_for_bit(style, level, low, tmp_path):
     changes = [(old, new.format(level=level, low=low)) for old, new in CONVERSIONS[style]]
     hand = plainly(writes(tmp_path, by_hand(style, *changes)), tmp_path / "hand.pt")
     found, _ = converted(SCRIPTS / f"{style}.py", tmp_path / "ours.pt", level, low)
     assert differing(found, hand) == []
     assert differing(found, plainly(SCRIPTS / f"{style}.py", tmp_path / "python.pt")) != []
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "fp16")])
+def test_two_models_and_weights_written_through_data_equal_their_hand_converted_form(level, low, tmp_path):
+    opened = f'session = halfstep.initialize([generator, discriminator], [optimizer_G, optimizer_D], "{level}", '
+    text = "import halfstep\n" + (SCRIPTS / "gan.py").read_text(encoding="utf-8")
+    for old, new in (
+        ("losses = []\n", f'{opened}low="{low}")\nlosses = []\n'),
+        ("loss_D.backward()", "session.backward(loss_D)\n    session.unscale_()"),
+        ("loss_G.backward()", "session.backward(loss_G)\n        session.unscale_()"),
+        ("optimizer_D.step()", "session.step(optimizer_D)"),
+        ("optimizer_G.step()", "session.step(optimizer_G)"),
+        ("    losses.append(loss_D.item())", "    session.adopt_weights()\n    losses.append(loss_D.item())"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    hand = plainly(writes(tmp_path, text), tmp_path / "hand.pt")
+    found, _ = converted(SCRIPTS / "gan.py", tmp_path / "ours.pt", level, low)
+    assert differing(found, hand) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_leaf_has_a_true_gradient_whoever_trains_it(level, tmp_path):
+    text = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
+x = torch.ones(1, 4, requires_grad=True)
+other = torch.ones((), requires_grad=True)
+(model(x).sum() * 1e-3 * other).backward()
+(2 * other).backward()
+grads = {name: p.grad for name, p in model.named_parameters()}
+torch.save({"grads": grads, "x": x.grad, "other": other.grad}, sys.argv[1])
+"""
+    path = writes(tmp_path, text)
+    found, ran = converted(path, tmp_path / "ours.pt", level, "fp16")
+    plain = plainly(path, tmp_path / "python.pt")
+    assert ran.trained.level == level
+    assert found["other"] == pytest.approx(plain["other"].item(), rel=1e-3)
+    for name, value in flat(plain):
+        torch.testing.assert_close(dict(flat(found))[name].float(), value, rtol=0.01, atol=1e-5)
+
+
+def test_an_optimizer_that_comes_later_has_the_session_go_on_with_its_counts(tmp_path):
+    _, ran = converted(SCRIPTS / "anew.py", tmp_path / "ours.pt", "O2", "bf16")
+    assert ran.trained.steps == 6
+
+
+@pytest.mark.parametrize(("level", "works"), [("O1", True), ("O2", False)])
+def test_an_optimizer_whose_parameters_a_newer_one_has_is_refused_where_its_step_would_do_damage(
+    level, works, tmp_path
+):
+    text = """
+import sys, torch
+model = torch.nn.Linear(4, 1)
+old = torch.optim.SGD(model.parameters(), lr=0.1)
+new = torch.optim.Adam(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+new.step()
+old.step()
+torch.save({}, sys.argv[1])
+"""
+    path = writes(tmp_path, text)
+    if works:
+        converted(path, tmp_path / "out.pt", level, "bf16")
+    else:
+        with pytest.raises(RuntimeError, match="a newer one has taken over"):
+            converted(path, tmp_path / "out.pt", level, "bf16")
+
+
+OWN = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled={enabled})
+model(torch.randn(3, 4))  # before the script says what it does
+with torch.autocast("cpu", dtype=torch.bfloat16, enabled={enabled}):
+    loss = model(torch.ones(3, 4)).square().mean()
+scaler.scale(loss).backward()
+scaled = model.weight.grad.clone()
+scaler.step(optimizer)
+scaler.update()
+torch.save({{"model": model.state_dict(), "scaled": scaled}}, sys.argv[1])
+"""
+
+
+def test_a_script_with_torch_amp_of_its_own_runs_as_it_is_and_nothing_is_scaled_twice(tmp_path):
+    path = writes(tmp_path, OWN.format(enabled=True))
+    found, ran = converted(path, tmp_path / "ours.pt", "O2", "fp16")
+    assert ran.brings == "torch.amp's GradScaler"
+    assert ran.trained is None
+    assert differing(found, plainly(path, tmp_path / "python.pt")) == []
+
+
+def test_torch_amp_that_a_script_switches_off_is_none(tmp_path):
+    found, ran = converted(writes(tmp_path, OWN.format(enabled=False)), tmp_path / "ours.pt", "O1", "fp16")
+    assert (ran.brings, ran.trained.steps) == (None, 1)
+    assert found["scaled"].abs().max() < 10  # true gradients
+
+
+def test_a_script_that_opens_a_session_gets_no_other(tmp_path):
+    text = """
+import sys, torch, halfstep
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with halfstep.initialize(model, optimizer, "O2", low="bf16") as session:
+    session.backward(model(torch.ones(3, 4)).square().mean())
+    session.step()
+torch.save({}, sys.argv[1])
+"""
+    _, ran = converted(writes(tmp_path, text), tmp_path / "out.pt")
+    assert (ran.brings, ran.trained) == ("a halfstep session", None)
+
+
+def test_a_checkpointed_part_is_scaled_once(tmp_path):
+    plain = plainly(SCRIPTS / "guarded.py", tmp_path / "python.pt")
+    found, ran = converted(SCRIPTS / "guarded.py", tmp_path / "ours.pt", "O1", "fp16")
+    assert ran.trained.skipped == 0
+    assert found["losses"] == pytest.approx(plain["losses"], rel=0.02)
+
+
+def test_hand_made_updates_get_true_gradients_and_none_from_a_bad_batch(tmp_path):
+    text = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+before = model.weight.detach().clone()
+model(torch.full((2, 4), float("inf"))).sum().backward()
+bad = model.weight.grad.clone()
+model.zero_grad()
+model(torch.ones(2, 4)).sum().backward()
+torch.save({"bad": bad, "good": model.weight.grad}, sys.argv[1])
+"""
+    found, ran = converted(writes(tmp_path, text), tmp_path / "out.pt", "O1", "fp16")
+    assert torch.equal(found["bad"], torch.zeros(1, 4))
+    assert torch.equal(found["good"], torch.full((1, 4), 2.0))
+    assert ran.trained.skipped == 1
+
+
+def test_a_wrapped_model_is_trained_at_o1_and_refused_at_o2(tmp_path, process_group):
+    text = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+torch.save({"model": model.state_dict()}, sys.argv[1])
+del model, optimizer
+"""
+    path = writes(tmp_path, text)
+    found, ran = converted(path, tmp_path / "out.pt", "O1", "bf16")
+    assert ran.trained.steps == 2
+    plain = plainly(path, tmp_path / "python.pt")
+    assert differing(found, plain) != []
+    with pytest.raises(SetupError, match="Linear is wrapped in DistributedDataParallel at its first forward"):
+        converted(path, tmp_path / "out.pt", "O2", "bf16")
+
+
+def everything_of_torch():
+    """Returns what each attribute of torch's modules and of the patched classes is."""
+    owners = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    owners |= {f"class {cls.__qualname__}": cls for cls in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)}
+    owners |= {f"ours {cls.__qualname__}": cls for cls in (halfstep.autocast, halfstep.GradScaler)}
+    return {name: dict(vars(owner)) for name, owner in owners.items() if owner is not None}
+
+
+@pytest.mark.parametrize("ending", ["", "raise KeyError(1)"])
+def test_everything_is_put_back_object_by_object(ending, tmp_path):
+    text = """
+import sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = (type(model), dict(vars(model)), dict(vars(optimizer)))
+sys.kept = model, optimizer, before
+model(torch.ones(3, 4)).square().mean().backward()
+assert type(model) is not torch.nn.Linear and "step" in vars(optimizer)
+assert torch.autograd.backward.__module__ != sys.plain.__module__ or torch.autograd.backward is not sys.plain
+optimizer.step()
+torch.save({}, sys.argv[1])
+"""
+    path = writes(tmp_path, text + ending)
+    sys.plain = torch.autograd.backward
+    before, path_before, argv, main = everything_of_torch(), list(sys.path), sys.argv, sys.modules["__main__"]
+    try:
+        converted(path, tmp_path / "out.pt", "O2", "fp16")
+    except KeyError:
+        assert ending
+    after = everything_of_torch()
+    for owner, attributes in before.items():
+        changed = [name for name, value in attributes.items() if after[owner].get(name) is not value]
+        assert [name for name in changed if name not in ("__warningregistry__",)] == [], owner
+    assert (sys.path, sys.argv, sys.modules["__main__"]) == (path_before, argv, main)
+    model, optimizer, (kind, own, optimizers) = sys.kept
+    del sys.kept, sys.plain
+    assert type(model) is kind
+    assert vars(model).keys() == own.keys()
+    assert all(vars(model)["_parameters"][name] is p for name, p in own["_parameters"].items())
+    assert vars(optimizer).keys() - {"_step_count", "_opt_called"} == optimizers.keys()

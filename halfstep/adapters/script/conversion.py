@@ -131,6 +131,8 @@ class Conversion:
         """Opens the session for these optimizers, in the place of one that is open."""
         self.watch.stop()
         kept, replaced = newest(optimizers)
+        if self._session is not None and tuple(kept) == self._session.optimizers:
+            return  # what was built was one of halfstep's own, to try a state on, or is gone
         trained = trained_by(kept)
         roots = roots_of(trained)
         self._by_hand, self._known = None, weakref.WeakSet()
@@ -143,7 +145,7 @@ class Conversion:
     def _open_by_hand(self, module: nn.Module) -> None:
         """Opens a session for a model that no optimizer trains, besides those that it has already."""
         if self._plan.param == "low":
-            self._refused = type(module).__name__
+            self._refused = self._refused or type(module).__name__
             return
         before = trained_by([] if self._by_hand is None else [self._by_hand])
         roots = roots_of([*before, *(p for p in module.parameters() if p.requires_grad)])
