@@ -68,7 +68,8 @@ def started(command: list[str]) -> subprocess.Popen[str]:
 
 def step(process: subprocess.Popen[str]) -> tuple[float, str]:
     """Has a process make a step; returns its seconds and its loss."""
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
     took, loss = process.stdout.readline().split()

@@ -182,9 +182,10 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribut
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("torch.nn.Module._buffers")
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("torch.nn.Module._modules")
 state_dict_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = operator.attrgetter(  # and those of loading
-    "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 )
 _name("torch.nn.Module._state_dict_hooks")
+_name("torch.nn.Module._state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_post_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile; tried

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.adapters.script.run import Ran
+from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
 from halfstep.errors import LogError
 from halfstep.report.log import LOG_NAME, RunLog
@@ -78,7 +78,7 @@ def run(
     except BaseException as error:
         if not done or done[0].error is not error:  # not of the script
             raise
-        raised = ScriptRaised(error)
+        raised = ScriptRaised(own(error))  # again: it has come through here since
     else:
         return
     raise raised

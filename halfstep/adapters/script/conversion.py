@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by
 from halfstep.adapters.script.patches import CallWatch
-from halfstep.cast.enter import owners
+from halfstep.cast.enter import CheckpointHook, owners
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
 from halfstep.formats import Format
@@ -171,6 +171,10 @@ class Conversion:
             session = initialize(models, optimizers, self._plan, rules=rules, sinks=sinks, stepping="optimizer")
             self._undo.callback(session.close)
         self._session = session
+        if session.plan.param == "low":
+            for root in roots:
+                handle = root.register_state_dict_pre_hook(CheckpointHook(lambda *_: self._adopt()))  # type: ignore[no-untyped-call]
+                self._undo.callback(handle.remove)
         if self._state is not None and self._state["plan"] == to_dict(session.plan):
             session.load_state_dict(self._state)
         elif notice and self._state is None:
@@ -234,12 +238,18 @@ class Conversion:
         if self._session is None and self._refused is not None and not self._alive():
             level, low = self._plan.name, self._plan.low
             raise SetupError(BY_HAND.format(model=self._refused, level=level, low=low))
-        if self._session is not None and self._plan.param == "low":
-            self._session.adopt_weights()  # the script may have written p.data
+        self._adopt()
         return self._session
+
+    def _adopt(self) -> None:
+        """Takes over what the script may have written to p.data since the last step, of which nothing tells."""
+        session = self._session
+        if session is not None and session.plan.param == "low" and not session.closed:
+            session.adopt_weights()
 
     def close(self) -> None:
         """Closes the session, and keeps its state for one that follows."""
+        self._adopt()
         session, self._session = self._session, None
         try:
             if session is not None:

@@ -71,7 +71,7 @@ def run(  # noqa: PLR0913  # what the command has
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(script, run_name="__main__")
+                runpy.run_path(str(Path(script).absolute()), run_name="__main__")
     except BaseException as raised:
         error = raised
     finally:
