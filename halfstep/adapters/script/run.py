@@ -93,7 +93,7 @@ def _check(script: str, *, module: bool) -> None:
     if not module and not Path(script).exists():
         raise ScriptError(f"there is no script {script}; give its path, or -m and the name of a module")
     if module:
-        with _first_in_path(""):
+        with _first_in_path(str(Path.cwd())):
             try:
                 found = importlib.util.find_spec(script)
             except (ImportError, ValueError):
@@ -118,7 +118,7 @@ def _as_main(script: str, arguments: Sequence[str], *, module: bool) -> Iterator
     before = sys.argv
     sys.argv = [script, *arguments]
     try:
-        with _first_in_path("" if module else str(Path(script).resolve().parent)):
+        with _first_in_path(str(Path.cwd() if module else Path(script).resolve().parent)):
             yield
     finally:
         sys.argv = before
