@@ -11,6 +11,7 @@ from halfstep.cli.check import check
 from halfstep.cli.levels import levels
 from halfstep.cli.ops import ops
 from halfstep.cli.report import report
+from halfstep.cli.run import ScriptRaised, run
 from halfstep.cli.whatif import whatif
 from halfstep.errors import HalfstepError
 
@@ -27,16 +28,22 @@ app.command()(check)
 app.command()(levels)
 app.command()(ops)
 app.command()(report)
+app.command(context_settings={"allow_interspersed_args": False})(run)  # what follows the script is the script's
 app.command()(whatif)
 
 
 def main() -> None:
     """Runs the command line; an error that halfstep foresees is one message, not a traceback."""
+    raised = None
     try:
         app(prog_name="halfstep")
     except HalfstepError as error:
         print(f"halfstep: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+    except ScriptRaised as error:
+        raised = error
+    if raised is not None:  # out here, so that what the script raised has no other context
+        raised.show()
 
 
 if __name__ == "__main__":

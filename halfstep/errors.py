@@ -43,3 +43,7 @@ class OpError(HalfstepError, RuntimeError):
 
 class ObserveError(HalfstepError, ValueError):
     """A probe on modules or tensors that do not exist, or with an invalid setting."""
+
+
+class ScriptError(HalfstepError, FileNotFoundError):
+    """A script or module that `halfstep run` cannot find."""

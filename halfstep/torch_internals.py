@@ -178,9 +178,10 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribut
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("torch.nn.Module._buffers")
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("torch.nn.Module._modules")
 state_dict_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = operator.attrgetter(  # and those of loading
-    "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 )
 _name("torch.nn.Module._state_dict_hooks")
+_name("torch.nn.Module._state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_post_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
@@ -285,6 +286,11 @@ class OpenGradScaler(torch.amp.GradScaler):
 class OpenAutocast(torch.autocast):
     """`torch.autocast` that can tell what it was made with."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether it casts: as asked, but for a device that is not there."""
+        return self._enabled
+
     def again(self, of: type[torch.autocast] = torch.autocast) -> torch.autocast:
         """Returns torch's own with the same settings, but for warnings that were given."""
         return of(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
@@ -381,6 +387,20 @@ DISPATCH_FILES = tuple(  # between what calls an operation and what sees it
 
 # Texts. Tried.
 BEYOND = "without overflow"  # in the error for a constant that the format of the result does not have
+
+
+_ACCUMULATE: Any = _name("torch._C._functions.AccumulateGrad")
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """Returns the tensor at which a node of a graph leaves gradients, None where it passes them on."""
+    leaf: Tensor | None = node.variable if isinstance(node, _ACCUMULATE) else None
+    return leaf
+
+
+def is_tracing() -> bool:
+    """Tells whether this thread traces a model for TorchScript."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def in_backward() -> bool:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from halfstep.adapters.apex import install, uninstall
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OWN = {
     "halfstep_linear_regression": ["--steps", "5"],
@@ -21,6 +23,10 @@ OWN = {
 TORCH_AMP = {
     "torch_amp_images": ["--steps", "3", "--data", "DATA"],
     "torch_amp_sentiment": ["--steps", "3", "--data", "DATA", "--out", "DATA/amp.pt"],
+}
+APEX = {
+    "apex_linear_regression": ["--steps", "5"],
+    "apex_dcgan": ["--steps", "2", "--data", "DATA", "--width", "4"],
 }
 PLAIN = {"char_gpt": ["--steps", "3", "--width", "16", "--text", "DATA/text", "--out", "DATA/plain.pt"]}
 
@@ -63,6 +69,18 @@ def test_a_torch_amp_loop_and_the_two_lines_train_alike(name, data, monkeypatch,
     theirs = run(name, TORCH_AMP[name], data, monkeypatch, capsys)
     own = name.replace("torch_amp", "halfstep")
     assert run(own, OWN[own], data, monkeypatch, capsys, "--level", "O1") == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("name", APEX)
+def test_an_apex_loop_runs_on_the_stand_in_and_the_two_lines_train_alike(name, level, data, monkeypatch, capsys):
+    install(low="bf16")
+    try:
+        theirs = run(name, APEX[name], data, monkeypatch, capsys, "--opt-level", level)
+    finally:
+        uninstall()
+    own = name.replace("apex", "halfstep")
+    assert run(own, OWN[own], data, monkeypatch, capsys, "--level", level) == pytest.approx(theirs, rel=0.02)
 
 
 def test_a_loop_without_mixed_precision_and_the_two_lines_at_o0_are_the_same(data, monkeypatch, capsys):

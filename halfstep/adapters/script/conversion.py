@@ -1,0 +1,291 @@
+"""Opens the session that a script would have opened had it been written for halfstep, when it can be known for what."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by
+from halfstep.adapters.script.patches import CallWatch
+from halfstep.cast.enter import CheckpointHook, owners
+from halfstep.edits import FULL, Rule
+from halfstep.errors import SetupError
+from halfstep.formats import Format
+from halfstep.initialize import initialize
+from halfstep.machine import read_facts
+from halfstep.optim.guard import forbid_step
+from halfstep.optim.steppers import needs_closure
+from halfstep.plan.choose import choose_plan
+from halfstep.plan.fit import first_device
+from halfstep.plan.io import to_dict
+from halfstep.plan.plan import Plan
+from halfstep.processes import own_rank
+from halfstep.records import StepRecord
+from halfstep.scale.leaves import unscaled_leaves
+from halfstep.session.session import Session, Sink
+from halfstep.stack import begin_pass
+
+BY_HAND = (
+    "the script trains {model} without an optimizer; at {level} the weights are stored in {low}, and an update that it "
+    "makes by hand (p.data -= ...) would miss their fp32 masters: use --level O1, or a torch.optim optimizer"
+)
+WRAPPED = (
+    "{model} is wrapped in DistributedDataParallel at its first forward; at {level} the weights change their format "
+    "then, which would silently end its gradient reduction: use --level O1, or call halfstep.initialize in the script "
+    "before it wraps"
+)
+REPLACED = (
+    "this optimizer has parameters that a newer one has taken over; at {level} halfstep steps only the newest "
+    "optimizer of a parameter: give each its own parameters, or use --level O1 --low bf16"
+)
+_LOG = logging.getLogger("halfstep")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was trained under a plan: counts of steps, bytes by kind, and the peak of a GPU's memory (None: a CPU)."""
+
+    level: str
+    low: str
+    steps: int
+    skipped: int
+    memory: Mapping[str, int]
+    peak: int | None
+
+
+class Conversion:
+    """Finds what a script trains, and has one session train it; a Listener (`patches`).
+
+    The session is opened at the first call of a model that an optimizer trains: by then the model is on its device, and
+    wrapped. An optimizer that is made later has it opened anew at the next such call, for all models and optimizers
+    there are, with the scales and counts that it had. So no loss is ever scaled by two sessions. A script that brings
+    mixed precision of its own gets none. `sinks` are made for each opening, given the number of this process.
+
+    Raises:
+        PlanError: `plan` or `low` is unknown.
+    """
+
+    def __init__(
+        self, plan: Plan | str, low: Format | str | None, sinks: Callable[[int], Sequence[Sink]], *, observe: bool
+    ) -> None:
+        self._asked = plan, low
+        self._plan, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
+        self._make_sinks, self._observe = sinks, observe
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._session: Session | None = None
+        self._undo = ExitStack()  # of what goes with the session
+        self._state: dict[str, Any] | None = None
+        self._by_hand: ByHand | None = None
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what a session without an optimizer has
+        self._refused: str | None = None  # a model that is trained by hand where it cannot be
+        self._inside = False
+        self._skipped: Tensor | None = None  # of the last step
+        self.trained: Trained | None = None
+        self.brings: str | None = None
+        """What mixed precision the script has of its own."""
+        self.rank = 0
+        self.watch = CallWatch(self._called)
+
+    def built(self, optimizer: Optimizer) -> None:
+        """Takes note of an optimizer, which is still being made."""
+        if self.brings is None and not isinstance(optimizer, ByHand):
+            self._optimizers.append(weakref.ref(optimizer))
+            self.watch.start()
+
+    def uses(self, what: str) -> None:
+        """Ends what was begun: the script brings mixed precision of its own."""
+        self.brings = self.brings or what
+        self.watch.stop()
+        self.close()
+
+    def _called(self, module: nn.Module) -> None:
+        """Opens the session where this module is the first one called that is trained."""
+        if module in self._known:
+            return
+        own = list(module.parameters())
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own):
+            return  # its first batch gives it a shape
+        optimizers = self._alive()
+        if optimizers:
+            trained = {id(p) for p in trained_by(optimizers)}
+            if any(id(p) in trained for p in own):
+                self._open(optimizers)
+        elif torch.is_grad_enabled() and any(p.requires_grad for p in own):
+            self._open_by_hand(module)
+
+    def _alive(self) -> list[Optimizer]:
+        found = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
+
+    def _open(self, optimizers: Sequence[Optimizer]) -> None:
+        """Opens the session for these optimizers, in the place of one that is open."""
+        self.watch.stop()
+        kept, replaced = newest(optimizers)
+        if self._session is not None and tuple(kept) == self._session.optimizers:
+            return  # what was built was one of halfstep's own, to try a state on, or is gone
+        trained = trained_by(kept)
+        roots = roots_of(trained)
+        self._by_hand, self._known = None, weakref.WeakSet()
+        self._initialize(roots, kept, strays=_others(trained, roots))
+        plan = self._plan
+        if self._session is not None and (plan.param == "low" or plan.scale.kind != "none"):
+            for optimizer in replaced:
+                self._undo.callback(forbid_step(optimizer, REPLACED.format(level=plan.name)))
+
+    def _open_by_hand(self, module: nn.Module) -> None:
+        """Opens a session for a model that no optimizer trains, besides those that it has already."""
+        if self._plan.param == "low":
+            self._refused = self._refused or type(module).__name__
+            return
+        before = trained_by([] if self._by_hand is None else [self._by_hand])
+        roots = roots_of([*before, *(p for p in module.parameters() if p.requires_grad)])
+        self._by_hand = ByHand(p for root in roots for p in root.parameters() if p.requires_grad)
+        self._known = weakref.WeakSet(inner for root in roots for inner in root.modules())
+        self._initialize(roots, [self._by_hand])
+
+    def _initialize(
+        self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], strays: Sequence[Tensor] = ()
+    ) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            self.close()
+            if owners(module for root in roots for module in root.modules()):
+                self.uses("a halfstep session")
+            if not roots or self.brings is not None:
+                return
+            self._plan, notice = choose_plan(*self._asked, read_facts(first_device(roots)))
+            self._check(roots)
+            models = [*roots, *([Strays(strays)] if strays else [])]
+            rules = [Rule(f"type:{Strays.__name__}", FULL)] if strays and self._plan.param == "low" else []
+            self.rank = own_rank()
+            sinks = [self._note, *self._make_sinks(self.rank)]
+            session = initialize(models, optimizers, self._plan, rules=rules, sinks=sinks, stepping="optimizer")
+            self._undo.callback(session.close)
+        self._session = session
+        if session.plan.param == "low":
+            for root in roots:
+                handle = root.register_state_dict_pre_hook(CheckpointHook(lambda *_: self._adopt()))  # type: ignore[no-untyped-call]
+                self._undo.callback(handle.remove)
+        if self._state is not None and self._state["plan"] == to_dict(session.plan):
+            session.load_state_dict(self._state)
+        elif notice and self._state is None:
+            _LOG.warning(notice)
+        if self._observe and not all(map(needs_closure, optimizers)):
+            session.observe()
+
+    def _check(self, roots: Sequence[nn.Module]) -> None:
+        """Refuses models that are wrapped where their weights are yet to become low."""
+        wrapped = [each for root in roots for each in root.modules() if isinstance(each, DistributedDataParallel)]
+        if wrapped and self._plan.param == "low":
+            raise SetupError(WRAPPED.format(model=type(wrapped[0].module).__name__, level=self._plan.name))
+
+    def _note(self, record: StepRecord) -> None:
+        self._skipped = record.skipped
+
+    def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
+        """Goes backward from the session's loss scale, and leaves true gradients in every leaf."""
+        session = self._current()
+        outputs, directions = _paired(tensors, grad_tensors)
+        if session is None or outputs is None:
+            original(tensors, grad_tensors, **kwargs)
+            return
+        if session.plan.scale.kind == "none":
+            with session.scaling(*outputs):
+                begin_pass(partial(original, tensors, grad_tensors, **kwargs))
+        else:
+            own = {id(p) for p in trained_by(session.optimizers)}
+            with session.scaling(*outputs) as scale, unscaled_leaves(outputs, scale, but=own):
+                begin_pass(partial(original, outputs, _times(directions, outputs, scale), **kwargs))
+        if self._by_hand is not None and session.plan.ops != "none":
+            self._skip_by_hand(self._by_hand)
+
+    def _skip_by_hand(self, by_hand: ByHand) -> None:
+        """Has the session judge the gradients; an update made by hand from zeros, in place of bad ones, is none."""
+        by_hand.step()
+        if self._skipped is not None:
+            with torch.no_grad():
+                for p in trained_by([by_hand]):
+                    if p.grad is not None:
+                        p.grad.masked_fill_(self._skipped.to(p.grad.device), 0.0)
+
+    def grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        """Returns true gradients from a backward pass under the session's loss scale."""
+        session = self._current()
+        given = kwargs.get("grad_outputs")
+        if session is None or session.plan.ops == "none" or _paired(outputs, given)[0] is None:
+            return original(outputs, inputs, **kwargs)
+        self._inside = True  # the session calls torch's function itself
+        try:
+            return session.grad(outputs, inputs, **kwargs)
+        finally:
+            self._inside = False
+
+    def _current(self) -> Session | None:
+        """Returns the session that goes backward, if there is one."""
+        if self._inside:
+            return None
+        if self._session is not None and self._session.closed:
+            self.uses("a halfstep session")  # which has taken the model over
+        if self._session is None and self._refused is not None and not self._alive():
+            level, low = self._plan.name, self._plan.low
+            raise SetupError(BY_HAND.format(model=self._refused, level=level, low=low))
+        self._adopt()
+        return self._session
+
+    def _adopt(self) -> None:
+        """Takes over what the script may have written to p.data since the last step, of which nothing tells."""
+        session = self._session
+        if session is not None and session.plan.param == "low" and not session.closed:
+            session.adopt_weights()
+
+    def close(self) -> None:
+        """Closes the session, and keeps its state for one that follows."""
+        self._adopt()
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                self._state = session.state_dict()
+                self.trained = _trained(session)
+        finally:
+            self._undo.close()
+
+
+def _others(parameters: Sequence[Tensor], roots: Sequence[nn.Module]) -> list[Tensor]:
+    owned = {id(p) for root in roots for p in root.parameters()}
+    return [p for p in parameters if id(p) not in owned]
+
+
+def _paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Tensor | None]]:
+    """Returns what a backward pass starts from, with the direction of each gradient (None: 1).
+
+    No outputs at all where it is something that nothing can be multiplied with, or that torch refuses.
+    """
+    outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [directions] if directions is None or isinstance(directions, Tensor) else list(directions)
+    paired: list[Tensor | None] = [None] * len(outputs) if directions is None else given
+    fits = len(paired) == len(outputs) and all(isinstance(out, Tensor) and out.requires_grad for out in outputs)
+    numbers = fits and all(d is not None or out.numel() == 1 for out, d in zip(outputs, paired, strict=True))
+    return (outputs if outputs and numbers else None), paired
+
+
+def _times(directions: Sequence[Tensor | None], outputs: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    return [
+        (torch.ones_like(out) if d is None else d) * scale.to(out.device, out.dtype)
+        for out, d in zip(outputs, directions, strict=True)
+    ]
+
+
+def _trained(session: Session) -> Trained:
+    status = session.status()
+    on_gpu = session.stage.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(session.stage.device) if on_gpu else None
+    return Trained(status.level, status.low, status.steps, status.skipped, status.memory, peak)

@@ -1,0 +1,73 @@
+"""Which models a script trains, as its optimizers and its calls show."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Strays(nn.Module):
+    """Holds what an optimizer updates and no module owns, such as weights of losses; stays in fp32 at every level."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        for number, tensor in enumerate(tensors):
+            self._parameters[f"stray_{number}"] = tensor  # type: ignore[assignment]  # also what is no nn.Parameter
+
+
+class ByHand(Optimizer):
+    """Stands for the update that a script without an optimizer makes by hand: its own step changes nothing."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(list(params), {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Leaves the update to the script."""
+
+
+def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Returns what optimizers update, in their order, each tensor once."""
+    found = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(p): p for p in found}.values())
+
+
+def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
+    """Parts optimizers, oldest first, into those that train now and those that a newer one took a parameter from."""
+    taken: set[int] = set()
+    kept: list[Optimizer] = []
+    replaced: list[Optimizer] = []
+    for optimizer in reversed(optimizers):
+        own = {id(p) for p in trained_by([optimizer])}
+        (replaced if own & taken else kept).append(optimizer)
+        if kept and kept[-1] is optimizer:
+            taken |= own
+    return kept[::-1], replaced
+
+
+def roots_of(parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """Returns the outermost modules that own one of these parameters, in the order of the first that each owns.
+
+    Nobody but the garbage collector knows all modules: hooks on registration miss those that were copied or unpickled.
+    """
+    places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and type(each) is not Strays]
+    inner: set[int] = set()
+    first: dict[int, int] = {}
+    for module in modules:
+        try:
+            inner.update(id(child) for child in module.modules() if child is not module)
+            owned = _first_place(module, places)
+        except AttributeError:  # its __init__ has not run yet
+            continue
+        if owned is not None:
+            first[id(module)] = owned
+    roots = [module for module in modules if id(module) in first and id(module) not in inner]
+    return sorted(roots, key=lambda module: first[id(module)])
+
+
+def _first_place(module: nn.Module, places: Mapping[int, int]) -> int | None:
+    return min((places[id(p)] for p in module.parameters() if id(p) in places), default=None)

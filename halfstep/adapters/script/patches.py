@@ -1,0 +1,148 @@
+"""What `halfstep run` puts in place of torch's functions while a script runs, each with its undo."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.adapters import torch_amp
+from halfstep.adapters.apex.install import install as install_apex
+from halfstep.adapters.apex.install import uninstall as uninstall_apex
+from halfstep.cast.autocast import autocast
+from halfstep.scale.grad_scaler import GradScaler
+from halfstep.torch_internals import FOLDER, in_backward, is_tracing
+
+HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
+
+
+class Listener(Protocol):
+    """Who is told what a script does, and goes backward for it."""
+
+    def built(self, optimizer: Optimizer) -> None:
+        """Takes note of an optimizer, which is still being made."""
+
+    def uses(self, what: str) -> None:
+        """Takes note of mixed precision of the script's own."""
+
+    def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
+        """Does what `torch.autograd.backward`, the `original`, is asked."""
+
+    def grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        """Does what `torch.autograd.grad`, the `original`, is asked."""
+
+
+class CallWatch:
+    """Tells of each module that is about to be called, while it is on; a call costs nothing while it is off.
+
+    A hook would come too late: torch has looked up the module's forward by then, whatever its class is made.
+    """
+
+    def __init__(self, called: Callable[[nn.Module], None]) -> None:
+        self.on = False
+        self._before = call = vars(nn.Module)["__call__"]
+
+        @functools.wraps(call)
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.on and not is_tracing():
+                called(module)
+            return call(module, *args, **kwargs)
+
+        self._watched = __call__
+
+    def start(self) -> None:
+        """Tells of calls from now on."""
+        self.on = True
+        if vars(nn.Module)["__call__"] is self._before:
+            nn.Module.__call__ = self._watched  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        """Tells of no more calls; stays as a pass-through where somebody, such as torch.fx, has it in use."""
+        self.on = False
+        if vars(nn.Module)["__call__"] is self._watched:
+            nn.Module.__call__ = self._before  # type: ignore[method-assign]
+
+
+def install(listener: Listener) -> Callable[[], None]:
+    """Has the listener hear of a script, puts the drop-ins for torch.amp and apex in place, and returns the undo."""
+    with ExitStack() as stack:
+        stack.callback(torch_amp.install())
+        install_apex()
+        stack.callback(uninstall_apex)
+        for owner, name, make in (
+            (autocast, "__init__", lambda made: _noticed(made, listener, "torch.amp's autocast", lambda a: a.enabled)),
+            (GradScaler, "__init__", lambda made: _noticed(made, listener, "torch.amp's GradScaler", _is_enabled)),
+            (Optimizer, "__init__", lambda made: _building(made, listener)),
+            (torch.autograd, "backward", lambda run: _backward(run, listener)),
+            (torch.autograd, "grad", lambda run: _grad(run, listener)),
+        ):
+            stack.callback(_put(owner, name, make))
+        return stack.pop_all().close
+
+
+def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    before = vars(owner)[name]
+    setattr(owner, name, make(before))
+    return functools.partial(setattr, owner, name, before)
+
+
+def _is_enabled(scaler: GradScaler) -> bool:
+    return scaler.is_enabled()
+
+
+def _noticed(made: Any, listener: Listener, what: str, enabled: Callable[[Any], bool]) -> Any:
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        if not torch.compiler.is_compiling() and enabled(self) and not _is_ours(sys._getframe(1)):
+            listener.uses(what)
+
+    return __init__
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Tells whether code of torch's or halfstep's own, such as a checkpoint, makes an autocast region."""
+    while frame is not None and frame.f_code.co_filename == torch_amp.__file__:
+        frame = frame.f_back  # the classes whose device is fixed
+    return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))
+
+
+def _building(made: Any, listener: Listener) -> Any:
+    @functools.wraps(made)
+    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        listener.built(self)
+
+    return __init__
+
+
+def _backward(run: Any, listener: Listener) -> Any:
+    @functools.wraps(run)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if in_backward():  # of a reentrant checkpoint: what comes in is scaled already
+            run(tensors, grad_tensors, *args, **kwargs)
+        else:
+            named = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False))
+            listener.backward(run, tensors, grad_tensors, {**named, **kwargs})
+
+    return backward
+
+
+def _grad(run: Any, listener: Listener) -> Any:
+    @functools.wraps(run)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+        if in_backward():
+            return run(outputs, inputs, *args, **kwargs)
+        return listener.grad(run, outputs, inputs, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    return grad

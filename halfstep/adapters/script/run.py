@@ -1,0 +1,149 @@
+"""Runs a script as `python` does, under a conversion; what ends it ends it as `python` would have."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from halfstep.adapters.script.conversion import Conversion, Trained
+from halfstep.adapters.script.patches import HALFSTEP, install
+from halfstep.errors import ScriptError
+from halfstep.formats import Format
+from halfstep.plan.plan import Plan
+from halfstep.session.session import Sink
+
+_LOG = logging.getLogger("halfstep")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a script ran: what a session trained in it, or what mixed precision it `brings` of its own, and its end.
+
+    `trained` is None where no session was opened, `seconds` is the time of the whole script, `error` what ended it (an
+    exception or SystemExit; None: its last line), `rank` the number of this process.
+    """
+
+    trained: Trained | None
+    brings: str | None
+    seconds: float
+    error: BaseException | None
+    rank: int
+
+
+def run(  # noqa: PLR0913  # what the command has
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    plan: Plan | str = "O1",
+    low: Format | str | None = None,
+    sinks: Callable[[int], Sequence[Sink]] = lambda rank: (),
+    observe: bool = False,
+    ended: Callable[[Ran], None] = lambda ran: None,
+) -> None:
+    """Runs a script, or a `module` as `python -m` does, whose models train under a plan.
+
+    `sinks` are those of the session, made when it is opened, given the number of the process; `observe` has it look at
+    the tensors of every 50th step. `ended` is called at the end, also where the script raised. All that was changed, of
+    torch and of the script's models, is put back by then.
+
+    Raises:
+        ScriptError: there is no such script.
+        PlanError: the plan or format is unknown.
+        BaseException: what the script raised, with no frame of halfstep's in its traceback.
+    """
+    _check(script, module=module)
+    conversion = Conversion(plan, low, sinks, observe=observe)
+    error: BaseException | None = None
+    start = time.perf_counter()
+    undo = install(conversion)
+    conversion.watch.start()
+    try:
+        with _as_main(script, arguments, module=module):
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(Path(script).absolute()), run_name="__main__")
+    except BaseException as raised:
+        error = raised
+    finally:
+        conversion.watch.stop()
+        undo()
+    seconds = time.perf_counter() - start
+    try:
+        conversion.close()
+    except Exception as failed:  # of a device that the script has broken
+        if error is None:
+            raise
+        _LOG.warning("the session could not be closed: %s", failed)
+    ended(Ran(conversion.trained, conversion.brings, seconds, error, conversion.rank))
+    if error is not None:
+        raise own(error)
+
+
+def _check(script: str, *, module: bool) -> None:
+    if not module and not Path(script).exists():
+        raise ScriptError(f"there is no script {script}; give its path, or -m and the name of a module")
+    if module:
+        with _first_in_path(str(Path.cwd())):
+            try:
+                found = importlib.util.find_spec(script)
+            except (ImportError, ValueError):
+                found = None
+        if found is None:
+            raise ScriptError(f"there is no module {script}; give the name that `python -m` takes")
+
+
+@contextmanager
+def _first_in_path(folder: str) -> Iterator[None]:
+    before = list(sys.path)
+    sys.path[:1] = [folder]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@contextmanager
+def _as_main(script: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
+    """Has the script find its arguments and its neighbours where `python` puts them."""
+    before = sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        with _first_in_path(str(Path.cwd() if module else Path(script).resolve().parent)):
+            yield
+    finally:
+        sys.argv = before
+
+
+def own(error: BaseException) -> BaseException:
+    """Returns an exception whose traceback, and those of its causes, have no frame of halfstep's or of runpy's."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+            each.__traceback__ = _without_ours(each.__traceback__)
+    return error
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith((HALFSTEP, "<frozen runpy>")) and name != runpy.__file__:
+            frames.append(trace)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return trace

@@ -1,0 +1,139 @@
+"""`halfstep run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated
+
+import typer
+
+from halfstep.adapters.script.run import Ran, own
+from halfstep.adapters.script.run import run as run_script
+from halfstep.errors import LogError
+from halfstep.report.log import LOG_NAME, RunLog
+from halfstep.report.page import shown
+from halfstep.report.run import read_log
+from halfstep.session.session import Sink
+
+Script = Annotated[
+    list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, or with -m the module, and its arguments.")
+]
+Level = Annotated[str, typer.Option("--level", help="O0, O1, O2 or O3.")]
+Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file in place of a level.")]
+Report = Annotated[Path | None, typer.Option("--report", help="A folder for a log of the run and a page of it.")]
+Module = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
+
+
+class ScriptRaised(BaseException):
+    """Carries what a script raised past all that would take it for an error of this command."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def show(self) -> None:
+        """Has the exception end this process, and its traceback printed, as those of the script alone."""
+        trace, print_it = self.error.__traceback__, sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+            print_it(kind, error.with_traceback(trace), trace)
+
+        sys.excepthook = hook
+        raise self.error
+
+
+def run(
+    script: Script,
+    level: Level = "O1",
+    low: Low = None,
+    plan: PlanFile = None,
+    report: Report = None,
+    module: Module = False,
+) -> None:
+    """Run a script that has no mixed precision in it, and train its models in mixed precision."""
+    recorded = None if report is None else _Recorded(report)
+    name, *arguments = script
+    done: list[Ran] = []
+
+    def ended(ran: Ran) -> None:
+        done.append(ran)
+        page = "" if recorded is None else recorded.close(ran)
+        if ran.rank == 0:
+            print(f"halfstep: {summary(ran)}{page}", file=sys.stderr, flush=True)
+
+    try:
+        run_script(
+            name,
+            arguments,
+            module=module,
+            plan=level if plan is None else str(plan),
+            low=low,
+            sinks=(lambda rank: ()) if recorded is None else recorded.sinks,
+            observe=recorded is not None,
+            ended=ended,
+        )
+    except BaseException as error:
+        if not done or done[0].error is not error:  # not of the script
+            raise
+        raised = ScriptRaised(own(error))  # again: it has come through here since
+    else:
+        return
+    raise raised
+
+
+def summary(ran: Ran) -> str:
+    """Returns how a script ran, in one line."""
+    took = f"{ran.seconds:.1f} s"
+    if ran.brings is not None:
+        return f"the script brings {ran.brings}, which halfstep's drop-ins ran; no session was added; {took}"
+    if ran.trained is None:
+        return f"no model was trained in this process, so nothing ran in mixed precision; {took}"
+    it = ran.trained
+    what = it.level if it.level == "O0" else f"{it.level} {it.low}"
+    kinds = ", ".join(f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size)
+    peak = "" if it.peak is None else f", peak on the GPU {_mib(it.peak)}"
+    return f"{what}, {it.steps} steps, {it.skipped} skipped, {took}, {kinds}{peak}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+class _Recorded:
+    """The log of a run, and the page that is made of it."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import halfstep.report.html  # noqa: F401  # the extra [report], before hours of training that would end in it
+        except ModuleNotFoundError as error:
+            raise LogError(f"--report needs {error.name}; run: pip install 'halfstep[report]'") from None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LogError(f"--report {folder} cannot be made: {error.strerror}; name another folder") from None
+        self._path = folder / LOG_NAME
+        self._log: RunLog | None = None
+
+    def sinks(self, rank: int) -> Sequence[Sink]:
+        """Returns a log, which goes on where that of a session before ended, in one process of those that train."""
+        if self._log is not None:
+            self._log.close()
+        self._log = RunLog(self._path) if rank == 0 else None
+        return () if self._log is None else (self._log,)
+
+    def close(self, ran: Ran) -> str:
+        """Ends the log and makes the page; returns what to say of it."""
+        from halfstep.report.html import page_html
+
+        if self._log is None:
+            return ""
+        self._log.__exit__(None if ran.error is None else type(ran.error), ran.error, None)
+        page = self._path.with_suffix(".html")
+        try:
+            page.write_text(page_html(read_log(self._path)), encoding="utf-8")
+        except (OSError, LogError) as error:
+            return f"; no page could be made: {error}"
+        return f"; {shown(page)}"

@@ -1,0 +1,332 @@
+"""`halfstep run`: scripts with no mixed precision in them, as people write them, trained under a plan."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.adapters.script.run import run
+from halfstep.errors import SetupError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+STYLES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "conftest")
+LEVELS = [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")]
+
+
+def plainly(path, out):
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(path), str(out)]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+    return torch.load(out)
+
+
+def converted(path, out, level="O1", low="bf16", **settings):
+    """Returns what a script wrote, and how it ran."""
+    ran = []
+    run(str(path), [str(out)], plan=level, low=low, ended=ran.append, **settings)
+    return torch.load(out), ran[0]
+
+
+def flat(value, name=""):
+    """Yields everything in a checkpoint with its path."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from flat(each, f"{name}.{key}")
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from flat(each, f"{name}[{place}]")
+    else:
+        yield name, value
+
+
+def differing(one, other):
+    """Returns where two checkpoints are not the same in every bit."""
+    one, other = dict(flat(one)), dict(flat(other))
+    assert one.keys() == other.keys()
+
+    def same(a, b):
+        if isinstance(a, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return a == b or (a != a and b != b)  # NaN is a loss of a scale that was too high
+
+    return [name for name in one if not same(one[name], other[name])]
+
+
+def writes(tmp_path, text, name="script.py"):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def by_hand(style, *changes):
+    """Returns the text of a script, converted as its author would."""
+    text = (SCRIPTS / f"{style}.py").read_text(encoding="utf-8")
+    for old, new in (
+        ("import torch\n", "import torch\nimport halfstep\n"),
+        *changes,
+        ("loss.backward()", "session.backward(loss); session.unscale_()"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_at_o0_a_script_is_bit_identical_to_python(style, tmp_path):
+    found, ran = converted(SCRIPTS / f"{style}.py", tmp_path / "ours.pt", "O0")
+    assert differing(found, plainly(SCRIPTS / f"{style}.py", tmp_path / "python.pt")) == []
+    assert ran.trained.level == "O0"
+    assert ran.trained.steps > 0 or style == "by_hand"
+
+
+@pytest.mark.parametrize(("level", "low"), LEVELS)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_script_trains_close_to_fp32_and_writes_fp32(style, level, low, tmp_path):
+    path = SCRIPTS / f"{style}.py"
+    if style == "by_hand" and level != "O1":
+        with pytest.raises(SetupError, match="trains Sequential without an optimizer"):
+            converted(path, tmp_path / "ours.pt", level, low)
+        return
+    found, ran = converted(path, tmp_path / "ours.pt", level, low)
+    plain = plainly(path, tmp_path / "python.pt")
+    assert (ran.trained.level, ran.trained.low, ran.brings) == (level, low, None)
+    assert ran.trained.steps > 0
+    assert differing(found["losses"], plain["losses"]) != []  # something ran low
+    ours = dict(flat(found))
+    for name, value in flat(plain):
+        if not name.startswith(".optimizer") and not ran.trained.skipped:  # a first fp16 scale may be too high
+            torch.testing.assert_close(torch.as_tensor(ours[name]), torch.as_tensor(value), rtol=0.1, atol=0.1)
+    low_formats = (torch.bfloat16, torch.float16)
+    assert not any(isinstance(value, torch.Tensor) and value.dtype in low_formats for value in ours.values())
+
+
+OPENED = 'session = halfstep.initialize(model, optimizer, "{level}", low="{low}")\n'
+CONVERSIONS = {
+    "clipping": [
+        ("losses = []\nhidden", OPENED + "losses = []\nhidden"),
+        ("    optimizer.step()", "    session.step()"),
+    ],
+    "accumulation": [
+        ("losses = []\n", OPENED + "losses = []\n"),
+        ("        optimizer.step()", "        session.step()"),
+    ],
+    "guarded": [  # a reentrant checkpoint, whose inner pass is scaled already, and torch.autograd.grad
+        ("    losses = []\n", "    global session\n    " + OPENED + "    losses = []\n"),
+        ("torch.autograd.grad(model", "session.grad(model"),
+        ("        optimizer.step()", "        session.step()"),
+    ],
+    "schedulers": [("losses = []\n", OPENED + "losses = []\n"), ("    optimizer.step()", "    session.step()")],
+}
+
+
+@pytest.mark.parametrize(("level", "low"), LEVELS)
+@pytest.mark.parametrize("style", CONVERSIONS)
+def test_a_script_equals_its_hand_converted_form_bit_for_bit(style, level, low, tmp_path):
+    changes = [(old, new.format(level=level, low=low)) for old, new in CONVERSIONS[style]]
+    hand = plainly(writes(tmp_path, by_hand(style, *changes)), tmp_path / "hand.pt")
+    found, _ = converted(SCRIPTS / f"{style}.py", tmp_path / "ours.pt", level, low)
+    assert differing(found, hand) == []
+    assert differing(found, plainly(SCRIPTS / f"{style}.py", tmp_path / "python.pt")) != []
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "fp16")])
+def test_two_models_and_weights_written_through_data_equal_their_hand_converted_form(level, low, tmp_path):
+    opened = f'session = halfstep.initialize([generator, discriminator], [optimizer_G, optimizer_D], "{level}", '
+    text = "import halfstep\n" + (SCRIPTS / "gan.py").read_text(encoding="utf-8")
+    for old, new in (
+        ("losses = []\n", f'{opened}low="{low}")\nlosses = []\n'),
+        ("loss_D.backward()", "session.backward(loss_D)\n    session.unscale_()"),
+        ("loss_G.backward()", "session.backward(loss_G)\n        session.unscale_()"),
+        ("optimizer_D.step()", "session.step(optimizer_D)"),
+        ("optimizer_G.step()", "session.step(optimizer_G)"),
+        ("    losses.append(loss_D.item())", "    session.adopt_weights()\n    losses.append(loss_D.item())"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    hand = plainly(writes(tmp_path, text), tmp_path / "hand.pt")
+    found, _ = converted(SCRIPTS / "gan.py", tmp_path / "ours.pt", level, low)
+    assert differing(found, hand) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_leaf_has_a_true_gradient_whoever_trains_it(level, tmp_path):
+    text = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
+x = torch.ones(1, 4, requires_grad=True)
+other = torch.ones((), requires_grad=True)
+(model(x).sum() * 1e-3 * other).backward()
+(2 * other).backward()
+grads = {name: p.grad for name, p in model.named_parameters()}
+torch.save({"grads": grads, "x": x.grad, "other": other.grad}, sys.argv[1])
+"""
+    path = writes(tmp_path, text)
+    found, ran = converted(path, tmp_path / "ours.pt", level, "fp16")
+    plain = plainly(path, tmp_path / "python.pt")
+    assert ran.trained.level == level
+    assert found["other"] == pytest.approx(plain["other"].item(), rel=1e-3)
+    for name, value in flat(plain):
+        torch.testing.assert_close(dict(flat(found))[name].float(), value, rtol=0.01, atol=1e-5)
+
+
+def test_an_optimizer_that_comes_later_has_the_session_go_on_with_its_counts(tmp_path):
+    _, ran = converted(SCRIPTS / "anew.py", tmp_path / "ours.pt", "O2", "bf16")
+    assert ran.trained.steps == 6
+
+
+@pytest.mark.parametrize(("level", "works"), [("O1", True), ("O2", False)])
+def test_an_optimizer_whose_parameters_a_newer_one_has_is_refused_where_its_step_would_do_damage(
+    level, works, tmp_path
+):
+    text = """
+import sys, torch
+model = torch.nn.Linear(4, 1)
+old = torch.optim.SGD(model.parameters(), lr=0.1)
+new = torch.optim.Adam(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+new.step()
+old.step()
+torch.save({}, sys.argv[1])
+"""
+    path = writes(tmp_path, text)
+    if works:
+        converted(path, tmp_path / "out.pt", level, "bf16")
+    else:
+        with pytest.raises(RuntimeError, match="a newer one has taken over"):
+            converted(path, tmp_path / "out.pt", level, "bf16")
+
+
+OWN = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled={enabled})
+model(torch.randn(3, 4))  # before the script says what it does
+with torch.autocast("cpu", dtype=torch.bfloat16, enabled={enabled}):
+    loss = model(torch.ones(3, 4)).square().mean()
+scaler.scale(loss).backward()
+scaled = model.weight.grad.clone()
+scaler.step(optimizer)
+scaler.update()
+torch.save({{"model": model.state_dict(), "scaled": scaled}}, sys.argv[1])
+"""
+
+
+def test_a_script_with_torch_amp_of_its_own_runs_as_it_is_and_nothing_is_scaled_twice(tmp_path):
+    path = writes(tmp_path, OWN.format(enabled=True))
+    found, ran = converted(path, tmp_path / "ours.pt", "O2", "fp16")
+    assert ran.brings == "torch.amp's GradScaler"
+    assert ran.trained is None
+    assert differing(found, plainly(path, tmp_path / "python.pt")) == []
+
+
+def test_torch_amp_that_a_script_switches_off_is_none(tmp_path):
+    found, ran = converted(writes(tmp_path, OWN.format(enabled=False)), tmp_path / "ours.pt", "O1", "fp16")
+    assert (ran.brings, ran.trained.steps) == (None, 1)
+    assert found["scaled"].abs().max() < 10  # true gradients
+
+
+def test_a_script_that_opens_a_session_gets_no_other(tmp_path):
+    text = """
+import sys, torch, halfstep
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with halfstep.initialize(model, optimizer, "O2", low="bf16") as session:
+    session.backward(model(torch.ones(3, 4)).square().mean())
+    session.step()
+torch.save({}, sys.argv[1])
+"""
+    _, ran = converted(writes(tmp_path, text), tmp_path / "out.pt")
+    assert (ran.brings, ran.trained) == ("a halfstep session", None)
+
+
+def test_hand_made_updates_get_true_gradients_and_none_from_a_bad_batch(tmp_path):
+    text = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+before = model.weight.detach().clone()
+model(torch.full((1, 4), float("inf"))).sum().backward()
+bad = model.weight.grad.clone()
+model.zero_grad()
+model(torch.ones(1, 4)).sum().backward()
+torch.save({"bad": bad, "good": model.weight.grad}, sys.argv[1])
+"""
+    found, ran = converted(writes(tmp_path, text), tmp_path / "out.pt", "O1", "fp16")
+    assert torch.equal(found["bad"], torch.zeros(1, 4))
+    assert torch.equal(found["good"], torch.ones(1, 4))
+    assert ran.trained.skipped == 1
+
+
+def test_a_wrapped_model_is_trained_at_o1_and_refused_at_o2(tmp_path, process_group):
+    text = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+torch.save({"model": model.state_dict()}, sys.argv[1])
+del model, optimizer
+"""
+    path = writes(tmp_path, text)
+    found, ran = converted(path, tmp_path / "out.pt", "O1", "bf16")
+    assert ran.trained.steps == 2
+    plain = plainly(path, tmp_path / "python.pt")
+    assert differing(found, plain) != []
+    with pytest.raises(SetupError, match="Linear is wrapped in DistributedDataParallel at its first forward"):
+        converted(path, tmp_path / "out.pt", "O2", "bf16")
+
+
+def everything_of_torch():
+    """Returns what each attribute of torch's modules and of the patched classes is."""
+    owners = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    owners |= {f"class {cls.__qualname__}": cls for cls in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)}
+    owners |= {f"ours {cls.__qualname__}": cls for cls in (halfstep.autocast, halfstep.GradScaler)}
+    return {name: dict(vars(owner)) for name, owner in owners.items() if owner is not None}
+
+
+@pytest.mark.parametrize("ending", ["", "raise KeyError(1)"])
+def test_everything_is_put_back_object_by_object(ending, tmp_path):
+    text = """
+import sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = (type(model), dict(vars(model)), dict(vars(optimizer)))
+sys.kept = model, optimizer, before
+model(torch.ones(3, 4)).square().mean().backward()
+assert type(model) is not torch.nn.Linear and "step" in vars(optimizer)
+assert torch.autograd.backward.__module__ != sys.plain.__module__ or torch.autograd.backward is not sys.plain
+optimizer.step()
+torch.save({}, sys.argv[1])
+"""
+    path = writes(tmp_path, text + ending)
+    sys.plain = torch.autograd.backward
+    before, path_before, argv, main = everything_of_torch(), list(sys.path), sys.argv, sys.modules["__main__"]
+    try:
+        converted(path, tmp_path / "out.pt", "O2", "bf16")  # emulated fp16 has torch.compile's stance made anew
+    except KeyError:
+        assert ending
+    after = everything_of_torch()
+    for owner, attributes in before.items():
+        changed = [name for name, value in attributes.items() if after[owner].get(name) is not value]
+        assert [name for name in changed if name != "__warningregistry__"] == [], owner
+    assert (sys.path, sys.argv, sys.modules["__main__"]) == (path_before, argv, main)
+    model, optimizer, (kind, own, optimizers) = sys.kept
+    del sys.kept, sys.plain
+    assert type(model) is kind
+    assert vars(model).keys() == own.keys()
+    assert all(vars(model)["_parameters"][name] is p for name, p in own["_parameters"].items())
+    assert vars(optimizer).keys() - {"_step_count", "_opt_called"} == optimizers.keys()

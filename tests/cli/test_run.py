@@ -1,0 +1,108 @@
+"""`halfstep run`, called as a user does: output, exit codes and tracebacks are those of the script."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.report.run import read_log
+
+SCRIPTS = Path(__file__).parents[1] / "adapters" / "scripts"
+
+
+def ends(*command, cwd, interrupt=False):
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if interrupt:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def traceback_of(err):
+    return [line for line in err.splitlines() if not line.startswith("halfstep: ")]
+
+
+TRAINING = """
+import sys, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        if x.sum() > 10:
+            {ending}
+        return self.fc(x)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+print("ready", flush=True)
+model(torch.full((1, 4), 5.0))
+"""
+ENDINGS = {
+    "raises": "raise KeyError('what')",
+    "exits": "sys.exit(3)",
+    "says why": "sys.exit('no more data')",
+    "interrupted": "import time; time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_ends_a_script_ends_it_as_python_would(ending, tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING.format(ending=ENDINGS[ending]), encoding="utf-8")
+    interrupt = ending == "interrupted"
+    code, out, err = ends("train.py", cwd=tmp_path, interrupt=interrupt)
+    ours = ends(
+        "-m", "halfstep", "run", "--low", "bf16", "--report", "log", "train.py", cwd=tmp_path, interrupt=interrupt
+    )
+    assert ours[:2] == (code, out)
+    assert "halfstep/" not in "\n".join(traceback_of(ours[2]))
+    assert [line.strip("^~ ") for line in traceback_of(ours[2])] == [line.strip("^~ ") for line in err.splitlines()]
+    assert "halfstep: O1 bf16, 1 steps, 0 skipped" in ours[2]
+    log = read_log(tmp_path / "log")
+    assert len(log.steps) == 1
+    assert log.processes[0].closed
+    assert (tmp_path / "log" / "run.html").exists()
+
+
+def test_a_module_is_run_as_python_m_does_and_gets_all_that_follows(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "other.py").write_text("name = 'other'\n", encoding="utf-8")
+    text = "import sys\nfrom . import other\nprint(__name__, sys.argv[1:], sys.path[0], other.name)\n"
+    (tmp_path / "package" / "train.py").write_text(text, encoding="utf-8")
+    arguments = ("package.train", "--level", "7", "-m", "--help")
+    _, out, _ = ends("-m", *arguments, cwd=tmp_path)
+    ours = ends("-m", "halfstep", "run", "--level", "O0", "-m", *arguments, cwd=tmp_path)
+    assert (ours[0], ours[1]) == (0, out)
+    assert "no model was trained in this process" in ours[2]
+
+
+def test_spawned_processes_and_workers_come_and_go(tmp_path):
+    code, _, err = ends(
+        "-m", "halfstep", "run", "--low", "bf16", SCRIPTS / "workers.py", tmp_path / "out.pt", cwd=tmp_path
+    )
+    assert (code, (tmp_path / "out.pt").exists()) == (0, True)
+    assert err.count("halfstep: O1 bf16, 6 steps") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.py",), "there is no script nowhere.py"),
+        (("-m", "no.such.module"), "there is no module no.such.module"),
+        (("--level", "O7", __file__), "O7"),
+        (("--low", "int8", __file__), "int8"),
+        (("--plan", "nowhere.toml", __file__), "nowhere.toml"),
+    ],
+)
+def test_bad_input(halfstep, arguments, message):
+    code, out, err = halfstep("run", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("halfstep: ")
+    assert message in err
