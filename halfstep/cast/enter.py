@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from halfstep.torch_internals import AVERAGING, makes_weights, state_dict_hooks_of, tree_leaves
+from halfstep.torch_internals import AVERAGING, in_backward, makes_weights, state_dict_hooks_of, tree_leaves
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
@@ -39,6 +39,10 @@ EMULATED = "its low format is emulated on this device, in a dispatch mode that c
 OUTSIDE = (
     "a parameter that the session stores in low precision was combined with another format outside of the model's "
     "forward, where the plan does not apply: make this call inside `with session.autocast():`"
+)
+SWITCHED_OFF = (
+    "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
+    "module in fp32 with a rule, Rule(name, FULL)"
 )
 # torch's words for formats that do not go together
 _MIXED = re.compile(
@@ -74,6 +78,7 @@ class Gate:
     marker: str = ""
     first: Gate | None = None
     uncompiled: Callable[..., Any] | None = None
+    entered: bool = False  # in eager code, ever
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self
@@ -151,6 +156,7 @@ def owners(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    gate.entered = True
     if gate.begin is not None:
         gate.begin()
     if gate.before is not None and module.training and torch.is_grad_enabled():
@@ -373,6 +379,28 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
+def _is_off_by_model(module: nn.Module) -> bool:
+    """Returns whether autocast that is off inside the plan was switched off by the model's own code.
+
+    In a backward pass the plan's mark is on outside of every forward, too. There a checkpoint may repeat a call of the
+    module from outside, which was entered.
+    """
+    if torch.compiler.is_compiling() or not in_backward():
+        return True
+    gate: Any = module._halfstep_gate
+    return gate is None or not gate.entered
+
+
+def _as_written(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a forward where the model's own code has switched autocast off."""
+    try:
+        return forward(module, *args, **kwargs)
+    except RuntimeError as error:
+        if not torch.compiler.is_compiling() and _MIXED.search(str(error)) and SWITCHED_OFF not in str(error):
+            error.args = (f"{error} ({type(module).__name__}: {SWITCHED_OFF})", *error.args[1:])
+        raise
+
+
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     """Returns the `__call__` of a door whose forward is not all that computes, or not its class's."""
     base_call = base.__call__
@@ -381,8 +409,9 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     @functools.wraps(base_call)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate: Any = self._halfstep_gate
-        entered = is_on(door.device_type) and is_on(door.marker)
-        if gate is None or not gate.active or entered:
+        if gate is None or not gate.active:
+            return base_call(self, *args, **kwargs)
+        if is_on(door.marker) and (is_on(door.device_type) or _is_off_by_model(self)):
             return base_call(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return (gate.uncompiled or _run_traced)(gate, base_call, self, args, kwargs)
@@ -391,7 +420,7 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     return call
 
 
-def make_class(
+def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
 ) -> type[nn.Module]:
     """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate.
@@ -425,8 +454,11 @@ def make_class(
 
         @functools.wraps(base_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_on(device_type) and is_on(marker) and self._halfstep_stand_in is None:
-                return base_forward(self, *args, **kwargs)
+            if is_on(marker) and self._halfstep_stand_in is None:
+                if is_on(device_type):
+                    return base_forward(self, *args, **kwargs)
+                if _is_off_by_model(self):
+                    return _as_written(base_forward, self, args, kwargs)
             return through(self, *args, **kwargs)
 
     namespace = {

@@ -490,3 +490,52 @@ def test_the_class_of_a_module_is_pickled_as_the_users(name):
         assert b"halfstep" not in written
         assert pickle.loads(written) == [Block, nn.Linear]
     session.close()
+
+
+class Island(nn.Module):
+    """A part that the model's own code computes as written, as routers of mixtures of experts are."""
+
+    def __init__(self, checkpointed=None):
+        super().__init__()
+        self.first, self.router = nn.Linear(32, 32), nn.Linear(32, 4)
+        self.checkpointed = checkpointed
+        self.given = self.routed = None
+
+    def route(self, h):
+        with torch.autocast("cpu", enabled=False):
+            self.given = h.detach().float()
+            out = self.router(h.float())
+        self.routed = out.detach()
+        return out
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.checkpointed is None:
+            return self.route(h).sum()
+        return checkpoint(self.route, h, use_reentrant=self.checkpointed).sum()
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("checkpointed", [None, True, False])
+@pytest.mark.parametrize(("level", "rules"), [("O1", ()), ("O2", (halfstep.Rule("router", halfstep.FULL),))])
+def test_a_child_where_the_model_switches_autocast_off_computes_as_written(level, rules, checkpointed, low):
+    torch.manual_seed(0)
+    model = Island(checkpointed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = halfstep.initialize(model, optimizer, level, low=low, rules=rules)
+    loss = model(torch.randn(8, 32))
+    expected = torch.nn.functional.linear(model.given, model.router.weight, model.router.bias)
+    assert torch.equal(model.routed, expected)
+    session.backward(loss)
+    assert torch.equal(model.routed, expected)  # a checkpoint has computed it again
+    with torch.autocast("cpu", enabled=False):  # of a caller outside: the plan is entered
+        outside = model.router(model.given)
+    assert torch.equal(outside, expected) == (level == "O2")
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_low_weights_where_the_model_switches_autocast_off_are_an_error_that_names_the_rule(level):
+    model = Island()
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), level, low="bf16")
+    with pytest.raises(RuntimeError, match=r"Linear: the model's own code has switched autocast off.*Rule\(name, FULL"):
+        model(torch.randn(8, 32))
