@@ -113,6 +113,12 @@ class Replica(Protocol):
     def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
         """Goes on from another process's optimizer states of these parameters."""
 
+    def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """Returns the options of each parameter group of an optimizer that has some of these."""
+
+    def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
+        """Goes on with another process's options of these groups."""
+
     def name_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter, for messages."""
 
@@ -289,16 +295,16 @@ class Replicas:
 
     @torch.no_grad()
     def _hand_on_moments(self, parameters: Sequence[nn.Parameter], source: int) -> None:
-        """Gives the optimizers of all others what those of a process hold of parameters, bit for bit."""
+        """Gives the optimizers of all others the states and options that those of a process have, bit for bit."""
         is_source = dist.get_rank(self._group) == source
         own = self._replica.moments(parameters) if is_source else []
         plain = [
             {name: _Like.of(value, p) for name, value in state.items()}
             for state, p in zip(own, parameters, strict=False)
         ]
-        sent = [plain]
+        sent: list[Any] = [(plain, self._replica.options(parameters) if is_source else None)]
         dist.broadcast_object_list(sent, group=self._group, group_src=source)
-        states = [dict(state) for state in sent[0]]
+        states = [dict(state) for state in sent[0][0]]
         for number, (state, p) in enumerate(zip(states, parameters, strict=True)):
             for name, like in state.items():
                 if isinstance(like, _Like):
@@ -307,6 +313,7 @@ class Replicas:
                     state[name] = value
         if not is_source:
             self._replica.take_moments(parameters, states)
+            self._replica.take_options(parameters, sent[0][1])
 
     def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         """Returns the state of each process; waits for all of them.

@@ -82,6 +82,7 @@ class GradientLedger:
         self._reduced = reduced
         self._stash: dict[Parameter, Tensor] = {}
         self._widened: set[Parameter] = set()
+        self._named: set[Parameter] = set()  # whose gradients have their dtype by name
         self._flags: dict[int, Tensor] = {}
         self._losses: tuple[int, ...] = ()
         self._losses_before: tuple[int, ...] = ()
@@ -94,6 +95,12 @@ class GradientLedger:
         self._scratch = Scratch()
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._forget()
+        for param in self.parameters():
+            if param.grad_dtype is None and (
+                param.grad is None or param.grad.dtype is param.dtype
+            ):  # of an earlier one
+                param.grad_dtype = param.dtype
+                self._named.add(param)
 
     def before_backward(self, loss_id: int, scale: Tensor) -> None:
         """Prepares `p.grad` for a backward of loss `loss_id`, which is multiplied by `scale` (0-dim fp32 tensor)."""
@@ -172,6 +179,9 @@ class GradientLedger:
         """Leaves true gradients in `p.grad`; autograd will again make new ones in the dtype of the parameter."""
         self.unscale_()
         self._narrow()
+        for param in self._named:
+            param.grad_dtype = None  # a fixed one would outlive the session and a later model.double()
+        self._named.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -272,14 +282,19 @@ class GradientLedger:
         """Turns what was widened into gradients of the parameters' own dtype."""
         for param in self._widened.intersection(params):
             grad, param.grad = param.grad, None
-            param.grad_dtype = None
+            param.grad_dtype = param.dtype
+            self._named.add(param)
             param.grad = None if grad is None else grad.to(param.dtype)
             self._widened.discard(param)
 
     def _narrow(self) -> None:
-        """Has autograd make gradients in the parameters' own dtype again, where they hold none."""
+        """Has autograd make gradients in the parameters' own dtype again, where they hold none.
+
+        Named, since without a dtype they come as an operation makes them: in fp32 those of an LSTM.
+        """
         for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
-            param.grad_dtype = None  # as it comes: a fixed dtype would outlive the session and a later model.double()
+            param.grad_dtype = param.dtype
+            self._named.add(param)
             self._widened.discard(param)
 
     def _flag(self, loss_id: int, found: Tensor) -> None:

@@ -68,6 +68,27 @@ class SharedState:
             if own or saved["state"]:
                 optimizer.load_state_dict(saved)
 
+    def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """Returns the options (learning rate and the like) of each parameter group that has some of these."""
+        return [
+            {name: value for name, value in group.items() if name != "params"} for group in self._groups(parameters)
+        ]
+
+    def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
+        """Gives the parameter groups another process's options."""
+        for group, theirs in zip(self._groups(parameters), options, strict=False):
+            for name, value in theirs.items():
+                own = group.get(name)
+                if isinstance(own, Tensor) and isinstance(value, Tensor):
+                    own.copy_(value)  # a schedule may hold it
+                else:
+                    group[name] = value
+
+    def _groups(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        wanted = set(map(id, parameters))
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        return [group for group in groups if not wanted.isdisjoint(map(id, group["params"]))]
+
     def state(self) -> Any:
         """Returns the loss scales."""
         return self.scales.state_dict()

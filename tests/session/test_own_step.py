@@ -250,3 +250,20 @@ def test_bad_input():
     session = halfstep.initialize(model, None, "O1", low="bf16", stepping="optimizer")
     with pytest.raises(SessionError, match="no optimizer"), session.scaling(torch.ones((), requires_grad=True)):
         pass
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_gradients_of_an_lstm_have_the_dtype_of_low_weights_in_every_pass_and_in_a_second_session(low):
+    """Its backward pass makes fp32 ones, which torch casts only where a parameter's gradient has a dtype."""
+    model = nn.LSTM(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        session = halfstep.initialize(model, optimizer, "O2", low=low)
+        for _ in range(3):
+            optimizer.zero_grad()
+            session.backward(model(torch.ones(3, 2, 4))[0].square().mean())
+            assert {p.grad.dtype for p in model.parameters()} == {session.plan.low.dtype}
+            session.unscale_()
+            session.step()
+        session.close()
+        optimizer.zero_grad()
