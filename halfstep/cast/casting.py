@@ -93,11 +93,15 @@ class Casting:
                 return gate
 
             for module, formats in modules:
-                if not formats.boundary and not formats.door:
-                    continue
                 stored_low = self._plan.param == "low" and formats.door  # here or below
                 own_low = formats.param is not None and formats.param is not FP32
                 explain = door if stored_low or own_low else None
+                if not formats.boundary and not formats.door:
+                    if type(module).forward is nn.Module.forward:  # copied and pickled like the others, never called
+                        passive = self._gate(self._engine, formats, full, look)
+                        passive.active = False
+                        stack.callback(entrances.install(module, passive, explain=explain))
+                    continue
                 gate = self._gate(self._engine, formats, full, look)
                 as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
                 as_root.cast_out = _called_first(door.device_type, as_root.cast_out, gate.cast_out)

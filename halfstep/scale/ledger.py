@@ -96,9 +96,8 @@ class GradientLedger:
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._forget()
         for param in self.parameters():
-            if param.grad_dtype is None and (
-                param.grad is None or param.grad.dtype is param.dtype
-            ):  # of an earlier one
+            narrow = param.grad is None or param.grad.dtype is param.dtype
+            if param.grad_dtype is None and narrow:  # as an earlier session has left it
                 param.grad_dtype = param.dtype
                 self._named.add(param)
 

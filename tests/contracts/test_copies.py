@@ -254,3 +254,30 @@ def test_a_saved_part_holds_nothing_of_halfsteps(name):
             again = torch.load(buffer, weights_only=False)
             again.load_state_dict(again.state_dict())
             assert again(torch.ones(2, 4)).dtype is torch.float32
+
+
+class Coder(nn.Module):
+    """A model without a forward: its methods are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 1.001))
+        self.more = nn.ParameterList([torch.full((3,), 1.001)])
+        self.layers = nn.ModuleDict({"encoder": nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_models_without_a_forward_are_copied_and_saved_in_fp32(level):
+    model = Coder()
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, low="bf16")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    kinds = [Coder, nn.ParameterList, nn.ModuleDict, nn.Linear, set]
+    with torch.serialization.safe_globals(kinds):
+        loaded = torch.load(file, weights_only=True)
+    given = 1.001 if level != "O3" else float(torch.tensor(1.001).bfloat16())
+    for twin in (copy.deepcopy(model), loaded):
+        assert torch.equal(twin.scale, torch.full((4,), given))
+        assert torch.equal(twin.more[0], torch.full((3,), given))
+    assert copy.deepcopy(model.more)[0].dtype is torch.float32
