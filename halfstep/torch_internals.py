@@ -87,15 +87,17 @@ if TYPE_CHECKING:
     from torch._C import DispatchKey as DispatchKey
     from torch._C import FunctionSchema as FunctionSchema
     from torch._ops import OpOverload as OpOverload
-    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+    BatchNorm = _BatchNorm
     BatchNormBase = _NormBase
 else:
     DispatchKey = _name("torch._C.DispatchKey")
     FunctionSchema = _name("torch._C.FunctionSchema")
     OpOverload = _name("torch._ops.OpOverload")  # an operation as a dispatch mode and the op registry see it
     BatchNormBase = _name("torch.nn.modules.batchnorm._NormBase")  # of batch and instance norms
+    BatchNorm = _name("torch.nn.modules.batchnorm._BatchNorm")
     TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode")  # sees every operation
 
 # The dispatcher: the rows of the op table are kernels for autocast's keys.

@@ -99,6 +99,7 @@ def test_the_code_of_the_readme_passes_strict_mypy(tmp_path):
     bodies = (
         f"\n\ndef block_{number}({GIVEN[name]}) -> None:\n{textwrap.indent(code, '    ')}"
         for number, (name, code) in enumerate(BLOCKS.items())
+        if name in GIVEN  # apex is there only once its stand-in is installed
     )
     file.write_text(HEAD + "".join(bodies), encoding="utf-8")
     run = subprocess.run(

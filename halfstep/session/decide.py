@@ -78,7 +78,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
     device = device_of(models, plan)
     roots = tuple(unwrap(model) for model in models)
     check_models(models, plan, made_low=[*made_low, *already_low])
-    _refuse_wrapped_before(roots, plan)
+    if not already_low:  # else nothing changes its format
+        _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_parameters(optimizers, models, plan)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)

@@ -14,12 +14,13 @@ SCRIPTS = Path(__file__).parents[1] / "adapters" / "scripts"
 
 def ends(*command, cwd, interrupt=False):
     process = subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, *map(str, command)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
+    )  # fmt: skip
     if interrupt:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 
@@ -48,7 +49,7 @@ ENDINGS = {
     "raises": "raise KeyError('what')",
     "exits": "sys.exit(3)",
     "says why": "sys.exit('no more data')",
-    "interrupted": "import time; time.sleep(600)",
+    "interrupted": "import time; time.sleep(60)",
 }
 
 

@@ -373,6 +373,6 @@ def test_what_may_be_a_mask_is_not_advised_to_become_0(value, word):
     with pytest.raises(NumericsError) as raised:
         train_on(lambda: (model(torch.ones(4, 8)) * given).mean(), session, optimizer)
     assert raised.value.verdict.kind == "input data"
-    assert raised.value.verdict.advice.startswith(f"where th{'is is a' if value < 0 else 'ese are'} {word}")
+    assert raised.value.verdict.advice.startswith(f"if th{'is is a' if value < 0 else 'ese are'} {word}")
     assert "neginf=0" not in raised.value.verdict.advice
     session.close()

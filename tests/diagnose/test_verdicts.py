@@ -128,7 +128,7 @@ KINDS = [
     Row("infinity that is left out again", plain_stack, None, "O1", "bf16", left_out_again),
     Row("weights as they are stored", linear, {"kind": "overflow", "operator": "mul", "cure": ()}, loss=stored_weights,
         says=("or uses weights as they are stored",
-              "with the models in fp32 the same closure fails too, in an operation that is fp16")),
+              "with the models in fp32 the same closure fails too, in an operation that still computes in fp16")),
     Row("stored weights that the loss widens", linear, None, loss=stored_weights_widened,
         options={"loss_scale": 16.0}),
     Row("fp16 loss at the scale that training begins with", linear, None, loss=half_loss),

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from halfstep.edits import FULL, LOW, SMALLEST_SCALE, OpChange, Rule, Scaling
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan, PlanOutput
+from halfstep.torch_internals import BatchNorm
 
 FIRST_SCALE = 2.0**16
 LOW_TYPES = (torch.float16, torch.bfloat16)
@@ -193,7 +193,7 @@ def _stored_low(
     master = level("O2", low).master if properties.master_weights else "none"
     plan = level("O2" if properties.master_weights else "O3", low)
     plan = replace(plan, norms="low", master=master, scale=scaling, input="low", output=_output(outputs, low))
-    norms = any(isinstance(module, _BatchNorm) for model in models for module in model.modules())
+    norms = any(isinstance(module, BatchNorm) for model in models for module in model.modules())
     if norms and not properties.keep_batchnorm_fp32:
         return plan.edit(Rule("type:_BatchNorm", LOW, buffers="low"))
     return plan

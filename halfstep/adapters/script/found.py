@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.torch_internals import parameters_of
+
 
 class Strays(nn.Module):
     """Holds what an optimizer updates and no module owns, such as weights of losses; stays in fp32 at every level."""
@@ -16,7 +18,7 @@ class Strays(nn.Module):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         for number, tensor in enumerate(tensors):
-            self._parameters[f"stray_{number}"] = tensor  # type: ignore[assignment]  # also what is no nn.Parameter
+            parameters_of(self)[f"stray_{number}"] = tensor  # type: ignore[assignment]  # also what is no nn.Parameter
 
 
 class ByHand(Optimizer):

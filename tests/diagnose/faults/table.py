@@ -66,7 +66,7 @@ PLANTS: dict[str, tuple[Any, tuple[str, str, str] | None, bool, str, Callable[[A
     ),
     "empty -1e9": (
         lambda: plants.Masked(-1e9, "add", empty=True), ("softmax", FORWARD, "masked row"), True,
-        "leave each row one entry", set_at("empty", False),
+        "leave one entry of each row unmasked", set_at("empty", False),
     ),
     "custom forward": (plants.CustomForward, ("mul", FORWARD, "overflow"), True, "", None),
     "custom backward": (plants.CustomBackward, ("mul", BACKWARD, "overflow"), True, "", None),
@@ -80,7 +80,7 @@ PLANTS: dict[str, tuple[Any, tuple[str, str, str] | None, bool, str, Callable[[A
     ),
     "custom empty -1e9": (
         lambda: plants.CustomMasked(-1e9, empty=True), ("softmax", FORWARD, "masked row"), True,
-        "leave each row one entry", set_at("empty", False),
+        "leave one entry of each row unmasked", set_at("empty", False),
     ),
 }  # fmt: skip
 
