@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ def ends(*command, cwd, interrupt=False):
     )  # fmt: skip
     if interrupt:
         process.stdout.readline()
+        time.sleep(1)  # it sleeps by then
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err

@@ -56,7 +56,8 @@ def roots_of(parameters: Sequence[Tensor]) -> list[nn.Module]:
     Nobody but the garbage collector knows all modules: hooks on registration miss those that were copied or unpickled.
     """
     places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and type(each) is not Strays]
+    kinds = ((each, type(each)) for each in gc.get_objects())
+    modules = [each for each, kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, Strays)]
     inner: set[int] = set()
     first: dict[int, int] = {}
     for module in modules:
