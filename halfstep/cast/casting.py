@@ -97,7 +97,10 @@ class Casting:
                 own_low = formats.param is not None and formats.param is not FP32
                 explain = door if stored_low or own_low else None
                 if not formats.boundary and not formats.door:
-                    if type(module).forward is nn.Module.forward:  # copied and pickled like the others, never called
+                    scripted = isinstance(module, torch.jit.ScriptModule)
+                    if (
+                        not scripted and type(module).forward is nn.Module.forward
+                    ):  # copied and pickled like the others, never called
                         passive = self._gate(self._engine, formats, full, look)
                         passive.active = False
                         stack.callback(entrances.install(module, passive, explain=explain))
