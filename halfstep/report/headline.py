@@ -278,7 +278,7 @@ def _details(course: _Course, found: Headline) -> Iterator[str]:
         elif _is_calibration(course, event):
             yield f"a skip after step {event.step:,} was explained: the loss scale came down, as it should"
     for process in run.processes[1:]:
-        first = next((values.step for values in run.steps if values.time >= process.start), None)
+        first = process.first_step
         yield "resumed" + (f" at step {first:,}" if first is not None else ", without a step since")
     losses = [values.loss for values in run.steps if values.loss is not None]
     if losses:

@@ -26,7 +26,8 @@ class Process:
     """One process that wrote a log: from when to when (seconds since 1970), with which versions.
 
     `closed` is false where the log was not closed: the process was killed, or still runs. `error` is the class of an
-    exception that ended it, if the log was the target of a `with`.
+    exception that ended it, if the log was the target of a `with`. `first_step` is the number of the first step that
+    it logged, None if it logged none.
     """
 
     start: float
@@ -35,6 +36,7 @@ class Process:
     torch: str
     closed: bool = False
     error: str | None = None
+    first_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ class _Found:
         self.processes[-1] = replace(last, end=max(last.end, time), **end)
 
     def _step(self, number: int, values: StepValues) -> None:
+        if self.processes[-1].first_step is None:
+            self.processes[-1] = replace(self.processes[-1], first_step=values.step)
         if self.steps and values.step <= self.steps[-1].step:
             before = len(self.steps)
             while self.steps and values.step <= self.steps[-1].step:
