@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.bench.figures import spread
 from halfstep.machine import read_machine
+from halfstep.timing import spread
 
 WIDTH = 256
 INPUTS = ("keep", "low")

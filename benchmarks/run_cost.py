@@ -23,8 +23,8 @@ from statistics import median
 import torch
 from rich.console import Console
 
-from halfstep.bench.figures import spread
 from halfstep.machine import read_machine
+from halfstep.timing import spread
 
 WARM_UP = 5
 SCRIPT = """

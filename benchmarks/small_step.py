@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import nn
 
 import halfstep
-from halfstep.bench.figures import spread
 from halfstep.machine import read_machine
+from halfstep.timing import spread
 
 WIDTH, BATCH, MAX_NORM, LR = 64, 32, 1.0, 1e-4
 LOW = torch.bfloat16

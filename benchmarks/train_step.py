@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.bench.bench import bench
-from halfstep.bench.figures import speedup
 from halfstep.bench.variants import PEER, AmpVariant, Entry, SessionVariant, Variant, entries
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.plan.levels import level
 from halfstep.records import BenchResult, BenchRun
 from halfstep.report.json import bench_json
+from halfstep.timing import speedup
 from halfstep.workloads.char_lm import Block
 from halfstep.workloads.cifar_resnet import Bottleneck, ResNet
 from halfstep.workloads.workload import Batch, Workload, seeded

@@ -12,13 +12,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from halfstep.saved import read_saved
 from halfstep.torch_internals import onednn_takes_bf16
 from halfstep.version import __version__
 
@@ -134,7 +135,21 @@ def read_facts(device: torch.device) -> DeviceFacts:
 
 
 def read_processor() -> Processor:
-    """Returns the class of this machine's processor, as far as torch uses it: the one place that asks torch for it."""
+    """Returns the class of this machine's processor, as far as torch uses it: the one place that asks torch for it.
+
+    What `halfstep doctor --save` measured on this machine stands in the place of what the table says of the class.
+    """
+    row = table_row()
+    saved = read_saved(row.name, model_name(), str(torch.__version__))
+    if saved is None:
+        return row
+    return replace(
+        row, bf16=saved.bf16, fp16=saved.fp16, wide_backward=saved.wide_backward, source=f"saved on {saved.date}"
+    )
+
+
+def table_row() -> Processor:
+    """Returns the row of the table for this machine's processor, whatever was measured on it."""
     known = torch.cpu.get_capabilities()
     return processor_of(
         str(known.get("architecture", "")),
@@ -193,7 +208,7 @@ def read_machine(device: torch.device) -> Machine:
     facts = read_facts(device)
     return Machine(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        processor=_model_name(),
+        processor=model_name(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         fast=tuple(fmt.name for fmt in (FP32, BF16, FP16) if units(fmt, facts) is not None),
@@ -240,7 +255,9 @@ def _git(folder: Path, *arguments: str) -> list[str]:
     return run.stdout.splitlines()
 
 
-def _model_name() -> str:
+@functools.cache
+def model_name() -> str:
+    """Returns the name that the system gives the processor."""
     names = Path("/proc/cpuinfo")
     if names.is_file():
         for line in names.read_text(encoding="utf-8").splitlines():

@@ -590,3 +590,66 @@ class BenchResult:
     machine: Machine
     command: str
     date: str
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a device does one kind of work in one format.
+
+    `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` are of one
+    call, `rate` is in `unit` (GFLOP/s, or GB/s read and written), and `vs_fp32` is the median over rounds of fp32's
+    time over this one: above 1 is faster than fp32. `error` says why there is no figure.
+    """
+
+    work: str
+    format: str
+    how: str
+    seconds: Spread | None
+    rate: float | None
+    unit: str
+    vs_fp32: float | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of torch or the machine: its value, whether it costs speed or accuracy, and what to do about it."""
+
+    name: str
+    value: str
+    costs: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What sessions decide by: what the table of processor classes says, and what was measured here."""
+
+    what: str
+    table: str
+    measured: str
+    agrees: bool
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What a machine is and does, and what that recommends: a level, a format and the reason, with its figures.
+
+    `processor` is the class of the processor and `source` where the table has its choices from; `tools` are what fast
+    kernels need; `saved` is the file that `--save` wrote.
+    """
+
+    machine: Machine
+    device: str
+    processor: str
+    source: str
+    rates: tuple[Rate, ...]
+    settings: tuple[Setting, ...]
+    choices: tuple[Choice, ...]
+    tools: dict[str, str]
+    level: str
+    low: str
+    reason: str
+    seconds: float
+    date: str
+    saved: str | None = None

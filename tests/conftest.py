@@ -38,6 +38,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.environ["XDG_CONFIG_HOME"] = "/nowhere"  # what `halfstep doctor --save` measured here is not for tests
     wanted = config.getoption("processor")
     if wanted is not None:  # all but what tests start as processes of their own
         known = {row.name: row for row in machine.PROCESSORS}

@@ -18,6 +18,7 @@ from halfstep.bench.variants import Entry, Variant
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
 from halfstep.records import BenchResult
+from halfstep.timing import synchronize
 from halfstep.workloads.workload import Batch, Workload
 
 MEMORY_STEPS = 3  # the first makes the optimizer's state; the peak is that of the last
@@ -204,19 +205,14 @@ def _step(experiment: Experiment, lane: Lane, batch: Batch, step: int) -> float:
     factor = experiment.workload.lr_factor(step, experiment.steps)
     for group, lr in zip(lane.variant.optimizer.param_groups, lane.base_lr, strict=True):
         group["lr"] = lr * factor
-    _synchronize(experiment.device)
+    synchronize(experiment.device)
     start = perf_counter()
     loss = lane.variant.train(*batch)
-    _synchronize(experiment.device)
+    synchronize(experiment.device)
     took = 1e3 * (perf_counter() - start)
     lane.losses.append(loss)
     lane.variant.observe()
     return took
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.bench.figures import mean_of_last, speedup, spread
 from halfstep.bench.variants import Entry, Facts
 from halfstep.errors import HalfstepError
 from halfstep.records import BenchRun
+from halfstep.timing import speedup, spread
 
 NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
     (
@@ -81,6 +81,16 @@ class Tally:
             scale=tuple(self.scale),
             error=self.error,
         )
+
+
+def mean_of_last(values: Sequence[float], share: float = 0.1) -> float | None:
+    """Returns the mean of the last `share` of the values, of one at least; None of nothing.
+
+    >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
+    2.0
+    """
+    count = max(1, int(len(values) * share))
+    return sum(values[-count:]) / count if values else None
 
 
 def reason(error: Exception) -> str:

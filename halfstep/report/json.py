@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.records import BenchResult, Finding, WhatIf
+from halfstep.records import BenchResult, Examination, Finding, WhatIf
 from halfstep.report.lines import plain
 
 _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
@@ -29,6 +29,11 @@ def whatif_json(result: WhatIf) -> str:
 def check_json(found: Sequence[Finding], *, workload: str, plan: str, low: str) -> str:
     """Returns the findings of a check, with the edits that cure them, and what was checked as JSON."""
     return _json({"workload": workload, "plan": plan, "low": low, "findings": plain(found)})
+
+
+def doctor_json(found: Examination) -> str:
+    """Returns what was measured of a machine as JSON."""
+    return _json(plain(found))
 
 
 def _json(fields: dict[str, Any]) -> str:

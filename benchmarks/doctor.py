@@ -1,0 +1,106 @@
+"""Whether `halfstep doctor` measures right: its ratios beside those that torch.utils.benchmark finds.
+
+    python benchmarks/doctor.py [--json FILE]
+
+Prints for each work and format the speed against fp32 as both have it, and by how much they differ. The exit code is 1
+if any differs by more than 15%. Run it on a quiet machine: the two are minutes apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+
+LIMIT = 0.15
+TURNS = 5
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def statements() -> dict[str, tuple[str, dict[str, torch.Tensor]]]:
+    """Returns by kind of work what is timed, written anew, on operands of the sizes that the doctor takes on a CPU."""
+    torch.manual_seed(0)
+    return {
+        "matrix product": ("a @ b", {"a": torch.randn(512, 512), "b": torch.randn(512, 512)}),
+        "convolution": (
+            "F.conv2d(a, b, padding=1)",
+            {"a": torch.randn(4, 64, 28, 28), "b": torch.randn(64, 64, 3, 3) / 24},
+        ),
+        "attention": (
+            "F.scaled_dot_product_attention(a, b, c)",
+            {name: torch.randn(1, 16, 256, 64) for name in "abc"},
+        ),
+        "copy": ("a.copy_(b)", {"a": torch.randn(2**24), "b": torch.randn(2**24)}),
+    }
+
+
+def seconds(statement: str, operands: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
+    """Returns the median seconds of one call."""
+    values = {name: operand.to(dtype) for name, operand in operands.items()}
+    timer = Timer(statement, globals={"F": F, **values}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=0.3).median)
+
+
+def by_hand() -> dict[tuple[str, str], float]:
+    """Returns the speed of each work in each format against fp32, of which a run goes before each."""
+    found = {}
+    for work, (statement, operands) in statements().items():
+        for name, dtype in DTYPES.items():
+            if name != "fp32":
+                pairs = [
+                    (seconds(statement, operands, DTYPES["fp32"]), seconds(statement, operands, dtype))
+                    for _ in range(TURNS)
+                ]
+                found[work, name] = median(base / took for base, took in pairs)
+    return found
+
+
+def of_doctor() -> dict[tuple[str, str], float]:
+    """Returns the same as `halfstep doctor` has it."""
+    with tempfile.TemporaryDirectory() as room:
+        path = Path(room) / "doctor.json"
+        subprocess.run([sys.executable, "-m", "halfstep", "doctor", "--device", "cpu", "--json", path], check=True)
+        rates = json.loads(path.read_text())["rates"]
+    native = [rate for rate in rates if rate["how"] == "native" and rate["vs_fp32"]]
+    return {(rate["work"].partition(",")[0], rate["format"]): rate["vs_fp32"] for rate in native}
+
+
+def main() -> None:
+    """Compares and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    doctor, hand = of_doctor(), by_hand()
+    table = Table("work", "format", "doctor", "torch.utils.benchmark", "differs by", box=None)
+    rows = []
+    for (work, name), ratio in hand.items():
+        differs = abs(doctor[work, name] / ratio - 1)
+        rows.append({"work": work, "format": name, "doctor": doctor[work, name], "by_hand": ratio, "differs": differs})
+        table.add_row(work, name, f"{doctor[work, name]:.3f}", f"{ratio:.3f}", f"{differs:.1%}")
+    Console().print(table)
+    if options.json is not None:
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": date,
+            "torch": str(torch.__version__),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    sys.exit(int(any(row["differs"] > LIMIT for row in rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What sessions decide by, measured here and held against the table of processor classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
+from halfstep.machine import Processor, WideBackward
+from halfstep.records import Choice, Rate
+from halfstep.timing import speedup, take_turns
+
+_WIDTHS, _LENGTHS, _HEADS = (32, 64, 128), (64, 128, 256, 512), 8
+_FASTER = 1.05  # what differs by less is as fast
+
+Rates = Mapping[tuple[str, str, str], Rate]
+
+
+def bf16_is_fast(rates: Rates) -> bool:
+    """Returns whether native bf16 products are faster than fp32 ones: matrices, and convolutions no slower."""
+    product, convolution = (_against_fp32(rates, work, "bf16", NATIVE) for work in (PRODUCT, CONVOLUTION))
+    return product > _FASTER and convolution > 1 / _FASTER
+
+
+def fp16_is_fast(rates: Rates) -> bool:
+    """Returns whether native fp16 is faster than emulation in all that is emulated: one slow kind spoils a model."""
+    return all(
+        _against_fp32(rates, work, "fp16", NATIVE) > _FASTER * _against_fp32(rates, work, "fp16", EMULATED)
+        for work in (PRODUCT, CONVOLUTION, ATTENTION)
+    )
+
+
+def _against_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
+    rate = rates.get((work, fmt, how))
+    return 0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32
+
+
+def wide_backward(*, seconds: float) -> WideBackward:
+    """Returns up to each head width the longest attention whose backward pass is faster in fp32, measured in bf16."""
+    share = seconds / (len(_WIDTHS) * len(_LENGTHS))
+    found = []
+    for width in _WIDTHS:
+        longest = 0
+        for length in _LENGTHS:
+            if _gain_of_wide(width, length, share) <= _FASTER:
+                break
+            longest = length
+        if longest:
+            found.append((width, longest))
+    return tuple(found)
+
+
+def _gain_of_wide(width: int, length: int, seconds: float) -> float:
+    """Returns the time of attention's backward pass in bf16 over its time in fp32, casts included."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    shape = (1, _HEADS, length, width)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(4)]
+    (*operands, grad) = made
+    low = _backward(operands, grad)
+    wide_pass = _backward([each.float() for each in operands], grad.float())
+
+    def wide() -> object:
+        for each in (*operands, grad):
+            each.float()
+        return [each.to(torch.bfloat16) for each in wide_pass()]
+
+    times = take_turns({"low": low, "wide": wide}, device=torch.device("cpu"), seconds=seconds)
+    return speedup(times["low"], times["wide"]) or 0.0
+
+
+def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Returns a call that makes the backward pass of causal attention again and again."""
+    leaves = query, key, value = [each.detach().requires_grad_() for each in operands]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def compare(row: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
+    """Returns each choice with what the table says of it and what was measured."""
+    words = {True: "native", False: "emulated"}
+    return (
+        Choice("bf16 products against fp32", _speed(row.bf16), _speed(bf16), row.bf16 == bf16),
+        Choice("fp16 products", words[row.fp16], words[fp16], row.fp16 == fp16),
+        Choice(
+            "attention backward in fp32 up to (head width: length)",
+            _lengths(row.wide_backward),
+            _lengths(wide),
+            row.wide_backward == wide,
+        ),
+    )
+
+
+def _speed(fast: bool) -> str:
+    return "faster" if fast else "not faster"
+
+
+def _lengths(wide: WideBackward) -> str:
+    return ", ".join(f"{width}: {length}" for width, length in wide) or "never"

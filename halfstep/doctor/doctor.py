@@ -1,0 +1,98 @@
+"""Examines a machine: what it does in each format, what its settings cost, and what to train in because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from time import perf_counter
+
+import torch
+
+from halfstep.doctor.choices import Rates, bf16_is_fast, compare, fp16_is_fast, wide_backward
+from halfstep.doctor.rates import CONVOLUTION, NATIVE, PRODUCT, by_kind, measure
+from halfstep.doctor.settings import read_settings, read_tools
+from halfstep.machine import model_name, read_facts, read_machine, read_processor, table_row
+from halfstep.records import Choice, Examination
+from halfstep.saved import Saved, save
+
+RATES_SECONDS, WIDE_SECONDS, SETTINGS_SECONDS = 11.0, 6.0, 1.0
+_WORTH = 1.1  # a format that is faster by less is not recommended for speed
+
+
+def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: None, keep: bool = False) -> Examination:
+    """Measures a device in under 30 seconds; `tell` is called with what is measured next.
+
+    `keep` saves what sessions decide by, for sessions to come on this machine (`halfstep.saved.saved_path()`).
+
+    Raises:
+        HalfstepError: what was measured cannot be saved.
+    """
+    start = perf_counter()
+    tell("products, convolutions, attention, copies and casts")
+    rates = measure(device, seconds=RATES_SECONDS)
+    kinds = by_kind(rates)
+    tell("settings")
+    settings = read_settings(device, seconds=SETTINGS_SECONDS)
+    choices: tuple[Choice, ...] = ()
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    saved = None
+    if device.type == "cpu":
+        tell("the backward pass of attention")
+        bf16, fp16, wide = bf16_is_fast(kinds), fp16_is_fast(kinds), wide_backward(seconds=WIDE_SECONDS)
+        choices = compare(table_row(), bf16=bf16, fp16=fp16, wide=wide)
+        if keep:
+            found = Saved(table_row().name, model_name(), str(torch.__version__), bf16, fp16, wide, date)
+            saved = str(save(found))
+    level, low, reason = recommend(kinds)
+    facts = read_facts(device)
+    return Examination(
+        machine=read_machine(device),
+        device=str(facts),
+        processor=facts.processor.name,
+        source=read_processor().source,
+        rates=tuple(rates),
+        settings=settings,
+        choices=choices,
+        tools=read_tools(),
+        level=level,
+        low=low,
+        reason=reason,
+        seconds=perf_counter() - start,
+        date=date,
+        saved=saved,
+    )
+
+
+def recommend(rates: Rates) -> tuple[str, str, str]:
+    """Returns level, format and why: the format whose products gain most, O0 where none gains.
+
+    bf16 goes before fp16 unless fp16 is faster by more than `_WORTH`, since it needs no loss scale.
+    """
+    gains = {low: _gain(rates, low) for low in ("bf16", "fp16")}
+    best = "fp16" if gains["fp16"] > _WORTH * gains["bf16"] else "bf16"
+    other = "fp16" if best == "bf16" else "bf16"
+    figures = f"{_words(rates, best)}; {_words(rates, other)}"
+    if gains[best] < _WORTH:
+        return "O0", best, f"no low format is faster than fp32 here: {figures}"
+    scale = "it is fast and needs no loss scale" if best == "bf16" else "it is the fastest, under a dynamic loss scale"
+    return (
+        "O1",
+        best,
+        f"{figures}. {best} is taken: {scale}. O2 also stores weights in it; `halfstep bench` compares both",
+    )
+
+
+def _gain(rates: Rates, low: str) -> float:
+    """Returns how much faster products are in a format than in fp32: the smaller gain of matrices and convolutions."""
+    found = [rates.get((work, low, NATIVE)) for work in (PRODUCT, CONVOLUTION)]
+    return min(0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32 for rate in found)
+
+
+def _words(rates: Rates, low: str) -> str:
+    """Returns how fast products in a format are, as "bf16 runs matrix products at 1.9 and convolutions at 1.2 ..."."""
+    parts = []
+    for work, plural in ((PRODUCT, "matrix products"), (CONVOLUTION, "convolutions")):
+        rate = rates.get((work, low, NATIVE))
+        gain = None if rate is None else rate.vs_fp32
+        parts.append(f"{plural} not at all" if not gain else f"{plural} at {gain:.2g}")
+    return f"{low} runs {' and '.join(parts)} times fp32's speed"

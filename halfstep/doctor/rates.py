@@ -1,0 +1,195 @@
+"""Matrix products, convolutions, attention, copies and casts in each format, timed turn by turn beside fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.cast.emulate import Emulation
+from halfstep.formats import BF16, FP16, FP32, TF32
+from halfstep.machine import FIRST_CAPABILITY, read_facts
+from halfstep.records import Rate
+from halfstep.timing import speedup, spread, take_turns
+
+NATIVE, EMULATED = "native", "emulated"
+PRODUCT, CONVOLUTION, ATTENTION, COPY = "matrix product", "convolution", "attention", "copy"
+CAST_DOWN, CAST_UP = "cast from fp32", "cast to fp32"
+_DTYPES = {"fp64": torch.float64, "fp32": FP32.dtype, "bf16": BF16.dtype, "fp16": FP16.dtype}
+_LOW = ("bf16", "fp16")
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work: its size in words, its operands in fp32, what is called on them, and how much that does.
+
+    `operations` (floating, per call) is 0 where bytes count: then `numbers` is how many are read and written each.
+    """
+
+    name: str
+    size: str
+    operands: tuple[Tensor, ...]
+    call: Callable[..., object]
+    operations: float = 0.0
+    numbers: int = 0
+
+
+def works(device: torch.device) -> list[Work]:
+    """Returns what is timed on a device, large enough to fill it and no larger."""
+    large = device.type != "cpu"
+    n = 8192 if large else 512
+    images, channels, side = (64, 256, 56) if large else (4, 64, 28)
+    heads, length, width = (128, 2048, 64) if large else (16, 256, 64)
+    numbers = 2**28 if large else 2**24
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+
+    convolved = (normal(images, channels, side, side), normal(channels, channels, 3, 3) / (3 * channels**0.5))
+    attended = tuple(normal(1, heads, length, width) for _ in range(3))
+    return [
+        Work(PRODUCT, f"{n} x {n} x {n}", (normal(n, n), normal(n, n)), torch.mm, 2.0 * n**3),
+        Work(
+            CONVOLUTION,
+            f"3 x 3, {channels} channels, {images} images of {side} x {side}",
+            convolved,
+            lambda images, weight: F.conv2d(images, weight, padding=1),
+            2.0 * images * side**2 * channels**2 * 9,
+        ),
+        Work(
+            ATTENTION,
+            f"{heads} heads, {length} x {width}",
+            attended,
+            F.scaled_dot_product_attention,
+            4.0 * heads * length**2 * width,
+        ),
+        Work(COPY, f"{numbers:,} numbers", (normal(numbers), normal(numbers)), Tensor.copy_, numbers=numbers),
+    ]
+
+
+def measure(device: torch.device, *, seconds: float) -> list[Rate]:
+    """Returns how fast a device does each work in each format, in about `seconds` in all."""
+    todo = works(device)
+    share = seconds / (len(todo) + 1)
+    rates = [rate for work in todo for rate in _measure_work(work, device, share)]
+    return rates + _measure_casts(todo[-1].operands[0], device, share)
+
+
+def _measure_work(work: Work, device: torch.device, seconds: float) -> list[Rate]:
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    errors: dict[tuple[str, str], str] = {}
+    for key in _ways(work, device):
+        call = _call(work, *key)
+        try:
+            call()
+            calls[key] = call
+        except (RuntimeError, NotImplementedError) as error:  # no kernel for this format
+            errors[key] = str(error).splitlines()[0]
+    named = {f"{fmt}/{how}": call for (fmt, how), call in calls.items()}
+    times = take_turns(named, device=device, seconds=seconds)
+    base = times.get(f"fp32/{NATIVE}", [])
+    found = [_rate(work, fmt, how, times[f"{fmt}/{how}"], base) for fmt, how in calls]
+    unit = "GFLOP/s" if work.operations else "GB/s"
+    return found + [Rate(work.name, fmt, how, None, None, unit, None, text) for (fmt, how), text in errors.items()]
+
+
+def _ways(work: Work, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yields format and way of each call: fp32 first, as what the others are held against."""
+    yield "fp32", NATIVE
+    yield "fp64", NATIVE
+    for low in _LOW:
+        yield low, NATIVE
+    if not work.operations:
+        return
+    if device.type == "cpu":
+        yield "fp16", EMULATED
+    capability = read_facts(device).capability
+    if capability is not None and capability >= FIRST_CAPABILITY[TF32] and work.name != ATTENTION:
+        yield "fp32", "TF32"
+
+
+def _call(work: Work, fmt: str, how: str) -> Callable[[], object]:
+    operands = tuple(operand.to(_DTYPES[fmt]) for operand in work.operands)
+
+    def plain() -> object:
+        with torch.no_grad():
+            return work.call(*operands)
+
+    if how == EMULATED:
+
+        def emulated() -> object:
+            with Emulation(FP16):
+                return plain()
+
+        return emulated
+    if not work.operations or fmt != "fp32" or work.operands[0].device.type != "cuda":
+        return plain
+
+    def at_precision() -> object:
+        with _tf32(how == "TF32"):
+            return plain()
+
+    return at_precision
+
+
+@contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """Has fp32 products run on TF32 units, or not, and puts back what the user chose."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    kept = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "tf32" if on else "ieee"
+    try:
+        yield
+    finally:
+        for backend, value in zip(backends, kept, strict=True):
+            backend.fp32_precision = value
+
+
+def _rate(work: Work, fmt: str, how: str, times: list[float], base: list[float]) -> Rate:
+    size = torch.finfo(_DTYPES[fmt]).bits // 8
+    amount = work.operations or 2.0 * work.numbers * size
+    unit = "GFLOP/s" if work.operations else "GB/s"
+    vs_fp32 = None if (fmt, how) == ("fp32", NATIVE) else speedup(base, times)
+    return Rate(f"{work.name}, {work.size}", fmt, how, spread(times), amount / median(times) / GIGA, unit, vs_fp32)
+
+
+def _copied(source: Tensor, dtype: torch.dtype) -> Callable[[], object]:
+    """Returns a call that copies numbers into memory that is there, in another format or the same."""
+    target = torch.empty_like(source, dtype=dtype)
+    return lambda: target.copy_(source)
+
+
+def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> list[Rate]:
+    """Times casts to and from each low format, beside a copy in fp32 of as many numbers."""
+    calls = {"copy": _copied(numbers, FP32.dtype)}
+    for low in _LOW:
+        calls[f"{CAST_DOWN}/{low}"] = _copied(numbers, _DTYPES[low])
+        calls[f"{CAST_UP}/{low}"] = _copied(numbers.to(_DTYPES[low]), FP32.dtype)
+    times = take_turns(calls, device=device, seconds=seconds)
+    return [
+        Rate(
+            f"{work}, {numbers.numel():,} numbers",
+            low,
+            NATIVE,
+            spread(times[f"{work}/{low}"]),
+            numbers.numel() * 6 / median(times[f"{work}/{low}"]) / GIGA,  # 4 bytes of the fp32 number and 2 of the low
+            "GB/s",
+            speedup(times["copy"], times[f"{work}/{low}"]),
+        )
+        for work in (CAST_DOWN, CAST_UP)
+        for low in _LOW
+    ]
+
+
+def by_kind(rates: list[Rate]) -> Mapping[tuple[str, str, str], Rate]:
+    """Returns rates by kind of work (without its size), format and way."""
+    return {(rate.work.partition(",")[0], rate.format, rate.how): rate for rate in rates}

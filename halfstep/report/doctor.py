@@ -1,0 +1,66 @@
+"""What a machine is and does, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.records import Examination, Rate
+
+
+def doctor_report(found: Examination) -> Group:
+    """Returns the rates by work and format, what costs speed or accuracy, and what to train in."""
+    machine = found.machine
+    head = (
+        f"{machine.processor}, {machine.cores} cores, {machine.threads} threads; {found.device}; "
+        f"torch {machine.torch}, Python {machine.python}"
+    )
+    return Group(Text(head), Text(), _table(found), Text(), *(Text(line) for line in _lines(found)))
+
+
+def _table(found: Examination) -> Table:
+    table = Table(box=None, padding=(0, 1))
+    for header in ("work", "format", "rate", "quartiles ms", "speed x fp32"):
+        table.add_column(header, justify="left" if header in ("work", "format") else "right", no_wrap=True)
+    before = ""
+    for rate in found.rates:
+        table.add_row(*map(escape, ("" if rate.work == before else rate.work, *_cells(rate))))
+        before = rate.work
+    return table
+
+
+def _cells(rate: Rate) -> tuple[str, ...]:
+    name = rate.format if rate.how == "native" else f"{rate.format} {rate.how}"
+    if rate.seconds is None or rate.rate is None:
+        return name, f"none: {rate.error}"[:60], "", ""
+    ratio = "" if rate.vs_fp32 is None else f"{rate.vs_fp32:.3g}"
+    return (
+        name,
+        f"{rate.rate:,.4g} {rate.unit}",
+        f"{1e3 * rate.seconds.low:.3g} to {1e3 * rate.seconds.high:.3g}",
+        ratio,
+    )
+
+
+def _lines(found: Examination) -> Iterator[str]:
+    for setting in found.settings:
+        yield f"{setting.name}: {setting.value}" + (f"; costs {setting.costs}" if setting.costs else "")
+        if setting.advice:
+            yield f"  do: {setting.advice}"
+    for tool, value in found.tools.items():
+        yield f"{tool}: {value}"
+    if found.choices:
+        yield ""
+        yield f"What sessions decide by on {found.processor} ({found.source}):"
+    for choice in found.choices:
+        yield f"  {choice.what}: {choice.table}" + ("" if choice.agrees else f"; measured here: {choice.measured}")
+    if found.saved is not None:
+        yield f"What was measured is saved in {found.saved}; sessions on this machine decide by it from now on."
+    elif not all(choice.agrees for choice in found.choices):
+        yield "  `halfstep doctor --save` has sessions on this machine decide by what was measured."
+    yield ""
+    yield f"Train at {found.level}" + (f" in {found.low}" if found.level != "O0" else "") + f": {found.reason}."

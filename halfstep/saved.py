@@ -1,0 +1,91 @@
+"""What was measured on this machine and saved, which goes before the table of processor classes in `machine.py`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from halfstep.errors import HalfstepError
+
+_LOG = logging.getLogger("halfstep")
+_NAME = "processor.json"
+
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What sessions decide by, as measured: the fields of `machine.Processor`, and where they hold.
+
+    They hold for one class of processors, one model of them and one torch; elsewhere they are as good as absent.
+    """
+
+    processor: str
+    model: str
+    torch: str
+    bf16: bool
+    fp16: bool
+    wide_backward: tuple[tuple[_Size, _Size], ...]
+    date: str
+    schema: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+
+
+def saved_path() -> Path:
+    """Returns where `halfstep doctor --save` writes: `halfstep/processor.json` in the user's configuration folder."""
+    place = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (place if place.is_absolute() else Path.home() / ".config") / "halfstep" / _NAME
+
+
+def read_saved(processor: str, model: str, torch: str) -> Saved | None:
+    """Returns what was saved, if that was on this processor and torch; says once which file it is, or what is wrong."""
+    try:
+        return _read(saved_path(), processor, model, torch)
+    except RuntimeError:  # the user has no home
+        return None
+
+
+@functools.cache
+def _read(path: Path, processor: str, model: str, torch: str) -> Saved | None:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Saved)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        _LOG.warning(
+            "%s cannot be read (%s) and is left out; delete it, or run `halfstep doctor --save` again", path, error
+        )
+        return None
+    here = (processor, model, torch)
+    if (found.processor, found.model, found.torch) != here:
+        _LOG.warning(
+            "%s was measured on %s (%s) with torch %s and is left out on %s (%s) with torch %s; "
+            "run `halfstep doctor --save` again, or delete it",
+            path, found.processor, found.model, found.torch, *here,
+        )  # fmt: skip
+        return None
+    _LOG.warning("what halfstep chooses by this processor is as measured on %s, from %s", found.date, path)
+    return found
+
+
+def save(found: Saved) -> Path:
+    """Writes what was measured, in one move, and returns where.
+
+    Raises:
+        HalfstepError: the file cannot be written.
+    """
+    path = saved_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(dir=path.parent, prefix=_NAME)
+        with os.fdopen(file, "wb") as part:
+            part.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        os.replace(name, path)
+    except OSError as error:
+        raise HalfstepError(f"{path} cannot be written: {error.strerror or error}") from None
+    _read.cache_clear()
+    return path

@@ -1,0 +1,82 @@
+"""Interleaved timing: what is compared takes turns, so that what slows the machine for a while slows all alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median, quantiles
+from time import perf_counter
+
+import torch
+
+from halfstep.records import Spread
+
+_TURN = 2e-3  # seconds that a turn takes at least: many calls where one is shorter
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def take_turns(
+    calls: Mapping[str, Callable[[], object]], *, device: torch.device, seconds: float, most: int = 25
+) -> dict[str, list[float]]:
+    """Returns the seconds of one call of each, turn after turn: entry i of each list is from round i.
+
+    Rounds go on for about `seconds`, `most` of them. A call that takes more than its share leaves the rounds after two
+    turns, so that one slow call does not take the time of all; its list is then shorter.
+    """
+    repeats = {name: _repeats(call, device) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    share, start = seconds / max(1, len(calls)), perf_counter()
+    for turn in range(most):
+        if turn >= 2 and perf_counter() - start > seconds:
+            break
+        for name, call in calls.items():
+            if turn < 2 or sum(times[name]) * repeats[name] < 2 * share:
+                times[name].append(_turn(call, repeats[name], device))
+    return times
+
+
+def _repeats(call: Callable[[], object], device: torch.device) -> int:
+    call()  # what is compiled, allocated or looked up at first
+    took = _turn(call, 1, device)
+    return max(1, min(1000, math.ceil(_TURN / max(took, 1e-7))))
+
+
+def _turn(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    synchronize(device)
+    start = perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (perf_counter() - start) / repeats
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Returns the median and quartiles; None of nothing.
+
+    >>> spread([4.0, 1.0, 3.0, 2.0])
+    Spread(median=2.5, low=1.75, high=3.25, count=4)
+    """
+    if not values:
+        return None
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], 1)
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return Spread(median(values), low, high, len(values))
+
+
+def speedup(baseline: Sequence[float], times: Sequence[float]) -> float | None:
+    """Returns the median of the ratios baseline to time of what took turns; above 1 is faster.
+
+    Each pair ran within one round, so that what slows the machine for a while slows both. Where one list is longer, its
+    last entries have no partner and are left out.
+
+    >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0])
+    2.0
+    """
+    ratios = [a / b for a, b in zip(baseline, times, strict=False)]
+    return median(ratios) if ratios else None

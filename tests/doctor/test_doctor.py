@@ -1,0 +1,255 @@
+"""What the doctor measures and recommends: each figure from times that are given, each setting from one that is set."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from halfstep import machine, saved
+from halfstep.doctor import choices, doctor, rates, settings
+from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
+from halfstep.errors import HalfstepError
+from halfstep.records import Examination, Rate, Setting
+from halfstep.report.doctor import doctor_report
+from halfstep.report.json import doctor_json
+
+CPU = torch.device("cpu")
+
+
+def rated(**gains):
+    """Rates with these speeds against fp32: `product_bf16=2.0`, `attention_fp16_emulated=0.5`."""
+    names = {"product": PRODUCT, "convolution": CONVOLUTION, "attention": ATTENTION}
+    found = {}
+    for key, gain in gains.items():
+        work, low, *how = key.split("_")
+        key = (names[work], low, EMULATED if how else NATIVE)
+        found[key] = Rate(key[0], low, key[2], None, None, "GFLOP/s", gain)
+    return found
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Has every measurement take one small turn."""
+    small = [
+        dataclasses.replace(work, operands=tuple(each[..., :32].clone() for each in work.operands))
+        for work in (rates.works(CPU)[0], rates.works(CPU)[3])
+    ]
+    small[0] = dataclasses.replace(small[0], operands=(torch.ones(32, 32), torch.ones(32, 32)))
+    monkeypatch.setattr(rates, "works", lambda device: small)
+    monkeypatch.setattr(choices, "_LENGTHS", (16,))
+    for name in ("RATES_SECONDS", "WIDE_SECONDS", "SETTINGS_SECONDS"):
+        monkeypatch.setattr(doctor, name, 0.01)
+
+
+@pytest.fixture
+def config(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    saved._read.cache_clear()
+    yield tmp_path / "halfstep" / "processor.json"
+    saved._read.cache_clear()
+
+
+# ---- what is recommended
+
+
+@pytest.mark.parametrize(
+    ("gains", "level", "low"),
+    [
+        (dict(product_bf16=1.9, convolution_bf16=1.5, product_fp16=0.01, convolution_fp16=0.02), "O1", "bf16"),
+        (dict(product_bf16=0.4, convolution_bf16=1.4, product_fp16=0.01, convolution_fp16=0.02), "O0", "bf16"),
+        (dict(product_bf16=1.0, convolution_bf16=1.0, product_fp16=7.0, convolution_fp16=4.0), "O1", "fp16"),
+        (dict(product_bf16=7.0, convolution_bf16=4.0, product_fp16=7.0, convolution_fp16=4.2), "O1", "bf16"),
+        (dict(product_bf16=2.0), "O0", "bf16"),  # no convolution in any low format: nothing is known to be faster
+    ],
+)
+def test_a_format_is_recommended_where_matrices_and_convolutions_gain(gains, level, low):
+    assert doctor.recommend(rated(**gains))[:2] == (level, low)
+
+
+def test_the_reason_has_the_figures_of_both_formats():
+    gains = dict(product_bf16=1.93, convolution_bf16=1.5, product_fp16=0.0123, convolution_fp16=0.02)
+    _, _, reason = doctor.recommend(rated(**gains))
+    assert "bf16 runs matrix products at 1.9 and convolutions at 1.5 times fp32's speed" in reason
+    assert "fp16 runs matrix products at 0.012 and convolutions at 0.02 times fp32's speed" in reason
+
+
+# ---- what is measured
+
+
+def test_a_rate_is_the_work_over_the_median_time():
+    work = rates.Work("matrix product", "2 x 2 x 2", (torch.ones(2, 2), torch.ones(2, 2)), torch.mm, 16.0)
+    found = rates._rate(work, "bf16", NATIVE, [2e-9, 4e-9, 8e-9], [4e-9, 8e-9, 4e-9])
+    assert (found.rate, found.unit) == (pytest.approx(4.0), "GFLOP/s")  # 16 operations in 4 ns
+    assert found.vs_fp32 == 2.0  # the median of 2, 2 and 0.5
+    copy = rates.Work("copy", "8 numbers", (torch.ones(8),), torch.clone, numbers=8)
+    assert rates._rate(copy, "fp64", NATIVE, [1e-9], [1e-9]).rate == pytest.approx(
+        128.0
+    )  # 8 numbers of 8 bytes, read and written
+
+
+def test_each_work_is_measured_in_every_format_and_emulated_where_a_product_is(quick):
+    found = rates.by_kind(rates.measure(CPU, seconds=0.01))
+    for low in ("fp32", "fp64", "bf16", "fp16"):
+        assert found[PRODUCT, low, NATIVE].rate > 0
+        assert found[rates.COPY, low, NATIVE].rate > 0
+    assert found[PRODUCT, "fp16", EMULATED].vs_fp32 > 0
+    assert (rates.COPY, "fp16", EMULATED) not in found
+    assert {(work, low) for work, low, _ in found if "cast" in work} == {
+        (work, low) for work in (rates.CAST_DOWN, rates.CAST_UP) for low in ("bf16", "fp16")
+    }
+
+
+def test_a_format_without_a_kernel_is_a_row_that_says_so():
+    def refuse(operand):
+        if operand.dtype is not torch.float32:
+            raise RuntimeError("no kernel\nsecond line")
+
+    found = rates._measure_work(rates.Work("x", "1", (torch.ones(1),), refuse, 1.0), CPU, 0.0)
+    assert {(rate.format, rate.error) for rate in found if rate.how == NATIVE} == {
+        ("fp32", None), ("fp64", "no kernel"), ("bf16", "no kernel"), ("fp16", "no kernel")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gains", "bf16", "fp16"),
+    [
+        (dict(product_bf16=2.0, convolution_bf16=1.0), True, False),
+        (dict(product_bf16=2.0, convolution_bf16=0.5), False, False),
+        (dict(product_bf16=1.01, convolution_bf16=2.0), False, False),
+        (
+            {f"{work}_fp16": 0.9 for work in ("product", "convolution", "attention")}
+            | {f"{work}_fp16_emulated": 0.5 for work in ("product", "convolution", "attention")},
+            False,
+            True,
+        ),
+        (  # one kind of work that is slow natively is enough to emulate
+            {"product_fp16": 0.9, "convolution_fp16": 0.02, "attention_fp16": 0.9}
+            | {f"{work}_fp16_emulated": 0.5 for work in ("product", "convolution", "attention")},
+            False,
+            False,
+        ),
+    ],
+)
+def test_choices_follow_the_slowest_kind_of_work(gains, bf16, fp16):
+    found = rated(**gains)
+    assert (choices.bf16_is_fast(found), choices.fp16_is_fast(found)) == (bf16, fp16)
+
+
+@pytest.mark.parametrize(
+    ("gains", "limits"),
+    [
+        ({}, ()),
+        ({(32, 64): 2, (32, 128): 2, (64, 64): 2}, ((32, 128), (64, 64))),
+        ({(32, 64): 2, (32, 256): 2, (128, 64): 1.2}, ((32, 64), (128, 64))),  # what comes after a loss does not count
+    ],
+)
+def test_attention_goes_wide_up_to_the_first_length_that_loses(gains, limits, monkeypatch):
+    monkeypatch.setattr(choices, "_gain_of_wide", lambda width, length, _: gains.get((width, length), 0.9))
+    assert choices.wide_backward(seconds=0.0) == limits
+
+
+def test_the_measured_backward_passes_are_of_the_same_gradients():
+    operands = [torch.randn(1, 2, 16, 32).bfloat16() for _ in range(3)]
+    grad = torch.randn(1, 2, 16, 32).bfloat16()
+    low = choices._backward(operands, grad)()
+    wide = choices._backward([each.float() for each in operands], grad.float())()
+    for a, b in zip(low, wide, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05)
+
+
+# ---- settings
+
+
+def test_flushed_subnormals_cost_accuracy():
+    torch.set_flush_denormal(True)
+    try:
+        found = settings._subnormals(0.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.value == "flushed to 0"
+    assert found.costs.startswith("accuracy")
+    assert settings._subnormals(0.0).value == "kept"
+
+
+def test_fewer_threads_than_cores_are_timed_and_put_back(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(settings, "_cores", lambda: before + 1)
+    monkeypatch.setattr(settings, "speedup", lambda *times: 1.8)
+    found = settings._threads(0.0)
+    assert torch.get_num_threads() == before
+    assert found.costs == f"speed: a matrix product takes 1.8 times as long as on {before + 1}"
+    assert f"set_num_threads({before + 1})" in found.advice
+    monkeypatch.setattr(settings, "speedup", lambda *times: 1.02)
+    assert settings._threads(0.0).costs is None
+
+
+def test_onednn_and_deterministic_algorithms():
+    assert settings._onednn() == Setting("oneDNN", "on")
+    torch.backends.mkldnn.enabled = False
+    try:
+        assert settings._onednn().advice == "torch.backends.mkldnn.enabled = True"
+    finally:
+        torch.backends.mkldnn.enabled = True
+    assert settings._deterministic().costs is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert settings._deterministic().costs
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- the whole, and what is saved
+
+
+def test_an_examination_has_all_parts_and_prints(quick):
+    said = []
+    found = doctor.examine(CPU, tell=said.append)
+    assert isinstance(found, Examination)
+    assert len(said) == 3
+    assert {choice.what.split()[0] for choice in found.choices} == {"bf16", "fp16", "attention"}
+    fields = json.loads(doctor_json(found))
+    assert fields["rates"][0]["format"] == "fp32"
+    assert fields["level"] in ("O0", "O1")
+    assert any(f"Train at {found.level}" in str(part) for part in doctor_report(found).renderables)
+
+
+def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog):
+    monkeypatch.setattr(choices, "_gain_of_wide", lambda *_: 2.0)
+    before = machine.read_processor()
+    found = doctor.examine(CPU, keep=True)
+    assert found.saved == str(config)
+    row = machine.read_processor()
+    assert row.wide_backward == ((32, 16), (64, 16), (128, 16)) != before.wide_backward
+    assert row.source.startswith("saved on 20")
+    assert caplog.text.count(str(config)) == 1  # said once
+    assert machine.table_row() == before
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (lambda text: text[:-20], "cannot be read"),
+        (
+            lambda text: text.replace('"bf16": false', '"bf16": 3').replace('"bf16": true', '"bf16": 3'),
+            "cannot be read",
+        ),
+        (lambda text: text.replace('"schema": 1', '"schema": 2'), "cannot be read"),
+        (lambda text: text.replace('"torch": "', '"torch": "9.'), "was measured on"),
+    ],
+)
+def test_a_saved_file_that_does_not_fit_is_left_out_and_said_so(edit, why, config, caplog):
+    row = machine.table_row()
+    saved.save(
+        saved.Saved(row.name, machine.model_name(), str(torch.__version__), True, True, ((32, 8),), "2026-01-01")
+    )
+    config.write_text(edit(config.read_text()))
+    saved._read.cache_clear()
+    assert machine.read_processor() == row
+    assert why in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_one_error(config):
+    config.parent.write_text("a file where the folder should be")
+    with pytest.raises(HalfstepError, match="cannot be written"):
+        saved.save(saved.Saved("x", "y", "z", True, True, (), "2026-01-01"))
