@@ -18,6 +18,7 @@ from halfstep.errors import (
 from halfstep.forecast.whatif import whatif
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
+from halfstep.inspection.inspect import inspect
 from halfstep.observe.probe import Probe
 from halfstep.observe.stats import measure
 from halfstep.optim.lamb import Lamb
@@ -30,6 +31,7 @@ from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.preflight.check import check
 from halfstep.records import (
     Finding,
+    Inspection,
     NumericsError,
     Observation,
     Recorder,
@@ -62,6 +64,7 @@ __all__ = [
     "FormatError",
     "GradScaler",
     "HalfstepError",
+    "Inspection",
     "Lamb",
     "Lion",
     "LogError",
@@ -98,6 +101,7 @@ __all__ = [
     "blame",
     "check",
     "initialize",
+    "inspect",
     "level",
     "load_plan",
     "measure",

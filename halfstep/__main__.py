@@ -9,6 +9,7 @@ import typer
 from halfstep.cli.bench import bench
 from halfstep.cli.check import check
 from halfstep.cli.doctor import doctor
+from halfstep.cli.inspect import inspect
 from halfstep.cli.levels import levels
 from halfstep.cli.ops import ops
 from halfstep.cli.report import report
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(check)
 app.command()(doctor)
+app.command()(inspect)
 app.command()(levels)
 app.command()(ops)
 app.command()(report)

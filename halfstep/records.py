@@ -653,3 +653,66 @@ class Examination:
     seconds: float
     date: str
     saved: str | None = None
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """What the calls of one operation in the same formats make up in a step.
+
+    `formats` are those of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` are of products alone, a
+    multiply-add as two; `bytes` are read and written; `share` is that of the step's time in operations.
+    """
+
+    operator: str
+    phase: str
+    formats: str
+    calls: int
+    flops: int
+    bytes: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """The casts of a step from one format to another: how many, their bytes, and how many read a parameter."""
+
+    source: str
+    target: str
+    calls: int
+    bytes: int
+    seconds: float
+    of_parameters: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Something that costs time in a step: where, what was seen, what to do, the edits, and the seconds that it saves.
+
+    `seconds` were measured with the operations of that place alone, in the formats that they have now and would have.
+    """
+
+    code: str
+    place: str
+    evidence: str
+    advice: str
+    seconds: float
+    cure: tuple[Edit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Where the time and the casts of one training step go, forward and backward.
+
+    `seconds` is the time in operations, each timed alone. `savings` come with the largest first. `emulated` says that
+    low products were computed in fp32 and rounded, so that their time is not that of a device with units for them.
+    """
+
+    level: str
+    low: str
+    emulated: bool
+    seconds: float
+    rows: tuple[OpRow, ...]
+    casts: tuple[CastRow, ...]
+    savings: tuple[Saving, ...]
+    machine: Machine

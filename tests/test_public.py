@@ -19,6 +19,7 @@ FUNCTIONS = {
     "blame",
     "check",
     "initialize",
+    "inspect",
     "level",
     "load_plan",
     "measure",
@@ -30,8 +31,8 @@ FUNCTIONS = {
 FORMATS = {"BF16", "E4M3", "E5M2", "FP16", "FP32", "TF32"}
 EDITS = {"FULL", "LOW", "Edit", "OpChange", "OpChanges", "Policy", "Rule", "Scaling"}
 RESULTS = {
-    "Assignment", "Finding", "ModuleFormats", "Observation", "Plan", "Run", "SessionStart", "Status", "StepRecord",
-    "TensorStats", "Verdict", "WhatIf",
+    "Assignment", "Finding", "Inspection", "ModuleFormats", "Observation", "Plan", "Run", "SessionStart", "Status",
+    "StepRecord", "TensorStats", "Verdict", "WhatIf",
 }  # fmt: skip
 CLASSES = {
     "Format", "GradScaler", "Lamb", "Lion", "NovoGrad", "Probe", "Recorder", "RunLog", "Session", "autocast",

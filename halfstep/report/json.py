@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.records import BenchResult, Examination, Finding, WhatIf
+from halfstep.records import BenchResult, Examination, Finding, Inspection, WhatIf
 from halfstep.report.lines import plain
 
 _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
@@ -34,6 +34,11 @@ def check_json(found: Sequence[Finding], *, workload: str, plan: str, low: str) 
 def doctor_json(found: Examination) -> str:
     """Returns what was measured of a machine as JSON."""
     return _json(plain(found))
+
+
+def inspection_json(found: Inspection, *, workload: str) -> str:
+    """Returns where the time of a step goes as JSON."""
+    return _json({"workload": workload} | plain(found))
 
 
 def _json(fields: dict[str, Any]) -> str:

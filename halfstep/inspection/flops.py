@@ -1,0 +1,37 @@
+"""Floating-point operations of an operation, by its shapes: torch's formulas, and those that torch lacks on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from halfstep.torch_internals import FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD
+
+_RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+
+def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns how many floating-point operations a call makes in products, a multiply-add as two; 0 of other kinds.
+
+    Attention counts as if nothing were masked, as torch counts it.
+    """
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # it brings Triton
+
+    if func is FLASH_ATTENTION_CPU:
+        return int(sdpa_flop_count(*(each.shape for each in args[:3])))  # type: ignore[no-untyped-call]
+    if func is FLASH_ATTENTION_CPU_BACKWARD:
+        return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
+    if func is _RNN:
+        return _recurrent(args[0].shape, args[1].shape, args[2].shape)
+    if func is _RNN_BACKWARD:  # gradients of inputs and of weights, each a product of the same size
+        return 2 * _recurrent(args[0].shape, args[1].shape, args[2].shape)
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _recurrent(given: Sequence[int], weight: Sequence[int], recurrent: Sequence[int]) -> int:
+    """Returns the operations of a recurrent layer: at each of steps x batch, two products with its weights."""
+    steps, batch = given[0], given[1]
+    return 2 * steps * batch * (weight[0] * weight[1] + recurrent[0] * recurrent[1])

@@ -1,0 +1,102 @@
+"""Inspects one training step of a session: operations, formats, FLOPs, bytes, casts, and what would save time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from halfstep.diagnose.rehearsal import check_given, rehearsing
+from halfstep.formats import as_format
+from halfstep.inspection.meter import Call, Meter
+from halfstep.inspection.savings import Step, savings
+from halfstep.machine import read_machine
+from halfstep.observe.places import Places
+from halfstep.records import CastRow, Inspection, OpRow
+from halfstep.session.session import Session
+
+_WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
+
+
+def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
+    """Returns where the time and the casts of one step go, forward and backward, and what would save time.
+
+    `closure` takes a batch, computes and returns the loss, and does not call backward. Weights, gradients, buffers,
+    random states and the loss scale are afterwards as before; no step is made. Each operation is timed alone, which
+    waits for the device, so that the sum is not the time of a step that overlaps them.
+
+    Raises:
+        SessionError: the session is closed, or the closure returns no scalar loss.
+    """
+    check_given("inspect", session, closure)
+    device, scale = session.stage.device, session.last_step().scale
+    with rehearsing(session, closure) as rehearsal:
+        for _ in range(_WARM):
+            with rehearsal.gradients(rehearsal.loss(), scale):
+                pass
+            rehearsal.rewind()
+        meter = Meter(Places(rehearsal.roots), device)
+        with rehearsal.recording(meter), rehearsal.gradients(rehearsal.loss(), scale):
+            pass
+    names = session.assignment.names()
+    formats = dict(zip(names, session.assignment.modules, strict=True))
+    step = Step(meter, session.plan, formats)
+    return Inspection(
+        level=session.plan.name,
+        low=session.plan.low.name,
+        emulated=session.stage.casting.emulates,
+        seconds=step.seconds,
+        rows=_rows(meter, step.seconds),
+        casts=_casts(meter.calls),
+        savings=savings(step),
+        machine=read_machine(device),
+    )
+
+
+def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
+    groups: dict[tuple[str, str, str], list[Call]] = defaultdict(list)
+    for call in meter.calls:
+        formats = f"{_names(call.inputs)} -> {_names(call.outputs)}"
+        groups[call.note.aten, call.note.phase, formats].append(call)
+    rows = [
+        OpRow(
+            operator,
+            phase,
+            formats,
+            len(calls),
+            sum(call.flops for call in calls),
+            sum(call.bytes for call in calls),
+            sum(call.seconds for call in calls),
+            sum(call.seconds for call in calls) / seconds,
+        )
+        for (operator, phase, formats), calls in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _casts(calls: Sequence[Call]) -> tuple[CastRow, ...]:
+    groups: dict[tuple[str, str], list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.is_cast:
+            groups[_name(call.inputs[-1]), _name(call.outputs[0])].append(call)
+    return tuple(
+        CastRow(
+            source,
+            target,
+            len(found),
+            sum(call.bytes for call in found),
+            sum(call.seconds for call in found),
+            sum(bool(call.parameter) for call in found),
+        )
+        for (source, target), found in groups.items()
+    )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(_name, dtypes)) or "none"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "fp64" if dtype is torch.float64 else as_format(dtype).name

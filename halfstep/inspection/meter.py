@@ -1,0 +1,111 @@
+"""Meters one step: each operation with its place, formats, FLOPs, bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.inspection.flops import flops
+from halfstep.modes import as_called
+from halfstep.observe.places import Places
+from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.observe.schemas import is_view
+from halfstep.timing import synchronize
+from halfstep.torch_internals import schema_of, tree_leaves, tree_map
+
+_COPIES = ("_to_copy", "copy_")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor argument without its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Returns a tensor's shape, and what is none as it is."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        return Shape(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operation of the step: what ran, where (`note`), and what it took.
+
+    `parameter` names the parameter that a cast reads, "" where it is none. `args` are those of the call, with shapes in
+    place of tensors; kept for what computes.
+    """
+
+    func: Any
+    note: Note
+    inputs: tuple[torch.dtype, ...]
+    outputs: tuple[torch.dtype, ...]
+    flops: int
+    bytes: int
+    seconds: float
+    parameter: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it copies numbers from one floating format to another, and does no more."""
+        if schema_of(self.func).name.rpartition("::")[2] not in _COPIES:
+            return False
+        return len({*self.inputs[-1:], *self.outputs}) == 2
+
+
+class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """Records what each operation is and takes; where it came from is found as blame finds it."""
+
+    def __init__(self, places: Places, device: torch.device) -> None:
+        super().__init__(places)
+        self.calls: list[Call] = []
+        self._device = device
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        note = self._begin(func, args, kwargs)
+        if is_view(func):
+            return as_called(func, args, kwargs)
+        given = _floats(args, kwargs)
+        read = sum(_bytes(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        synchronize(self._device)
+        start = perf_counter()
+        result = as_called(func, args, kwargs)
+        synchronize(self._device)
+        took = perf_counter() - start
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        done = flops(func, args, kwargs, result)
+        known = self.places.tensor(given[-1]) if given else None
+        call = Call(
+            func,
+            note,
+            tuple(t.dtype for t in given),
+            tuple(t.dtype for t in made if t.is_floating_point()),
+            done,
+            read + sum(_bytes(t) for t in made),
+            took,
+            known[1] if known is not None and known[0] == "parameter" else "",
+            tuple(tree_map(Shape.of, args)) if done else (),
+            tree_map(Shape.of, kwargs) if done else None,
+        )
+        self.calls.append(call)
+        return result
+
+
+def _floats(args: Any, kwargs: Any) -> list[Tensor]:
+    return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,145 @@
+"""What costs time in a step and need not: products that ran full, weights cast again, sizes that are not aligned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from halfstep.diagnose.words import in_model, place_of
+from halfstep.edits import Edit, OpChange, Policy, Rule
+from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.inspection.meter import Call, Meter, Shape
+from halfstep.inspection.replay import gain, narrowed, padded
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.records import Saving
+from halfstep.torch_internals import tree_leaves
+
+_HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
+_WORTH = 0.01  # of the step's time: what saves less is not told
+_ALIGNED = 8  # elements of 16 bits
+
+
+@dataclass(frozen=True)
+class Step:
+    """A metered step, with what decided its formats."""
+
+    meter: Meter
+    plan: Plan
+    formats: dict[str, ModuleFormats]
+
+    @property
+    def seconds(self) -> float:
+        """The time in operations."""
+        return sum(call.seconds for call in self.meter.calls)
+
+    def heavy(self) -> dict[str | None, list[Call]]:
+        """Returns the products of each module that has its share of the FLOPs."""
+        total = sum(call.flops for call in self.meter.calls)
+        found: dict[str | None, list[Call]] = defaultdict(list)
+        for call in self.meter.calls:
+            if call.flops:
+                found[call.note.module].append(call)
+        return {name: calls for name, calls in found.items() if sum(c.flops for c in calls) >= _HEAVY * total}
+
+
+def savings(step: Step) -> tuple[Saving, ...]:
+    """Returns what would save at least `_WORTH` of a step, the largest first."""
+    found = [saving for look in (_full, _cast_again, _not_aligned) for saving in look(step)]
+    worth = [saving for saving in found if saving.seconds >= _WORTH * step.seconds]
+    return tuple(sorted(worth, key=lambda saving: -saving.seconds))
+
+
+def _full(step: Step) -> Iterator[Saving]:
+    """Products that ran in fp32 though the plan has a low format that is faster on their shapes."""
+    for module, calls in step.heavy().items():
+        full = [call for call in calls if torch.float32 in call.inputs]
+        if not full:
+            continue
+        saved = _saved(full, narrowed(step.plan.low.dtype))
+        why, advice, cure = _why_full(step, module, full[0])
+        count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
+        evidence = f"{count} in fp32, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
+        yield Saving("ran full", _place(full), evidence, advice, saved, cure)
+
+
+def _why_full(step: Step, module: str | None, call: Call) -> tuple[str, str, tuple[Edit, ...]]:
+    """Returns why a product ran in fp32, what to do about it, and the edits that do it."""
+    plan, name = step.plan, in_model(module)[1]
+    if plan.ops == "none":
+        return f"{plan.name} runs everything as written", "train at O1 or O2", ()
+    operator = step.meter.operator(call.note)
+    for category, op in plan.op_changes.listed():
+        if category == "deny" and op == operator:
+            return f"the plan denies {op}", f"take {op} off the deny list", (OpChange("allow", op),)
+    rule = next((each for each in plan.rules if each.policy.compute == "full" and _matches(each, name, step)), None)
+    if rule is not None:
+        cure = Rule(rule.pattern, Policy(plan.param, "low", "low"), rule.buffers)
+        return f"{rule!r} keeps it so", "take the rule out, where what it guards against is not met any more", (cure,)
+    known = step.formats.get(module or "")
+    reason = "it is called where autocast is off, or by an operation that halfstep has no row for"
+    if known is not None and known.compute not in (None, plan.low):
+        reason = known.reason
+    return reason, "call it inside the model's forward with autocast on, or allow the operation", ()
+
+
+def _matches(rule: Rule, name: str, step: Step) -> bool:
+    """Returns whether a rule is of a module or of one that it is in."""
+    parts = name.split(".") if name else []
+    above = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+    for each in above:
+        known = step.formats.get(each)
+        if rule.matches((each,), () if known is None else (known.type_name,)):
+            return True
+    return False
+
+
+def _cast_again(step: Step) -> Iterator[Saving]:
+    """Parameters that are cast to the low format more than once in a forward pass."""
+    casts: dict[str, list[Call]] = defaultdict(list)
+    for call in step.meter.calls:
+        if call.is_cast and call.parameter and call.note.phase == "forward" and call.outputs[0] in LOW_DTYPES:
+            casts[call.parameter].append(call)
+    for name, calls in casts.items():
+        if len(calls) > 1:
+            again = calls[1:]
+            evidence = f"cast to {as_format(calls[0].outputs[0])} {len(calls)} times in one forward pass"
+            advice = "train at O2, where weights are stored low; or cast it once where it is used several times"
+            yield Saving("cast again", name, evidence, advice, sum(call.seconds for call in again))
+
+
+def _not_aligned(step: Step) -> Iterator[Saving]:
+    """Low products with a size that is no multiple of what the device computes fastest with."""
+    for calls in step.heavy().values():
+        low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
+        sizes = sorted({size for call in low for size in _sizes(call) if size > _ALIGNED and size % _ALIGNED})
+        if sizes:
+            saved = _saved(low, padded(_ALIGNED))
+            up = ", ".join(f"{size} to {-(-size // _ALIGNED) * _ALIGNED}" for size in sizes)
+            evidence = f"products with sizes {', '.join(map(str, sizes))}, no multiples of {_ALIGNED}"
+            yield Saving("not aligned", _place(low), evidence, f"pad {up}", saved)
+
+
+def _sizes(call: Call) -> Iterator[int]:
+    for each in tree_leaves(call.args):
+        if isinstance(each, Shape) and len(each.shape) >= 2:
+            yield from each.shape[-2:] if len(each.shape) < 4 else each.shape[:2]
+
+
+def _saved(calls: Sequence[Call], change: Callable[[Shape], Shape]) -> float:
+    """Returns the seconds that calls save if their tensors change: each shape is timed once."""
+    known: dict[str, float] = {}
+    saved = 0.0
+    for call in calls:
+        key = f"{call.func} {call.args} {call.kwargs}"
+        if key not in known:
+            known[key] = gain(call, change)
+        saved += known[key] * call.seconds
+    return saved
+
+
+def _place(calls: Sequence[Call]) -> str:
+    return place_of(calls[0].note.module, next((c.note.line for c in calls if c.note.line), None))

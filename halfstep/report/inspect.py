@@ -1,0 +1,75 @@
+"""Where the time and the casts of a step go, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.records import Inspection
+
+ROWS = 20
+MIB, GIGA = 2**20, 1e9
+
+
+def inspection_report(found: Inspection, *, what: str) -> Group:
+    """Returns the operations that take most, the casts, and what would save time; `what` was inspected."""
+    head = f"{what}: {1e3 * found.seconds:,.1f} ms in operations, each timed alone"
+    if found.emulated:
+        head += f"; {found.low} is emulated here, so times are not those of a device with units for it"
+    parts: list[Text | Table] = [Text(head), Text(), _operations(found)]
+    if len(found.rows) > ROWS:
+        rest = found.rows[ROWS:]
+        parts.append(Text(f"and {len(rest)} more rows, {sum(row.share for row in rest):.1%} of the time"))
+    return Group(*parts, Text(), *(Text(line) for line in _lines(found)))
+
+
+def _operations(found: Inspection) -> Table:
+    table = Table(box=None, padding=(0, 1))
+    for header in ("operation", "pass", "formats"):
+        table.add_column(header, no_wrap=True)
+    for header in ("calls", "GFLOP", "MiB", "ms", "share"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in found.rows[:ROWS]:
+        figures = (
+            f"{row.flops / GIGA:,.3f}" if row.flops else "-",
+            f"{row.bytes / MIB:,.1f}",
+            f"{1e3 * row.seconds:,.2f}",
+        )
+        names = (row.operator, row.phase, _short(row.formats))
+        table.add_row(*map(escape, (*names, f"{row.calls:,}", *figures, f"{row.share:.1%}")))
+    return table
+
+
+def _short(formats: str) -> str:
+    """Returns formats with repeats counted: "7 bf16 -> 3 bf16"."""
+    return " -> ".join(_counted(side.split(", ")) for side in formats.split(" -> "))
+
+
+def _counted(names: Sequence[str]) -> str:
+    found = []
+    for name in dict.fromkeys(names):
+        count = names.count(name)
+        found.append(name if count == 1 else f"{count} {name}")
+    return ", ".join(found)
+
+
+def _lines(found: Inspection) -> Iterator[str]:
+    for cast in found.casts:
+        yield (
+            f"casts {cast.source} to {cast.target}: {cast.calls:,}, {cast.bytes / MIB:,.1f} MiB, "
+            f"{1e3 * cast.seconds:,.2f} ms; {cast.of_parameters:,} of parameters"
+        )
+    yield ""
+    if not found.savings:
+        yield "Nothing found that would save a hundredth of the step."
+    for saving in found.savings:
+        share = saving.seconds / found.seconds
+        yield f"{saving.code} at {saving.place}: {1e3 * saving.seconds:,.2f} ms to save, {share:.0%} of the step"
+        yield f"  seen: {saving.evidence}"
+        yield f"  do:   {saving.advice}"
+        for edit in saving.cure:
+            yield f"  edit: {edit!r}"

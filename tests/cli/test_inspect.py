@@ -1,0 +1,48 @@
+"""`halfstep inspect` and `halfstep doctor`, called as a user does."""
+
+import json
+
+import pytest
+
+from halfstep.doctor import doctor as examination
+
+SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
+
+
+@pytest.mark.parametrize(("level", "low"), [("O0", "bf16"), ("O1", "bf16"), ("O2", "fp16")])
+def test_inspect_prints_operations_and_casts(halfstep, tmp_path, level, low):
+    path = tmp_path / "x.json"
+    code, out, err = halfstep("inspect", "regression", *SMALL, "--level", level, "--low", low, "--json", path)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"regression under {level} in {low}: ")
+    assert "addmm" in out
+    assert json.loads(path.read_text())["level"] == level
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "nothing"),
+        (["regression", "--level", "O9"], "O9"),
+        (["regression", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["regression", "--set", "batch=0"], "batch"),
+    ],
+)
+def test_inspect_says_in_one_line_what_is_wrong(halfstep, arguments, said):
+    code, out, err = halfstep("inspect", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_doctor_prints_what_to_train_in(halfstep, tmp_path, monkeypatch):
+    for name in ("RATES_SECONDS", "WIDE_SECONDS", "SETTINGS_SECONDS"):
+        monkeypatch.setattr(examination, name, 0.0)
+    monkeypatch.setattr(examination, "wide_backward", lambda seconds: ((32, 64),))
+    code, out, _ = halfstep("doctor", "--device", "cpu", "--json", tmp_path / "x.json")
+    assert code == 0
+    assert "matrix product" in out
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert out.rstrip().rpartition("Train at ")[2].startswith(found["level"])
+    assert "measured here: 32: 64" in out
+    assert halfstep("doctor", "--device", "tpu")[0] == 2

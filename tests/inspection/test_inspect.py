@@ -1,0 +1,266 @@
+"""What an inspection counts, against a dispatch mode written here and torch's own counter; planted costs are found."""
+
+import json
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+import halfstep
+from halfstep import FULL, OpChange, Rule
+from halfstep.errors import SessionError
+from halfstep.inspection import savings
+from halfstep.inspection.meter import Call, Shape
+from halfstep.inspection.replay import gain, narrowed, padded
+from halfstep.report.inspect import inspection_report
+from halfstep.report.json import inspection_json
+
+LEVELS = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"), ("O1", "fp16"), ("O2", "fp16")]
+
+
+class Net(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.a, self.b = nn.Linear(8 * 36, width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(self.conv(x).flatten(1))))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Counting(TorchDispatchMode):
+    """Counts what the dispatcher is asked for: written for this test, and knows nothing of halfstep."""
+
+    def __init__(self):
+        super().__init__()
+        self.casts, self.ops = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        floats = [t.dtype for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.is_floating_point()]
+        if func.is_view or func.namespace == "prim":
+            return result
+        self.ops[func._schema.name.partition("::")[2]] += 1
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and floats:
+            made = result.dtype
+            if made.is_floating_point and made is not floats[-1]:
+                self.casts[floats[-1], made] += 1
+        return result
+
+
+@pytest.fixture
+def session_of():
+    def make(model, level="O1", low="bf16", **options):
+        return halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, low=low, **options)
+
+    return make
+
+
+def gains(monkeypatch, share=0.5):
+    """Has every comparison find that a change saves this share of a call's time, and tells of each."""
+    monkeypatch.setattr(savings, "_WORTH", 0.0)
+    monkeypatch.setattr(savings, "gain", lambda call, change: share)
+
+
+@pytest.mark.parametrize(("level", "low"), LEVELS)
+def test_operators_and_casts_are_those_of_an_independent_count(level, low, session_of):
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    native = {} if level == "O0" else {"emulate": False, "loss_scale": 1.0}
+    with session_of(model, level, low, **native) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+        with Counting() as counted:
+            session.backward(model(x).square().mean())
+    ops = Counter()
+    for row in found.rows:
+        ops[row.operator] += row.calls
+    names = {"mm", "addmm", "convolution_backward", "gelu", "gelu_backward", "_to_copy", "sum"}
+    assert {name: ops[name] for name in names} == {name: counted.ops[name] for name in names}
+    assert ops["conv2d"] == counted.ops["convolution"] == 1
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    casts = {(cast.source, cast.target): cast.calls for cast in found.casts}
+    assert casts == {(short[a], short[b]): count for (a, b), count in counted.casts.items()}
+    assert sum(row.share for row in found.rows) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("level", "low"), LEVELS)
+def test_flops_are_those_of_torchs_counter(level, low, session_of):
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model, level, low) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    plain = Net()
+    with FlopCounterMode(display=False) as counter:
+        plain(x).square().mean().backward()
+    assert sum(row.flops for row in found.rows) == counter.get_total_flops()
+
+
+def test_flops_of_attention_and_lstm_are_those_of_their_products(session_of):
+    model, x = Attention(), torch.randn(3, 5, 16)
+    with session_of(model) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    by_name = {row.operator: row.flops for row in found.rows if "attention" in row.operator}
+    # 3 texts x 2 heads, 5 x 5 scores of 8 numbers: two products forward, five backward, 2 operations each
+    assert sorted(by_name.values()) == [2 * 2 * 6 * 5 * 5 * 8, 5 * 2 * 6 * 5 * 5 * 8]
+    lstm = nn.LSTM(4, 6)
+    with session_of(lstm) as session:
+        found = halfstep.inspect(session, lambda: lstm(torch.ones(7, 2, 4))[0].square().mean())
+    counted = {row.operator: row.flops for row in found.rows if row.operator.startswith("mkldnn_rnn")}
+    once = 2 * 7 * 2 * (4 * 24 + 6 * 24)  # 7 steps, 2 texts: 24 gates of 4 inputs and 6 states
+    assert counted in ({"mkldnn_rnn_layer": once, "mkldnn_rnn_layer_backward": 2 * once}, {})
+
+
+def test_a_model_without_a_fault_has_no_saving(session_of, monkeypatch):
+    gains(monkeypatch)
+    for level in ("O1", "O2"):
+        model, x = Net(), torch.randn(2, 3, 8, 8)
+        with session_of(model, level, rules=[Rule("conv", FULL)] if level == "O1" else ()) as session:
+            found = halfstep.inspect(session, lambda model=model, x=x: model(x).square().mean())
+        codes = [saving.code for saving in found.savings]
+        assert codes == (["ran full"] if level == "O1" else [])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_rule_that_keeps_products_full_is_named_with_the_edit_that_undoes_it(level, session_of, monkeypatch):
+    gains(monkeypatch)
+    model, x = Net(512), torch.randn(64, 3, 8, 8)
+    with session_of(model, level, rules=[Rule("a", FULL)]) as session:
+        closure = lambda: model(x).square().mean()  # noqa: E731
+        first = halfstep.inspect(session, closure).savings[0]
+        plan = session.plan.edit(*first.cure)
+    assert (first.code, first.place.partition(",")[0]) == ("ran full", "a")
+    assert "Rule('a', FULL) keeps it so" in first.evidence.replace("pattern=", "").replace("policy=", "")
+    with session_of(model, plan, low=None) as session:
+        after = halfstep.inspect(session, closure)
+        assert session.assignment.of("a").compute is halfstep.BF16
+    assert after.savings == ()
+
+
+def test_a_denied_operation_is_named_with_the_edit_that_allows_it(session_of, monkeypatch):
+    gains(monkeypatch)
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model, ops={"deny": ["conv2d"]}) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert found.savings[0].cure == (OpChange("allow", "conv2d"),)
+    assert "the plan denies conv2d" in found.savings[0].evidence
+
+
+def test_what_a_format_does_not_make_faster_is_not_told(session_of, monkeypatch):
+    gains(monkeypatch, -0.5)
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model, rules=[Rule("a", FULL)]) as session:
+        assert halfstep.inspect(session, lambda: model(x).square().mean()).savings == ()
+
+
+def test_a_weight_that_is_cast_twice_is_named(session_of, monkeypatch):
+    gains(monkeypatch, -0.5)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fixed = nn.Parameter(torch.randn(1024, 1024), requires_grad=False)  # autocast keeps casts of no such
+            self.head = nn.Linear(1024, 1)
+
+        def forward(self, x):
+            return self.head(x @ self.fixed @ self.fixed)
+
+    model, x = Twice(), torch.randn(2, 1024)
+    with session_of(model, "O1") as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    first = next(saving for saving in found.savings if saving.code == "cast again")
+    assert (first.place, first.evidence) == ("fixed", "cast to bf16 2 times in one forward pass")
+    with session_of(model, "O2") as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert "cast again" not in {saving.code for saving in found.savings}
+
+
+def test_sizes_that_are_not_aligned_are_named_with_the_next_that_are(session_of, monkeypatch):
+    gains(monkeypatch)
+    for width, advice in ((1003, "pad 1003 to 1008"), (1008, None)):
+        model, x = Net(width), torch.randn(8, 3, 8, 8)
+        with session_of(model, "O2") as session:
+            found = halfstep.inspect(session, lambda model=model, x=x: model(x).square().mean())
+        told = [saving.advice for saving in found.savings if saving.code == "not aligned" and saving.place[:1] == "a"]
+        assert told == ([] if advice is None else [advice])
+
+
+def test_a_gain_is_the_share_of_a_calls_time_that_a_change_saves():
+    def call(tensor):
+        time.sleep(0.004 if tensor.dtype is torch.float32 else 0.002)
+
+    made = Call(call, None, (), (), 1, 0, 0.004, args=(Shape.of(torch.ones(3)),), kwargs={})
+    assert 0.3 < gain(made, narrowed(torch.bfloat16)) < 0.6
+    assert -0.3 < gain(made, narrowed(torch.float32)) < 0.3
+
+
+def test_a_call_that_cannot_be_made_again_gains_nothing():
+    def call(tensor):
+        if tensor.dtype is not torch.float32:
+            raise RuntimeError("no kernel")
+
+    made = Call(call, None, (), (), 1, 0, 0.004, args=(Shape.of(torch.ones(3)),), kwargs={})
+    assert gain(made, narrowed(torch.bfloat16)) == 0
+
+
+def test_a_change_of_shapes_keeps_their_layout():
+    def of(tensor):
+        return Shape.of(tensor)
+
+    assert padded(8)(of(torch.empty(10, 3))) == of(torch.empty(16, 3))
+    assert padded(8)(of(torch.empty(10, 30).t())) == of(torch.empty(16, 32).t())
+    assert padded(8)(of(torch.empty(9).expand(4, 9))) == of(torch.empty(16).expand(4, 16))
+    images = torch.empty(2, 12, 5, 5).to(memory_format=torch.channels_last)
+    assert padded(8)(of(images)) == of(torch.empty(2, 16, 5, 5).to(memory_format=torch.channels_last))
+    assert narrowed(torch.bfloat16)(of(torch.empty(2))).dtype is torch.bfloat16
+    assert narrowed(torch.bfloat16)(of(torch.empty(2, dtype=torch.int64))).dtype is torch.int64
+
+
+@pytest.mark.parametrize(("level", "low"), LEVELS)
+def test_nothing_of_the_model_has_changed_afterwards(level, low, session_of):
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    model.norm = nn.BatchNorm1d(8)
+    model.forward = None
+    del model.forward
+    with session_of(model, level, low) as session:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        state = torch.get_rng_state()
+        halfstep.inspect(session, lambda: F.dropout(model.norm(model(x))).square().mean())
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
+    gains(monkeypatch)
+    model, x = Net(512), torch.randn(64, 3, 8, 8)
+    with session_of(model, rules=[Rule("a", FULL)]) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    lines = [str(part) for part in inspection_report(found, what="Net under O1 in bf16").renderables]
+    assert any(line.startswith("ran full at a") for line in lines)
+    assert any("edit: Rule" in line for line in lines)
+    fields = json.loads(inspection_json(found, workload="net"))
+    assert len(fields["rows"]) == len(found.rows)
+
+
+def test_bad_input_is_one_error(session_of):
+    model = Net()
+    session = session_of(model)
+    with pytest.raises(SessionError, match="not one real number"):
+        halfstep.inspect(session, lambda: model(torch.randn(2, 3, 8, 8)))
+    session.close()
+    with pytest.raises(SessionError, match="closed session"):
+        halfstep.inspect(session, lambda: None)
