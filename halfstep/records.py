@@ -593,6 +593,30 @@ class BenchResult:
 
 
 @dataclass(frozen=True)
+class BenchChange:
+    """How one row of a benchmark differs from a saved one.
+
+    `verdict` is "alike", "slower", "faster", "new" (the saved one has no such row) or "too few steps". `time` is the
+    step time now over the one then, counted in steps of `yardstick` (a row of both; None: in milliseconds), and lies
+    between `low` and `high` in 19 of 20 repetitions. `memory` is the peak now over the one then, 1.0 where they differ
+    by less than a hundredth.
+    """
+
+    name: str
+    verdict: str
+    yardstick: str | None
+    time: float | None = None
+    low: float | None = None
+    high: float | None = None
+    memory: float | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the row takes longer or more memory than it did."""
+        return self.verdict == "slower" or (self.memory is not None and self.memory > 1)
+
+
+@dataclass(frozen=True)
 class Rate:
     """How fast a device does one kind of work in one format.
 

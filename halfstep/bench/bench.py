@@ -86,7 +86,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
         complete = False
     return BenchResult(
         workload=workload.name,
-        settings={f.name: str(getattr(workload, f.name)) for f in fields(workload) if f.name != "data"},
+        settings=settings_of(workload),
         parameters=parameters,
         steps=steps,
         warmup=warmup(steps),
@@ -99,6 +99,11 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
         command=command,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
+
+
+def settings_of(workload: Workload) -> dict[str, str]:
+    """Returns the settings of a workload by name, as a result has them."""
+    return {each.name: str(getattr(workload, each.name)) for each in fields(workload) if each.name != "data"}
 
 
 def warmup(steps: int) -> int:

@@ -1,0 +1,139 @@
+"""A benchmark held against a saved one: what is slower, faster or larger now, beyond the noise of both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+from halfstep.errors import WorkloadError
+from halfstep.records import BenchChange, BenchResult
+
+BLOCKS, FEWEST = 10, 12  # parts that a run is cut into, and steps without which there is no telling
+LEAST = 0.025  # of the time: what two processes of the same code may differ by, as memory lies elsewhere
+_ERRORS = 2.2  # standard errors: of 95 in 100 differences by chance, with 18 degrees of freedom and a little room
+_MEMORY = 0.01
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a saved benchmark has of each row."""
+
+    workload: str
+    settings: Mapping[str, str]
+    processor: str
+    torch: str
+    halfstep: str
+    threads: int
+    rows: Mapping[str, Mapping[str, Any]]
+
+
+def load_saved(path: Path) -> Saved:
+    """Reads a file that `halfstep bench --json` wrote.
+
+    Raises:
+        WorkloadError: there is none, or it is something else.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        machine = fields["machine"]
+        rows = {str(run["name"]): run for run in fields["runs"]}
+        for run in rows.values():
+            run["times_ms"] = [float(each) for each in run["times_ms"]]
+        return Saved(
+            fields["workload"], fields["settings"], machine["processor"], machine["torch"], machine["halfstep"],
+            machine["threads"], rows,
+        )  # fmt: skip
+    except OSError as error:
+        raise WorkloadError(f"--against {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = type(error).__name__ if isinstance(error, (TypeError, AttributeError)) else str(error)
+        raise WorkloadError(
+            f"--against {path} is no result of this halfstep's bench ({why}); give a file that "
+            "`halfstep bench --json FILE` wrote"
+        ) from None
+
+
+def check_comparable(saved: Saved, workload: str, settings: Mapping[str, object]) -> None:
+    """Refuses a saved benchmark of other work, before anything is measured.
+
+    Raises:
+        WorkloadError: another workload, or other settings.
+    """
+    if saved.workload != workload:
+        raise WorkloadError(f"--against is of the workload {saved.workload!r}, this is {workload!r}; compare the same")
+    before, now = ({key: str(value) for key, value in each.items()} for each in (saved.settings, settings))
+    differs = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    if differs:
+        said = ", ".join(f"{key} {before.get(key, '-')} there and {now.get(key, '-')} here" for key in differs)
+        raise WorkloadError(f"--against has other settings: {said}; compare the same")
+
+
+def compare(saved: Saved, result: BenchResult) -> tuple[BenchChange, ...]:
+    """Returns for each row of a result what changed since a saved one.
+
+    A row's time counts in units of a yardstick that ran beside it, step by step, in the same process: torch.amp in the
+    same format, or O0, where both results have it; so a machine that is slower today changes nothing. Without one it
+    counts in milliseconds.
+    """
+    now = {run.name: {"times_ms": run.times_ms, "peak_bytes": run.peak_bytes, "peer": run.peer, "low": run.low,
+                      "level": run.level} for run in result.runs}  # fmt: skip
+    return tuple(_change(name, saved.rows, now) for name in now)
+
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+def _change(name: str, before: Rows, now: Rows) -> BenchChange:
+    if name not in before:
+        return BenchChange(name, "new", None)
+    old, new = before[name], now[name]
+    yardstick = _yardstick(name, before, now)
+    pairs = [_ratios(rows, name, yardstick) for rows in (before, now)]
+    grown = None
+    if old.get("peak_bytes") and new.get("peak_bytes"):
+        share = float(new["peak_bytes"]) / float(old["peak_bytes"])
+        grown = share if abs(share - 1) > _MEMORY else 1.0
+    if min(map(len, pairs)) < FEWEST:
+        return BenchChange(name, "too few steps", yardstick, memory=grown)
+    (first, first_error), (second, second_error) = map(_centre, pairs)
+    difference, error = second - first, _ERRORS * math.hypot(first_error, second_error)
+    time, low, high = (math.exp(each) for each in (difference, difference - error, difference + error))
+    changed = abs(difference) > max(LEAST, error)
+    verdict = "alike" if not changed else "slower" if difference > 0 else "faster"
+    return BenchChange(name, verdict, yardstick, time, low, high, grown)
+
+
+def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
+    """Returns the row that a row's steps are held against: one that is in both results."""
+    both = [key for key in now if key in before and key != name and len(now[key]["times_ms"]) >= FEWEST]
+    peers = [key for key in both if now[key]["peer"]]
+    if now[name]["peer"]:
+        peers = []
+    alike = [key for key in peers if now[key]["low"] == now[name]["low"]]
+    baseline = [key for key in both if now[key]["level"] == "O0" and not now[key]["peer"]]
+    return next(iter([*alike, *peers, *baseline]), None)
+
+
+def _ratios(rows: Rows, name: str, yardstick: str | None) -> list[float]:
+    """Returns the logarithms of a row's step times, over those of its yardstick in the same rounds."""
+    times = rows[name]["times_ms"]
+    if yardstick is None:
+        return [math.log(each) for each in times]
+    return [math.log(a / b) for a, b in zip(times, rows[yardstick]["times_ms"], strict=False)]
+
+
+def _centre(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of the medians of consecutive blocks, and its standard error.
+
+    Blocks, since what slows a machine lasts for several steps: neighbours are no independent measurements.
+    """
+    count = min(BLOCKS, len(values) // 3)
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    medians = [median(values[a:b]) for a, b in pairwise(edges)]
+    return mean(medians), stdev(medians) / math.sqrt(count)
