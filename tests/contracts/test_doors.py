@@ -539,3 +539,14 @@ def test_low_weights_where_the_model_switches_autocast_off_are_an_error_that_nam
     halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), level, low="bf16")
     with pytest.raises(RuntimeError, match=r"Linear: the model's own code has switched autocast off.*Rule\(name, FULL"):
         model(torch.randn(8, 32))
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_so_does_a_child_whose_forward_is_its_own(low):
+    torch.manual_seed(0)
+    model = Island()
+    router = model.router
+    router.forward = lambda x: torch.nn.functional.linear(x, router.weight, router.bias)
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O1", low=low)
+    model(torch.randn(8, 32))
+    assert torch.equal(model.routed, torch.nn.functional.linear(model.given, router.weight, router.bias))
