@@ -29,7 +29,7 @@ from halfstep.bench.variants import entries
 from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, FP16
 from halfstep.machine import read_facts
-from halfstep.records import BenchResult, BenchRun
+from halfstep.measurements import BenchResult, BenchRun
 from halfstep.report.json import bench_json
 from halfstep.workloads.load import load_workload
 

@@ -29,8 +29,8 @@ from halfstep.bench.bench import bench
 from halfstep.bench.variants import PEER, AmpVariant, Entry, SessionVariant, Variant, entries
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
+from halfstep.measurements import BenchResult, BenchRun
 from halfstep.plan.levels import level
-from halfstep.records import BenchResult, BenchRun
 from halfstep.report.json import bench_json
 from halfstep.timing import speedup
 from halfstep.workloads.char_lm import Block

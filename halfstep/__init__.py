@@ -19,6 +19,7 @@ from halfstep.forecast.whatif import whatif
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
 from halfstep.inspection.inspect import inspect
+from halfstep.measurements import Inspection
 from halfstep.observe.probe import Probe
 from halfstep.observe.stats import measure
 from halfstep.optim.lamb import Lamb
@@ -31,7 +32,6 @@ from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.preflight.check import check
 from halfstep.records import (
     Finding,
-    Inspection,
     NumericsError,
     Observation,
     Recorder,

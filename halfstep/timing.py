@@ -9,7 +9,7 @@ from time import perf_counter
 
 import torch
 
-from halfstep.records import Spread
+from halfstep.measurements import Spread
 
 _TURN = 2e-3  # seconds that a turn takes at least: many calls where one is shorter
 

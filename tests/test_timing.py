@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.bench.tally import mean_of_last
-from halfstep.records import Spread
+from halfstep.measurements import Spread
 from halfstep.timing import speedup, spread, take_turns
 
 CPU = torch.device("cpu")

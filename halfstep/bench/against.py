@@ -12,7 +12,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from halfstep.errors import WorkloadError
-from halfstep.records import BenchChange, BenchResult
+from halfstep.measurements import BenchChange, BenchResult
 
 BLOCKS, FEWEST = 10, 12  # parts that a run is cut into, and steps without which there is no telling
 LEAST = 0.025  # of the time: what two processes of the same code may differ by, as memory lies elsewhere

@@ -17,7 +17,7 @@ from halfstep.bench.tally import Tally, notes, reason, records
 from halfstep.bench.variants import Entry, Variant
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
-from halfstep.records import BenchResult
+from halfstep.measurements import BenchResult
 from halfstep.timing import synchronize
 from halfstep.workloads.workload import Batch, Workload
 

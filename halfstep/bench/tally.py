@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halfstep.bench.variants import Entry, Facts
 from halfstep.errors import HalfstepError
-from halfstep.records import BenchRun
+from halfstep.measurements import BenchRun
 from halfstep.timing import speedup, spread
 
 NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (

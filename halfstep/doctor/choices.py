@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.machine import Processor, WideBackward
-from halfstep.records import Choice, Rate
+from halfstep.measurements import Choice, Rate
 from halfstep.timing import speedup, take_turns
 
 _WIDTHS, _LENGTHS, _HEADS = (32, 64, 128), (64, 128, 256, 512), 8

@@ -12,7 +12,7 @@ from halfstep.doctor.choices import Rates, bf16_is_fast, compare, fp16_is_fast, 
 from halfstep.doctor.rates import CONVOLUTION, NATIVE, PRODUCT, by_kind, measure
 from halfstep.doctor.settings import read_settings, read_tools
 from halfstep.machine import model_name, read_facts, read_machine, read_processor, table_row
-from halfstep.records import Choice, Examination
+from halfstep.measurements import Choice, Examination
 from halfstep.saved import Saved, save
 
 RATES_SECONDS, WIDE_SECONDS, SETTINGS_SECONDS = 11.0, 6.0, 1.0

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from halfstep.cast.emulate import Emulation
 from halfstep.formats import BF16, FP16, FP32, TF32
 from halfstep.machine import FIRST_CAPABILITY, read_facts
-from halfstep.records import Rate
+from halfstep.measurements import Rate
 from halfstep.timing import speedup, spread, take_turns
 
 NATIVE, EMULATED = "native", "emulated"

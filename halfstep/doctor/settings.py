@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from halfstep.kernels.build import find_compiler
-from halfstep.records import Setting
+from halfstep.measurements import Setting
 from halfstep.timing import speedup, take_turns
 
 _SLOWER = 1.1  # what costs less is not spoken of

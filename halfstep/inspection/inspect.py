@@ -13,8 +13,8 @@ from halfstep.formats import as_format
 from halfstep.inspection.meter import Call, Meter
 from halfstep.inspection.savings import Step, savings
 from halfstep.machine import read_machine
+from halfstep.measurements import CastRow, Inspection, OpRow
 from halfstep.observe.places import Places
-from halfstep.records import CastRow, Inspection, OpRow
 from halfstep.session.session import Session
 
 _WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there

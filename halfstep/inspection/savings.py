@@ -13,9 +13,9 @@ from halfstep.edits import Edit, OpChange, Policy, Rule
 from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.inspection.meter import Call, Meter, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
+from halfstep.measurements import Saving
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.records import Saving
 from halfstep.torch_internals import tree_leaves
 
 _HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.records import BenchChange
+from halfstep.measurements import BenchChange
 
 
 def against_table(changes: Sequence[BenchChange], *, file: str, saved: tuple[str, str, str]) -> Group:

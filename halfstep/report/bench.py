@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.records import BenchResult, BenchRun
+from halfstep.measurements import BenchResult, BenchRun
 
 MIB = 2**20
 ABSENT = "-"

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.records import Examination, Rate
+from halfstep.measurements import Examination, Rate
 
 
 def doctor_report(found: Examination) -> Group:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.records import Inspection
+from halfstep.measurements import Inspection
 
 ROWS = 20
 MIB, GIGA = 2**20, 1e9

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.records import BenchResult, Examination, Finding, Inspection, WhatIf
+from halfstep.measurements import BenchResult, Examination, Inspection
+from halfstep.records import Finding, WhatIf
 from halfstep.report.lines import plain
 
 _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")

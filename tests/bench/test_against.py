@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.bench.against import check_comparable, compare, load_saved
 from halfstep.errors import WorkloadError
-from halfstep.records import BenchChange, BenchRun
+from halfstep.measurements import BenchChange, BenchRun
 from halfstep.report.against import against_table
 
 FIELDS = {

@@ -10,7 +10,7 @@ from halfstep import machine, saved
 from halfstep.doctor import choices, doctor, rates, settings
 from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.errors import HalfstepError
-from halfstep.records import Examination, Rate, Setting
+from halfstep.measurements import Examination, Rate, Setting
 from halfstep.report.doctor import doctor_report
 from halfstep.report.json import doctor_json
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from halfstep.machine import Machine
-from halfstep.records import BenchResult, BenchRun, Spread
+from halfstep.measurements import BenchResult, BenchRun, Spread
 from halfstep.report.bench import bench_table, over_seeds
 from halfstep.report.json import bench_json
 

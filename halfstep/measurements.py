@@ -1,0 +1,222 @@
+"""Frozen results of measuring: benchmarks, what a machine does, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from halfstep.edits import Edit
+from halfstep.machine import Machine
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median and the quartiles of `count` measurements."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """One workload under one plan, or under torch.amp (`peer`), over all seeds of a benchmark.
+
+    `step_ms` is the spread of `times_ms`, the milliseconds of each step after the warm-up, seed after seed. `vs_o0` and
+    `vs_amp` are speed-ups: the median over steps of the time of O0, or of torch.amp in the same format, over this run's
+    time of the same step. `peak_bytes` is the most memory that one training step holds, weights included.
+    `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
+    mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have an entry
+    a seed. `error` says why the run does not exist, or what ended it; the figures are then those from before. None: not
+    measured.
+    """
+
+    name: str
+    level: str
+    low: str
+    peer: bool
+    emulated: bool
+    times_ms: tuple[float, ...] = ()
+    step_ms: Spread | None = None
+    vs_o0: float | None = None
+    vs_amp: float | None = None
+    peak_bytes: int | None = None
+    bytes_per_parameter: dict[str, float] = field(default_factory=dict)
+    train_loss: tuple[float, ...] = ()
+    validation: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    skipped: tuple[int, ...] = ()
+    scale: tuple[float, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """The same work under several plans, side by side: what was asked, where it ran, and what each run did.
+
+    `complete` is false where it was interrupted; `peak_method` says how peak memory was counted; `notes` has what a
+    reader of the figures should know.
+    """
+
+    workload: str
+    settings: dict[str, str]
+    parameters: int
+    steps: int
+    warmup: int
+    seeds: tuple[int, ...]
+    runs: tuple[BenchRun, ...]
+    peak_method: str
+    notes: tuple[str, ...]
+    complete: bool
+    machine: Machine
+    command: str
+    date: str
+
+
+@dataclass(frozen=True)
+class BenchChange:
+    """How one row of a benchmark differs from a saved one.
+
+    `verdict` is "alike", "slower", "faster", "new" (the saved one has no such row) or "too few steps". `time` is the
+    step time now over the one then, counted in steps of `yardstick` (a row of both; None: in milliseconds), and lies
+    between `low` and `high` in 19 of 20 repetitions. `memory` is the peak now over the one then, 1.0 where they differ
+    by less than a hundredth.
+    """
+
+    name: str
+    verdict: str
+    yardstick: str | None
+    time: float | None = None
+    low: float | None = None
+    high: float | None = None
+    memory: float | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the row takes longer or more memory than it did."""
+        return self.verdict == "slower" or (self.memory is not None and self.memory > 1)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a device does one kind of work in one format.
+
+    `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` are of one
+    call, `rate` is in `unit` (GFLOP/s, or GB/s read and written), and `vs_fp32` is the median over rounds of fp32's
+    time over this one: above 1 is faster than fp32. `error` says why there is no figure.
+    """
+
+    work: str
+    format: str
+    how: str
+    seconds: Spread | None
+    rate: float | None
+    unit: str
+    vs_fp32: float | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of torch or the machine: its value, whether it costs speed or accuracy, and what to do about it."""
+
+    name: str
+    value: str
+    costs: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What sessions decide by: what the table of processor classes says, and what was measured here."""
+
+    what: str
+    table: str
+    measured: str
+    agrees: bool
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What a machine is and does, and what that recommends: a level, a format and the reason, with its figures.
+
+    `processor` is the class of the processor and `source` where the table has its choices from; `tools` are what fast
+    kernels need; `saved` is the file that `--save` wrote.
+    """
+
+    machine: Machine
+    device: str
+    processor: str
+    source: str
+    rates: tuple[Rate, ...]
+    settings: tuple[Setting, ...]
+    choices: tuple[Choice, ...]
+    tools: dict[str, str]
+    level: str
+    low: str
+    reason: str
+    seconds: float
+    date: str
+    saved: str | None = None
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """What the calls of one operation in the same formats make up in a step.
+
+    `formats` are those of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` are of products alone, a
+    multiply-add as two; `bytes` are read and written; `share` is that of the step's time in operations.
+    """
+
+    operator: str
+    phase: str
+    formats: str
+    calls: int
+    flops: int
+    bytes: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """The casts of a step from one format to another: how many, their bytes, and how many read a parameter."""
+
+    source: str
+    target: str
+    calls: int
+    bytes: int
+    seconds: float
+    of_parameters: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Something that costs time in a step: where, what was seen, what to do, the edits, and the seconds that it saves.
+
+    `seconds` were measured with the operations of that place alone, in the formats that they have now and would have.
+    """
+
+    code: str
+    place: str
+    evidence: str
+    advice: str
+    seconds: float
+    cure: tuple[Edit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Where the time and the casts of one training step go, forward and backward.
+
+    `seconds` is the time in operations, each timed alone. `savings` come with the largest first. `emulated` says that
+    low products were computed in fp32 and rounded, so that their time is not that of a device with units for them.
+    """
+
+    level: str
+    low: str
+    emulated: bool
+    seconds: float
+    rows: tuple[OpRow, ...]
+    casts: tuple[CastRow, ...]
+    savings: tuple[Saving, ...]
+    machine: Machine
