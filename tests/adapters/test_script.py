@@ -1,5 +1,6 @@
 """`halfstep run`: scripts with no mixed precision in them, as people write them, trained under a plan."""
 
+import gc
 import runpy
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import halfstep
+from halfstep.adapters.apex import install, uninstall
 from halfstep.adapters.script.run import run
 from halfstep.errors import SetupError
 
@@ -247,7 +249,116 @@ with halfstep.initialize(model, optimizer, "O2", low="bf16") as session:
 torch.save({}, sys.argv[1])
 """
     _, ran = converted(writes(tmp_path, text), tmp_path / "out.pt")
-    assert (ran.brings, ran.trained) == ("a halfstep session", None)
+    assert (ran.brings, ran.trained.level, ran.trained.steps) == ("a halfstep session", "O2", 1)
+
+
+APEX_AMP = """
+import sys, torch
+from apex import amp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{before}
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for x in (torch.ones(3, 4), torch.full((3, 4), float("inf"))):
+    out = model(x)
+    with amp.scale_loss(out.square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save({{"model": model.state_dict(), "low": str((model.weight @ torch.ones(4)).dtype)}}, sys.argv[1])
+"""
+FP16_UTILS = """
+import sys, torch
+from apex.fp16_utils import FP16_Optimizer, network_to_half
+torch.manual_seed(0)
+model = network_to_half(torch.nn.Linear(4, 2))
+optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0, verbose=False)
+loss = model(torch.ones(3, 4)).float().square().mean()
+optimizer.backward(loss)
+grads = [p.grad.clone() for p in model.parameters()]
+optimizer.step()
+torch.save({"grads": grads, "model": model.state_dict()}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("before", ["", "model(torch.ones(3, 4)).mean().backward()"])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_script_with_apex_amp_runs_on_the_stand_in_alone(low, before, tmp_path, caplog):
+    path = writes(tmp_path, APEX_AMP.format(before=before))
+    found, ran = converted(path, tmp_path / "ours.pt", "O2", low)
+    assert (ran.brings, ran.trained.level, ran.trained.low) == ("apex.amp", "O1", low)
+    assert (ran.trained.steps, ran.trained.skipped) == (2, 1)
+    assert "brings apex.amp" in caplog.text
+    assert f"the level or plan that halfstep run was given is not used; the low format {low} is" in caplog.text
+    install(low)
+    try:
+        assert differing(found, plainly(path, tmp_path / "python.pt")) == []
+    finally:
+        uninstall()
+
+
+def test_a_script_with_apexs_fp16_utils_runs_on_the_stand_in_alone(tmp_path):
+    path = writes(tmp_path, FP16_UTILS)
+    found, ran = converted(path, tmp_path / "ours.pt", None, None)
+    assert (ran.brings, ran.trained.steps) == ("apex's FP16_Optimizer", 1)
+    install()
+    try:
+        assert differing(found, plainly(path, tmp_path / "python.pt")) == []
+    finally:
+        uninstall()
+
+
+def test_what_a_script_with_torch_amp_does_not_use_is_told_once(tmp_path, caplog):
+    path = writes(tmp_path, OWN.format(enabled=True))
+    converted(path, tmp_path / "ours.pt", None, None)
+    assert "not used" not in caplog.text
+    converted(path, tmp_path / "ours.pt", "O2", "fp16")
+    assert caplog.text.count("the level or plan and the low format that halfstep run was given is not used") == 1
+
+
+COMPILED = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+losses = []
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = compiled(torch.randn(4, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+torch.save({"losses": losses, "model": model.state_dict()}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path):
+    text = COMPILED
+    for old, new in (
+        ("import sys", "import halfstep, sys"),
+        ("compiled = ", f'session = halfstep.initialize(model, optimizer, "{level}", low="bf16")\ncompiled = '),
+        ("loss.backward()", "session.backward(loss); session.unscale_()"),
+        ("optimizer.step()", "session.step()"),
+    ):
+        text = text.replace(old, new)
+    torch.compiler.reset()
+    hand = plainly(writes(tmp_path, text, "hand.py"), tmp_path / "hand.pt")
+    found, ran = converted(writes(tmp_path, COMPILED), tmp_path / "ours.pt", level, "bf16")
+    assert differing(found, hand) == []
+    assert ran.trained.steps == 3
+
+
+def test_a_model_that_the_garbage_collector_was_told_to_forget_is_found(tmp_path):
+    text = (SCRIPTS / "schedulers.py").read_text(encoding="utf-8")
+    text = text.replace("losses = []\n", "import gc\ngc.freeze()\nlosses = []\n")
+    try:
+        _, ran = converted(writes(tmp_path, text), tmp_path / "ours.pt", "O1", "bf16")
+    finally:
+        gc.unfreeze()
+    assert ran.trained.steps == 8
 
 
 def test_hand_made_updates_get_true_gradients_and_none_from_a_bad_batch(tmp_path):
