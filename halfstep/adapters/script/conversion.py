@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by
+from halfstep.adapters.script.directions import paired, times
+from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by, unowned
 from halfstep.adapters.script.patches import CallWatch
 from halfstep.adapters.script.trained import Trained, trained_in
 from halfstep.cast.enter import CheckpointHook, owners
@@ -23,7 +24,7 @@ from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
-from halfstep.optim.guard import forbid_step
+from halfstep.optim.guard import forbid_step, original_step, send_step
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import first_device
@@ -82,6 +83,7 @@ class Conversion:
         self._session: Session | None = None
         self._own: weakref.ref[Session] | None = None  # of the script's
         self._undo = ExitStack()  # of what goes with the session
+        self._unopened = ExitStack()  # of what goes when one is opened
         self._state: dict[str, Any] | None = None
         self._by_hand: ByHand | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what a session without an optimizer has
@@ -98,7 +100,22 @@ class Conversion:
         """Takes note of an optimizer, which is still being made."""
         if self.brings is None and not isinstance(optimizer, ByHand):
             self._optimizers.append(weakref.ref(optimizer))
+            self._unopened.callback(send_step(optimizer, partial(self._step_unopened, weakref.ref(optimizer))))
             self.watch.start()
+
+    def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
+        """Makes a step that begins without a session; where its closure opens one, the step is that session's."""
+        own = optimizer()
+        assert own is not None  # it steps
+        closure = args[0] if args else kwargs.get("closure")
+        if not callable(closure) or needs_closure(own):
+            return original_step(own)(*args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        if self._session is not None and own in self._session.optimizers:
+            own.step()
+            return loss
+        return original_step(own)(lambda: loss)
 
     def uses(self, what: str) -> None:
         """Ends what was begun: the script brings mixed precision of its own."""
@@ -143,13 +160,14 @@ class Conversion:
     def _open(self, optimizers: Sequence[Optimizer], called: nn.Module) -> None:
         """Opens the session for these optimizers, in the place of one that is open."""
         self.watch.stop()
+        self._unopened.close()
         kept, replaced = newest(optimizers)
         if self._session is not None and tuple(kept) == self._session.optimizers:
             return  # what was built was one of halfstep's own, to try a state on, or is gone
         trained = trained_by(kept)
         roots = roots_of(trained, called)
         self._by_hand, self._known = None, weakref.WeakSet()
-        self._initialize(roots, kept, strays=_others(trained, roots))
+        self._initialize(roots, kept, strays=unowned(trained, roots))
         plan = self._plan
         if self._session is not None and (plan.param == "low" or plan.scale.kind != "none"):
             for optimizer in replaced:
@@ -207,7 +225,7 @@ class Conversion:
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
         """Goes backward from the session's loss scale, and leaves true gradients in every leaf."""
         session = self._current()
-        outputs, directions = _paired(tensors, grad_tensors)
+        outputs, directions = paired(tensors, grad_tensors)
         if session is None or outputs is None:
             original(tensors, grad_tensors, **kwargs)
             return
@@ -217,7 +235,7 @@ class Conversion:
         else:
             own = {id(p) for p in trained_by(session.optimizers)}
             with session.scaling(*outputs) as scale, unscaled_leaves(outputs, scale, but=own):
-                begin_pass(partial(original, outputs, _times(directions, outputs, scale), **kwargs))
+                begin_pass(partial(original, outputs, times(directions, outputs, scale), **kwargs))
         if self._by_hand is not None and session.plan.ops != "none":
             self._skip_by_hand(self._by_hand)
 
@@ -234,7 +252,7 @@ class Conversion:
         """Returns true gradients from a backward pass under the session's loss scale."""
         session = self._current()
         given = kwargs.get("grad_outputs")
-        if session is None or session.plan.ops == "none" or _paired(outputs, given)[0] is None:
+        if session is None or session.plan.ops == "none" or paired(outputs, given)[0] is None:
             return original(outputs, inputs, **kwargs)
         self._inside = True  # the session calls torch's function itself
         try:
@@ -276,29 +294,5 @@ class Conversion:
                 self._state = session.state_dict()
                 self.trained = trained_in(session)
         finally:
+            self._unopened.close()
             self._undo.close()
-
-
-def _others(parameters: Sequence[Tensor], roots: Sequence[nn.Module]) -> list[Tensor]:
-    owned = {id(p) for root in roots for p in root.parameters()}
-    return [p for p in parameters if id(p) not in owned]
-
-
-def _paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Tensor | None]]:
-    """Returns what a backward pass starts from, with the direction of each gradient (None: 1).
-
-    No outputs at all where it is something that nothing can be multiplied with, or that torch refuses.
-    """
-    outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = [directions] if directions is None or isinstance(directions, Tensor) else list(directions)
-    paired: list[Tensor | None] = [None] * len(outputs) if directions is None else given
-    fits = len(paired) == len(outputs) and all(isinstance(out, Tensor) and out.requires_grad for out in outputs)
-    numbers = fits and all(d is not None or out.numel() == 1 for out, d in zip(outputs, paired, strict=True))
-    return (outputs if outputs and numbers else None), paired
-
-
-def _times(directions: Sequence[Tensor | None], outputs: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    return [
-        (torch.ones_like(out) if d is None else d) * scale.to(out.device, out.dtype)
-        for out, d in zip(outputs, directions, strict=True)
-    ]

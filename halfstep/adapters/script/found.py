@@ -77,3 +77,9 @@ def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]
 
 def _first_place(module: nn.Module, places: Mapping[int, int]) -> int | None:
     return min((places[id(p)] for p in module.parameters() if id(p) in places), default=None)
+
+
+def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns the parameters that are in none of these modules."""
+    owned = {id(p) for root in roots for p in root.parameters()}
+    return [p for p in parameters if id(p) not in owned]
