@@ -7,7 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from halfstep.adapters.script.run import Ran
+from halfstep.adapters.script.trained import Trained
+from halfstep.cli.run import summary
 from halfstep.report.run import read_log
 
 SCRIPTS = Path(__file__).parents[1] / "adapters" / "scripts"
@@ -92,6 +96,64 @@ def test_spawned_processes_and_workers_come_and_go(tmp_path):
     )
     assert (code, (tmp_path / "out.pt").exists()) == (0, True)
     assert err.count("halfstep: O1 bf16, 6 steps") == 1
+
+
+DISTRIBUTED = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)  # the weights too differ until they are sent
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3)))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for step in range(6):
+    x = torch.randn(8, 6)
+    if step == 2 and rank == 1:
+        x = x * float("inf")
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+torch.save(model.module.state_dict(), f"{sys.argv[1]}.{rank}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_train_alike_and_one_of_them_tells_how(tmp_path):
+    (tmp_path / "train.py").write_text(DISTRIBUTED, encoding="utf-8")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    code, _, err = ends(*torchrun, "-m", "halfstep", "run", "--low", "bf16", "train.py", "weights", cwd=tmp_path)
+    assert code == 0, err
+    assert err.count("halfstep: O1 bf16, 6 steps, 1 skipped") == err.count("halfstep: ") == 1
+    one, other = (torch.load(tmp_path / f"weights.{rank}") for rank in (0, 1))
+    assert all(torch.equal(value, other[name]) and value.isfinite().all() for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("ran", "line"),
+    [
+        (
+            Ran(None, None, 2.0, None, 0),
+            "no model was trained in this process, so nothing ran in mixed precision; 2.0 s",
+        ),
+        (
+            Ran(None, "torch.amp's GradScaler", 2.0, None, 0),
+            "the script brings torch.amp's GradScaler; no session was added, 2.0 s",
+        ),
+        (
+            Ran(Trained("O1", "fp16", 7, 2, {"weights": 2**20}, None), "apex.amp", 2.0, None, 0),
+            "the script brings apex.amp; no session was added, O1 fp16, 7 steps, 2 skipped, 2.0 s, weights 1.0 MiB",
+        ),
+        (
+            Ran(Trained("O0", "bf16", 7, 0, {"weights": 2**20, "masters": 0}, 2**21), None, 2.0, None, 0),
+            "O0, 7 steps, 0 skipped, 2.0 s, weights 1.0 MiB, peak on the GPU 2.0 MiB",
+        ),
+    ],
+)
+def test_the_last_line(ran, line):
+    assert summary(ran) == line
 
 
 @pytest.mark.parametrize(
