@@ -1,5 +1,6 @@
 """`halfstep run`, called as a user does: output, exit codes and tracebacks are those of the script."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,24 @@ def test_a_module_is_run_as_python_m_does_and_gets_all_that_follows(tmp_path):
     ours = ends("-m", "halfstep", "run", "--level", "O0", "-m", *arguments, cwd=tmp_path)
     assert (ours[0], ours[1]) == (0, out)
     assert "no model was trained in this process" in ours[2]
+
+
+def test_a_script_finds_what_python_gives_it(tmp_path):
+    text = """
+import __main__, inspect, pickle, sys
+class Here:
+    pass
+print(__name__, __file__, sys.argv, sys.path[0], __spec__, __package__, type(__loader__), sorted(vars(__main__)))
+print(pickle.loads(pickle.dumps(Here())), inspect.getsource(Here))
+1 / 0
+"""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "show.py").write_text(text, encoding="utf-8")
+    arguments = ("sub/show.py", "--level", "7", "-m", "x")
+    code, out, err = ends(*arguments, cwd=tmp_path)
+    ours = ends("-m", "halfstep", "run", *arguments, cwd=tmp_path)
+    assert re.sub("0x[0-9a-f]+", "", ours[1]) == re.sub("0x[0-9a-f]+", "", out)
+    assert (ours[0], traceback_of(ours[2])) == (code, err.splitlines())
 
 
 def test_spawned_processes_and_workers_come_and_go(tmp_path):

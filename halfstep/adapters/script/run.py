@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import logging
 import runpy
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from halfstep.adapters.script.conversion import Conversion
 from halfstep.adapters.script.patches import HALFSTEP, install
@@ -73,7 +76,7 @@ def run(  # noqa: PLR0913  # what the command has
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(str(Path(script).absolute()), run_name="__main__")
+                _run_file(Path(script).absolute())
     except BaseException as raised:
         error = raised
     seconds = time.perf_counter() - start
@@ -89,6 +92,21 @@ def run(  # noqa: PLR0913  # what the command has
     ended(Ran(conversion.trained, conversion.brings, seconds, error, conversion.rank))
     if error is not None:
         raise own(error)
+
+
+def _run_file(path: Path) -> None:
+    """Runs a script in a `__main__` that has what python gives it; runpy would change `sys.argv` to the full path."""
+    if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    loader = SourceFileLoader("__main__", str(path))
+    vars(main).update(__file__=str(path), __loader__=loader, __cached__=None, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _check(script: str, *, module: bool) -> None:
