@@ -350,6 +350,14 @@ def _process_wide_tag() -> Any:
     return entry if per_context and hasattr(entry, "env_value_default") else None
 
 
+_tracing_context: Callable[[], Any] = _name("torch._guards.TracingContext.try_get")
+
+
+def is_compiling_here() -> bool:
+    """Tells whether this thread's calls are those of torch.compile, which runs backward passes to make their graph."""
+    return _tracing_context() is not None
+
+
 # Processes.
 _JOIN = "_join_config"
 _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it sends weights

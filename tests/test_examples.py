@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from halfstep.adapters.apex import install, uninstall
+from halfstep.adapters.script.run import run as run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OWN = {
@@ -81,6 +82,26 @@ def test_an_apex_loop_runs_on_the_stand_in_and_the_two_lines_train_alike(name, l
         uninstall()
     own = name.replace("apex", "halfstep")
     assert run(own, OWN[own], data, monkeypatch, capsys, "--level", level) == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "brings", "level"),
+    [
+        ("char_gpt", None, "O2"),
+        ("torch_amp_images", "torch.amp's autocast", None),
+        ("torch_amp_sentiment", "torch.amp's autocast", None),
+        ("apex_linear_regression", "apex.amp", "O1"),
+        ("apex_dcgan", "apex.amp", "O1"),
+    ],
+)
+def test_a_loop_runs_under_halfstep_run(name, brings, level, data, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = {**PLAIN, **TORCH_AMP, **APEX}[name]
+    ran = []
+    given = [argument.replace("DATA", str(data)) for argument in arguments]
+    run_script(str(EXAMPLES / f"{name}.py"), given, plan="O2", low="bf16", ended=ran.append)
+    assert ran[0].brings == brings
+    assert (ran[0].trained and ran[0].trained.level) == level
 
 
 def test_a_loop_without_mixed_precision_and_the_two_lines_at_o0_are_the_same(data, monkeypatch, capsys):

@@ -31,6 +31,11 @@ class autocast(OpenAutocast):
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._entered: dict[int, list[torch.autocast]] = {}  # by thread
+        if not torch.compiler.is_compiling():
+            self.on_made()
+
+    def on_made(self) -> None:
+        """Called when one is made, but for those in code that torch.compile traces; does nothing."""
 
     def __enter__(self) -> Any:
         """Casts from here on, in this thread."""

@@ -16,6 +16,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
 from halfstep.cast.lock import DeferringLock
 from halfstep.cast.ops import OpEngine, Switch
@@ -51,7 +52,7 @@ def call_as(
     dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
     if dtype is not None:
         args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-    with torch.autocast(switch.device_type, dtype=switch.low, enabled=False):
+    with TorchAutocast(switch.device_type, dtype=switch.low, enabled=False):
         return function(*args, **kwargs)
 
 

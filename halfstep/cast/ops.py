@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
 from halfstep.cast.opregistry import REGISTRY, Table
 from halfstep.errors import SessionError
@@ -78,10 +79,10 @@ class OpEngine:
         """Casts ops inside a `with`, which torch.compile can trace; where not `enabled`, ops inside run as stored."""
         marker = self._open_marker()
         if not enabled:
-            with torch.autocast(self.device_type, dtype=self.low, enabled=False):
+            with TorchAutocast(self.device_type, dtype=self.low, enabled=False):
                 yield
             return
-        with torch.autocast(marker), torch.autocast(self.device_type, dtype=self.low):
+        with TorchAutocast(marker), TorchAutocast(self.device_type, dtype=self.low):
             others = REGISTRY.others(marker)
             if not others:
                 yield
@@ -145,7 +146,7 @@ class OpEngine:
 
 @contextmanager
 def _without(markers: tuple[str, ...]) -> Iterator[None]:
-    with torch.autocast(markers[0], enabled=False):
+    with TorchAutocast(markers[0], enabled=False):
         if len(markers) == 1:
             yield
         else:

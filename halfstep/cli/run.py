@@ -21,7 +21,7 @@ from halfstep.session.session import Sink
 Script = Annotated[
     list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, or with -m the module, and its arguments.")
 ]
-Level = Annotated[str, typer.Option("--level", help="O0, O1, O2 or O3.")]
+Level = Annotated[str | None, typer.Option("--level", help="O0, O1, O2 or O3; O1 unless given.")]
 Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file in place of a level.")]
 Report = Annotated[Path | None, typer.Option("--report", help="A folder for a log of the run and a page of it.")]
@@ -47,7 +47,7 @@ class ScriptRaised(BaseException):
 
 def run(
     script: Script,
-    level: Level = "O1",
+    level: Level = None,
     low: Low = None,
     plan: PlanFile = None,
     report: Report = None,
@@ -86,16 +86,21 @@ def run(
 
 def summary(ran: Ran) -> str:
     """Returns how a script ran, in one line."""
-    took = f"{ran.seconds:.1f} s"
-    if ran.brings is not None:
-        return f"the script brings {ran.brings}, which halfstep's drop-ins ran; no session was added; {took}"
-    if ran.trained is None:
-        return f"no model was trained in this process, so nothing ran in mixed precision; {took}"
     it = ran.trained
-    what = it.level if it.level == "O0" else f"{it.level} {it.low}"
-    kinds = ", ".join(f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size)
-    peak = "" if it.peak is None else f", peak on the GPU {_mib(it.peak)}"
-    return f"{what}, {it.steps} steps, {it.skipped} skipped, {took}, {kinds}{peak}"
+    if it is None and ran.brings is None:
+        return f"no model was trained in this process, so nothing ran in mixed precision; {ran.seconds:.1f} s"
+    parts = [f"the script brings {ran.brings}; no session was added"] if ran.brings else []
+    if it is not None:
+        parts += [
+            it.level if it.level == "O0" else f"{it.level} {it.low}",
+            f"{it.steps} steps",
+            f"{it.skipped} skipped",
+        ]
+    parts.append(f"{ran.seconds:.1f} s")
+    if it is not None:
+        parts += [f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size]
+        parts += [] if it.peak is None else [f"peak on the GPU {_mib(it.peak)}"]
+    return ", ".join(parts)
 
 
 def _mib(size: int) -> str:

@@ -1,6 +1,7 @@
 """`halfstep run`: scripts with no mixed precision in them, as people write them, trained under a plan."""
 
-import runpy
+import gc
+import importlib
 import sys
 from pathlib import Path
 
@@ -8,60 +9,13 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.adapters.script.run import run
+from halfstep.adapters.apex import install, uninstall
 from halfstep.errors import SetupError
+from tests.adapters.scripts_in_process import converted, differing, flat, plainly, writes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 STYLES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "conftest")
 LEVELS = [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")]
-
-
-def plainly(path, out):
-    before = sys.argv, list(sys.path)
-    sys.argv = [str(path), str(out)]
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = before
-    return torch.load(out)
-
-
-def converted(path, out, level="O1", low="bf16", **settings):
-    """Returns what a script wrote, and how it ran."""
-    ran = []
-    run(str(path), [str(out)], plan=level, low=low, ended=ran.append, **settings)
-    return torch.load(out), ran[0]
-
-
-def flat(value, name=""):
-    """Yields everything in a checkpoint with its path."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from flat(each, f"{name}.{key}")
-    elif isinstance(value, list):
-        for place, each in enumerate(value):
-            yield from flat(each, f"{name}[{place}]")
-    else:
-        yield name, value
-
-
-def differing(one, other):
-    """Returns where two checkpoints are not the same in every bit."""
-    one, other = dict(flat(one)), dict(flat(other))
-    assert one.keys() == other.keys()
-
-    def same(a, b):
-        if isinstance(a, torch.Tensor):
-            return a.dtype == b.dtype and torch.equal(a, b)
-        return a == b or (a != a and b != b)  # NaN is a loss of a scale that was too high
-
-    return [name for name in one if not same(one[name], other[name])]
-
-
-def writes(tmp_path, text, name="script.py"):
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def by_hand(style, *changes):
@@ -124,11 +78,46 @@ CONVERSIONS = {
     "schedulers": [("losses = []\n", OPENED + "losses = []\n"), ("    optimizer.step()", "    session.step()")],
 }
 
+MORE_CONVERSIONS = {  # that cast as those above at the other levels
+    "trainer_class": [
+        ("        self.history = []\n", "        global session\n        " + OPENED + "        self.history = []\n"),
+        ("        self.optimizer.step()", "        session.step()"),
+    ],
+    "closures": [
+        ("    step = make_step", "    global session\n    " + OPENED + "    step = make_step"),
+        ('state["opt"].step(closure).item()', "closure().item(), session.step()"),
+        ("step(torch.randn(16, 6), torch.randn(16, 1))", "step(torch.randn(16, 6), torch.randn(16, 1))[0]"),
+    ],
+    "ema": [("losses = []\n", OPENED + "losses = []\n"), ("    opt.step()", "    session.step()")],
+    "resume": [
+        ("    start, losses = 0", "    " + OPENED + "    start, losses = 0"),
+        ("        optimizer.step()", "        session.step()"),
+    ],
+    "workers": [
+        ("    losses = []\n", "    " + OPENED + "    losses = []\n"),
+        ("            optimizer.step()", "            session.step()"),
+    ],
+}
+NAMES = {  # of model and optimizer
+    "trainer_class": ("self.model", "self.optimizer"),
+    "closures": ('state["net"]', 'state["opt"]'),
+    "ema": ("model", "opt"),
+}
 
-@pytest.mark.parametrize(("level", "low"), LEVELS)
-@pytest.mark.parametrize("style", CONVERSIONS)
+
+@pytest.mark.parametrize(
+    ("style", "level", "low"),
+    [(style, *each) for style in CONVERSIONS for each in LEVELS]
+    + [(style, "O1", "bf16") for style in MORE_CONVERSIONS]
+    + [("closures", "O2", low) for low in ("bf16", "fp16")],  # whose first step begins before there is a session
+)
 def test_a_script_equals_its_hand_converted_form_bit_for_bit(style, level, low, tmp_path):
-    changes = [(old, new.format(level=level, low=low)) for old, new in CONVERSIONS[style]]
+    model, optimizer = NAMES.get(style, ("model", "optimizer"))
+    chosen = {**CONVERSIONS, **MORE_CONVERSIONS}[style]
+    changes = [
+        (old, new.replace("model, optimizer,", f"{model}, {optimizer},").format(level=level, low=low))
+        for old, new in chosen
+    ]
     hand = plainly(writes(tmp_path, by_hand(style, *changes)), tmp_path / "hand.pt")
     found, _ = converted(SCRIPTS / f"{style}.py", tmp_path / "ours.pt", level, low)
     assert differing(found, hand) == []
@@ -181,6 +170,27 @@ torch.save({"grads": grads, "x": x.grad, "other": other.grad}, sys.argv[1])
 def test_an_optimizer_that_comes_later_has_the_session_go_on_with_its_counts(tmp_path):
     _, ran = converted(SCRIPTS / "anew.py", tmp_path / "ours.pt", "O2", "bf16")
     assert ran.trained.steps == 6
+
+
+@pytest.mark.parametrize("step", ["closure", "closure=closure"])
+def test_a_first_step_with_a_closure_is_skipped_where_its_gradients_overflow(step, tmp_path):
+    text = f"""
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.full((2, 4), 100.0)).sum()
+    loss.backward()
+    return loss
+before = model.weight.detach().clone()
+loss = optimizer.step({step})
+torch.save({{"before": before, "after": model.state_dict()["weight"], "loss": loss.item()}}, sys.argv[1])
+"""
+    found, ran = converted(writes(tmp_path, text), tmp_path / "out.pt", "O1", "fp16")
+    assert torch.equal(found["before"], found["after"])
+    assert (ran.trained.steps, ran.trained.skipped) == (1, 1)
 
 
 @pytest.mark.parametrize(("level", "works"), [("O1", True), ("O2", False)])
@@ -247,7 +257,116 @@ with halfstep.initialize(model, optimizer, "O2", low="bf16") as session:
 torch.save({}, sys.argv[1])
 """
     _, ran = converted(writes(tmp_path, text), tmp_path / "out.pt")
-    assert (ran.brings, ran.trained) == ("a halfstep session", None)
+    assert (ran.brings, ran.trained.level, ran.trained.steps) == ("a halfstep session", "O2", 1)
+
+
+APEX_AMP = """
+import sys, torch
+from apex import amp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{before}
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for x in (torch.ones(3, 4), torch.full((3, 4), float("inf"))):
+    out = model(x)
+    with amp.scale_loss(out.square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save({{"model": model.state_dict(), "low": str((model.weight @ torch.ones(4)).dtype)}}, sys.argv[1])
+"""
+FP16_UTILS = """
+import sys, torch
+from apex.fp16_utils import FP16_Optimizer, network_to_half
+torch.manual_seed(0)
+model = network_to_half(torch.nn.Linear(4, 2))
+optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=128.0, verbose=False)
+loss = model(torch.ones(3, 4)).float().square().mean()
+optimizer.backward(loss)
+grads = [p.grad.clone() for p in model.parameters()]
+optimizer.step()
+torch.save({"grads": grads, "model": model.state_dict()}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("before", ["", "model(torch.ones(3, 4)).mean().backward()"])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_script_with_apex_amp_runs_on_the_stand_in_alone(low, before, tmp_path, caplog):
+    path = writes(tmp_path, APEX_AMP.format(before=before))
+    found, ran = converted(path, tmp_path / "ours.pt", "O2", low)
+    assert (ran.brings, ran.trained.level, ran.trained.low) == ("apex.amp", "O1", low)
+    assert (ran.trained.steps, ran.trained.skipped) == (2, 1)
+    assert "brings apex.amp" in caplog.text
+    assert f"the level or plan that halfstep run was given is not used; the low format {low} is" in caplog.text
+    install(low)
+    try:
+        assert differing(found, plainly(path, tmp_path / "python.pt")) == []
+    finally:
+        uninstall()
+
+
+def test_a_script_with_apexs_fp16_utils_runs_on_the_stand_in_alone(tmp_path):
+    path = writes(tmp_path, FP16_UTILS)
+    found, ran = converted(path, tmp_path / "ours.pt", None, None)
+    assert (ran.brings, ran.trained.steps) == ("apex's FP16_Optimizer", 1)
+    install()
+    try:
+        assert differing(found, plainly(path, tmp_path / "python.pt")) == []
+    finally:
+        uninstall()
+
+
+def test_what_a_script_with_torch_amp_does_not_use_is_told_once(tmp_path, caplog):
+    path = writes(tmp_path, OWN.format(enabled=True))
+    converted(path, tmp_path / "ours.pt", None, None)
+    assert "not used" not in caplog.text
+    converted(path, tmp_path / "ours.pt", "O2", "fp16")
+    assert caplog.text.count("the level or plan and the low format that halfstep run was given is not used") == 1
+
+
+COMPILED = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+losses = []
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = compiled(torch.randn(4, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+torch.save({"losses": losses, "model": model.state_dict()}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path):
+    text = COMPILED
+    for old, new in (
+        ("import sys", "import halfstep, sys"),
+        ("compiled = ", f'session = halfstep.initialize(model, optimizer, "{level}", low="bf16")\ncompiled = '),
+        ("loss.backward()", "session.backward(loss); session.unscale_()"),
+        ("optimizer.step()", "session.step()"),
+    ):
+        text = text.replace(old, new)
+    torch.compiler.reset()
+    hand = plainly(writes(tmp_path, text, "hand.py"), tmp_path / "hand.pt")
+    found, ran = converted(writes(tmp_path, COMPILED), tmp_path / "ours.pt", level, "bf16")
+    assert differing(found, hand) == []
+    assert ran.trained.steps == 3
+
+
+def test_a_model_that_the_garbage_collector_was_told_to_forget_is_found(tmp_path):
+    text = (SCRIPTS / "schedulers.py").read_text(encoding="utf-8")
+    text = text.replace("losses = []\n", "import gc\ngc.freeze()\nlosses = []\n")
+    try:
+        _, ran = converted(writes(tmp_path, text), tmp_path / "ours.pt", "O1", "bf16")
+    finally:
+        gc.unfreeze()
+    assert ran.trained.steps == 8
 
 
 def test_hand_made_updates_get_true_gradients_and_none_from_a_bad_batch(tmp_path):
@@ -290,43 +409,73 @@ del model, optimizer
         converted(path, tmp_path / "out.pt", "O2", "bf16")
 
 
-def everything_of_torch():
-    """Returns what each attribute of torch's modules and of the patched classes is."""
-    owners = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
-    owners |= {f"class {cls.__qualname__}": cls for cls in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)}
-    owners |= {f"ours {cls.__qualname__}": cls for cls in (halfstep.autocast, halfstep.GradScaler)}
-    return {name: dict(vars(owner)) for name, owner in owners.items() if owner is not None}
+def everything():
+    """Returns what each attribute is of torch's modules and classes, of the drop-ins and of the user's modules."""
+    modules = {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("torch", "apex", "users")
+    }
+    classes = {
+        id(value): value
+        for module in modules.values()
+        for value in list(vars(module).values())
+        if issubclass(type(value), type) and value.__module__.partition(".")[0] == "torch"
+    }
+    owners = modules | {f"{cls.__module__}.{cls.__qualname__} {number}": cls for number, cls in classes.items()}
+    owners |= {f"ours {cls.__qualname__}": cls for cls in (halfstep.autocast, halfstep.GradScaler, halfstep.Session)}
+    return {name: dict(vars(owner)) for name, owner in owners.items()}
+
+
+USERS = """
+import torch
+from torch import autocast
+from torch.amp import GradScaler
+from torch.autograd import backward, grad
+class Net(torch.nn.Linear):
+    pass
+"""
 
 
 @pytest.mark.parametrize("ending", ["", "raise KeyError(1)"])
-def test_everything_is_put_back_object_by_object(ending, tmp_path):
+def test_everything_is_put_back_object_by_object(ending, tmp_path, monkeypatch):
     text = """
-import sys, torch
-model = torch.nn.Linear(4, 2)
+import sys, torch, users
+model = users.Net(4, 2)
+before = (type(model), dict(vars(model)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-before = (type(model), dict(vars(model)), dict(vars(optimizer)))
-sys.kept = model, optimizer, before
+users.kept += [model, optimizer, *before]
+assert torch.autocast is not users.autocast and torch.autograd.backward is not users.backward
 model(torch.ones(3, 4)).square().mean().backward()
-assert type(model) is not torch.nn.Linear and "step" in vars(optimizer)
-assert torch.autograd.backward.__module__ != sys.plain.__module__ or torch.autograd.backward is not sys.plain
+assert type(model) is not users.Net and "step" in vars(optimizer)
 optimizer.step()
 torch.save({}, sys.argv[1])
 """
+    writes(tmp_path, USERS, "users.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    users = importlib.import_module("users")
+    monkeypatch.setitem(sys.modules, "users", users)
+    users.kept = []
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # torch wraps the step of a class when it is first used
     path = writes(tmp_path, text + ending)
-    sys.plain = torch.autograd.backward
-    before, path_before, argv, main = everything_of_torch(), list(sys.path), sys.argv, sys.modules["__main__"]
+    before, path_before, argv, main = everything(), list(sys.path), sys.argv, sys.modules["__main__"]
+    assert sum(map(len, before.values())) > 20000
     try:
         converted(path, tmp_path / "out.pt", "O2", "bf16")  # emulated fp16 has torch.compile's stance made anew
     except KeyError:
         assert ending
-    after = everything_of_torch()
-    for owner, attributes in before.items():
-        changed = [name for name, value in attributes.items() if after[owner].get(name) is not value]
-        assert [name for name in changed if name != "__warningregistry__"] == [], owner
+    after = everything()
+    counts = {"__warningregistry__", "next_id"}  # torch's and python's own: of warnings given, of hooks registered
+    changed = [
+        (owner, name)
+        for owner, attributes in before.items()
+        for name, value in attributes.items()
+        if name not in counts and after[owner].get(name) is not value
+    ]
+    assert changed == []
+    assert "apex" not in sys.modules
     assert (sys.path, sys.argv, sys.modules["__main__"]) == (path_before, argv, main)
-    model, optimizer, (kind, own, optimizers) = sys.kept
-    del sys.kept, sys.plain
-    assert type(model) is kind
+    model, optimizer, kind, own = users.kept
+    assert type(model) is kind is users.Net
     assert vars(model).keys() == own.keys()
     assert all(vars(model)["_parameters"][name] is p for name, p in own["_parameters"].items())
-    assert vars(optimizer).keys() - {"_step_count", "_opt_called"} == optimizers.keys()
+    fresh = vars(torch.optim.SGD(model.parameters(), lr=0.1)).keys()
+    assert vars(optimizer).keys() - {"_step_count", "_opt_called"} == fresh

@@ -1,5 +1,6 @@
 """`halfstep run`, called as a user does: output, exit codes and tracebacks are those of the script."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -7,7 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from halfstep.adapters.script.run import Ran
+from halfstep.adapters.script.trained import Trained
+from halfstep.cli.run import summary
 from halfstep.report.run import read_log
 
 SCRIPTS = Path(__file__).parents[1] / "adapters" / "scripts"
@@ -86,12 +91,88 @@ def test_a_module_is_run_as_python_m_does_and_gets_all_that_follows(tmp_path):
     assert "no model was trained in this process" in ours[2]
 
 
+def test_a_script_finds_what_python_gives_it(tmp_path):
+    text = """
+import __main__, inspect, pickle, sys
+class Here:
+    pass
+print(__name__, __file__, sys.argv, sys.path[0], __spec__, __package__, type(__loader__), sorted(vars(__main__)))
+print(pickle.loads(pickle.dumps(Here())), inspect.getsource(Here))
+1 / 0
+"""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "show.py").write_text(text, encoding="utf-8")
+    arguments = ("sub/show.py", "--level", "7", "-m", "x")
+    code, out, err = ends(*arguments, cwd=tmp_path)
+    ours = ends("-m", "halfstep", "run", *arguments, cwd=tmp_path)
+    assert re.sub("0x[0-9a-f]+", "", ours[1]) == re.sub("0x[0-9a-f]+", "", out)
+    assert (ours[0], traceback_of(ours[2])) == (code, err.splitlines())
+
+
 def test_spawned_processes_and_workers_come_and_go(tmp_path):
     code, _, err = ends(
         "-m", "halfstep", "run", "--low", "bf16", SCRIPTS / "workers.py", tmp_path / "out.pt", cwd=tmp_path
     )
     assert (code, (tmp_path / "out.pt").exists()) == (0, True)
     assert err.count("halfstep: O1 bf16, 6 steps") == 1
+
+
+DISTRIBUTED = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)  # the weights too differ until they are sent
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3)))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for step in range(6):
+    x = torch.randn(8, 6)
+    if step == 2 and rank == 1:
+        x = x * float("inf")
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+torch.save(model.module.state_dict(), f"{sys.argv[1]}.{rank}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_train_alike_and_one_of_them_tells_how(tmp_path):
+    (tmp_path / "train.py").write_text(DISTRIBUTED, encoding="utf-8")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    code, _, err = ends(*torchrun, "-m", "halfstep", "run", "--low", "bf16", "train.py", "weights", cwd=tmp_path)
+    assert code == 0, err
+    assert err.count("halfstep: O1 bf16, 6 steps, 1 skipped") == err.count("halfstep: ") == 1
+    one, other = (torch.load(tmp_path / f"weights.{rank}") for rank in (0, 1))
+    assert all(torch.equal(value, other[name]) and value.isfinite().all() for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("ran", "line"),
+    [
+        (
+            Ran(None, None, 2.0, None, 0),
+            "no model was trained in this process, so nothing ran in mixed precision; 2.0 s",
+        ),
+        (
+            Ran(None, "torch.amp's GradScaler", 2.0, None, 0),
+            "the script brings torch.amp's GradScaler; no session was added, 2.0 s",
+        ),
+        (
+            Ran(Trained("O1", "fp16", 7, 2, {"weights": 2**20}, None), "apex.amp", 2.0, None, 0),
+            "the script brings apex.amp; no session was added, O1 fp16, 7 steps, 2 skipped, 2.0 s, weights 1.0 MiB",
+        ),
+        (
+            Ran(Trained("O0", "bf16", 7, 0, {"weights": 2**20, "masters": 0}, 2**21), None, 2.0, None, 0),
+            "O0, 7 steps, 0 skipped, 2.0 s, weights 1.0 MiB, peak on the GPU 2.0 MiB",
+        ),
+    ],
+)
+def test_the_last_line(ran, line):
+    assert summary(ran) == line
 
 
 @pytest.mark.parametrize(

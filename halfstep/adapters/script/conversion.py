@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by
+from halfstep.adapters.script.directions import paired, times
+from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by, unowned
 from halfstep.adapters.script.patches import CallWatch
+from halfstep.adapters.script.trained import Trained, trained_in
 from halfstep.cast.enter import CheckpointHook, owners
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
-from halfstep.optim.guard import forbid_step
+from halfstep.optim.guard import forbid_step, original_step, send_step
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import first_device
@@ -48,19 +49,10 @@ REPLACED = (
     "this optimizer has parameters that a newer one has taken over; at {level} halfstep steps only the newest "
     "optimizer of a parameter: give each its own parameters, or use --level O1 --low bf16"
 )
+NOT_USED = "the script brings {what} and says itself what runs low: the {asked} that halfstep run was given is not used"
+FOR_APEX = "; the low format {low} is that of the stand-in apex"
+DEFAULT = "O1"
 _LOG = logging.getLogger("halfstep")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What was trained under a plan: counts of steps, bytes by kind, and the peak of a GPU's memory (None: a CPU)."""
-
-    level: str
-    low: str
-    steps: int
-    skipped: int
-    memory: Mapping[str, int]
-    peak: int | None
 
 
 class Conversion:
@@ -76,14 +68,22 @@ class Conversion:
     """
 
     def __init__(
-        self, plan: Plan | str, low: Format | str | None, sinks: Callable[[int], Sequence[Sink]], *, observe: bool
+        self,
+        plan: Plan | str | None,
+        low: Format | str | None,
+        sinks: Callable[[int], Sequence[Sink]],
+        *,
+        observe: bool,
     ) -> None:
-        self._asked = plan, low
-        self._plan, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
+        self._given = plan is not None, low
+        self._asked = plan or DEFAULT, low
+        self._plan, _ = choose_plan(*self._asked, read_facts(torch.device("cpu")))
         self._make_sinks, self._observe = sinks, observe
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._session: Session | None = None
+        self._own: weakref.ref[Session] | None = None  # of the script's
         self._undo = ExitStack()  # of what goes with the session
+        self._unopened = ExitStack()  # of what goes when one is opened
         self._state: dict[str, Any] | None = None
         self._by_hand: ByHand | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what a session without an optimizer has
@@ -100,13 +100,43 @@ class Conversion:
         """Takes note of an optimizer, which is still being made."""
         if self.brings is None and not isinstance(optimizer, ByHand):
             self._optimizers.append(weakref.ref(optimizer))
+            self._unopened.callback(send_step(optimizer, partial(self._step_unopened, weakref.ref(optimizer))))
             self.watch.start()
+
+    def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
+        """Makes a step that begins without a session; where its closure opens one, the step is that session's."""
+        own = optimizer()
+        assert own is not None  # it steps
+        closure = args[0] if args else kwargs.get("closure")
+        if not callable(closure) or needs_closure(own):
+            return original_step(own)(*args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        if self._session is not None and own in self._session.optimizers:
+            own.step()
+            return loss
+        return original_step(own)(lambda: loss)
 
     def uses(self, what: str) -> None:
         """Ends what was begun: the script brings mixed precision of its own."""
-        self.brings = self.brings or what
+        if self.brings is None:
+            self.brings, self.rank = what, own_rank()
+            self._tell_what_is_not_used(what)
         self.watch.stop()
         self.close()
+
+    def opened(self, session: Session, what: str) -> None:
+        """Takes note of a session of the script's own, `what` names whose."""
+        self.uses(what)
+        self.brings, self._own = what, weakref.ref(session)
+
+    def _tell_what_is_not_used(self, what: str) -> None:
+        leveled, low = self._given
+        for_apex = low is not None and what.startswith("apex")
+        asked = ["level or plan"] * leveled + ["low format"] * (low is not None and not for_apex)
+        if asked and self.rank == 0:
+            notice = NOT_USED.format(what=what, asked=" and the ".join(asked))
+            _LOG.warning(notice + (FOR_APEX.format(low=low) if for_apex else ""))
 
     def _called(self, module: nn.Module) -> None:
         """Opens the session where this module is the first one called that is trained."""
@@ -119,7 +149,7 @@ class Conversion:
         if optimizers:
             trained = {id(p) for p in trained_by(optimizers)}
             if any(id(p) in trained for p in own):
-                self._open(optimizers)
+                self._open(optimizers, module)
         elif torch.is_grad_enabled() and any(p.requires_grad for p in own):
             self._open_by_hand(module)
 
@@ -127,16 +157,17 @@ class Conversion:
         found = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
         return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
 
-    def _open(self, optimizers: Sequence[Optimizer]) -> None:
+    def _open(self, optimizers: Sequence[Optimizer], called: nn.Module) -> None:
         """Opens the session for these optimizers, in the place of one that is open."""
         self.watch.stop()
+        self._unopened.close()
         kept, replaced = newest(optimizers)
         if self._session is not None and tuple(kept) == self._session.optimizers:
             return  # what was built was one of halfstep's own, to try a state on, or is gone
         trained = trained_by(kept)
-        roots = roots_of(trained)
+        roots = roots_of(trained, called)
         self._by_hand, self._known = None, weakref.WeakSet()
-        self._initialize(roots, kept, strays=_others(trained, roots))
+        self._initialize(roots, kept, strays=unowned(trained, roots))
         plan = self._plan
         if self._session is not None and (plan.param == "low" or plan.scale.kind != "none"):
             for optimizer in replaced:
@@ -148,7 +179,7 @@ class Conversion:
             self._refused = self._refused or type(module).__name__
             return
         before = trained_by([] if self._by_hand is None else [self._by_hand])
-        roots = roots_of([*before, *(p for p in module.parameters() if p.requires_grad)])
+        roots = roots_of([*before, *(p for p in module.parameters() if p.requires_grad)], module)
         self._by_hand = ByHand(p for root in roots for p in root.parameters() if p.requires_grad)
         self._known = weakref.WeakSet(inner for root in roots for inner in root.modules())
         self._initialize(roots, [self._by_hand])
@@ -194,7 +225,7 @@ class Conversion:
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
         """Goes backward from the session's loss scale, and leaves true gradients in every leaf."""
         session = self._current()
-        outputs, directions = _paired(tensors, grad_tensors)
+        outputs, directions = paired(tensors, grad_tensors)
         if session is None or outputs is None:
             original(tensors, grad_tensors, **kwargs)
             return
@@ -204,7 +235,7 @@ class Conversion:
         else:
             own = {id(p) for p in trained_by(session.optimizers)}
             with session.scaling(*outputs) as scale, unscaled_leaves(outputs, scale, but=own):
-                begin_pass(partial(original, outputs, _times(directions, outputs, scale), **kwargs))
+                begin_pass(partial(original, outputs, times(directions, outputs, scale), **kwargs))
         if self._by_hand is not None and session.plan.ops != "none":
             self._skip_by_hand(self._by_hand)
 
@@ -221,7 +252,7 @@ class Conversion:
         """Returns true gradients from a backward pass under the session's loss scale."""
         session = self._current()
         given = kwargs.get("grad_outputs")
-        if session is None or session.plan.ops == "none" or _paired(outputs, given)[0] is None:
+        if session is None or session.plan.ops == "none" or paired(outputs, given)[0] is None:
             return original(outputs, inputs, **kwargs)
         self._inside = True  # the session calls torch's function itself
         try:
@@ -247,6 +278,13 @@ class Conversion:
         if session is not None and session.plan.param == "low" and not session.closed:
             session.adopt_weights()
 
+    def end(self) -> None:
+        """Closes the session, and looks at what was trained in one of the script's own."""
+        self.close()
+        own = None if self._own is None else self._own()
+        if own is not None and own.optimizers:
+            self.trained = trained_in(own)
+
     def close(self) -> None:
         """Closes the session, and keeps its state for one that follows."""
         self._adopt()
@@ -254,38 +292,7 @@ class Conversion:
         try:
             if session is not None:
                 self._state = session.state_dict()
-                self.trained = _trained(session)
+                self.trained = trained_in(session)
         finally:
+            self._unopened.close()
             self._undo.close()
-
-
-def _others(parameters: Sequence[Tensor], roots: Sequence[nn.Module]) -> list[Tensor]:
-    owned = {id(p) for root in roots for p in root.parameters()}
-    return [p for p in parameters if id(p) not in owned]
-
-
-def _paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Tensor | None]]:
-    """Returns what a backward pass starts from, with the direction of each gradient (None: 1).
-
-    No outputs at all where it is something that nothing can be multiplied with, or that torch refuses.
-    """
-    outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    given = [directions] if directions is None or isinstance(directions, Tensor) else list(directions)
-    paired: list[Tensor | None] = [None] * len(outputs) if directions is None else given
-    fits = len(paired) == len(outputs) and all(isinstance(out, Tensor) and out.requires_grad for out in outputs)
-    numbers = fits and all(d is not None or out.numel() == 1 for out, d in zip(outputs, paired, strict=True))
-    return (outputs if outputs and numbers else None), paired
-
-
-def _times(directions: Sequence[Tensor | None], outputs: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    return [
-        (torch.ones_like(out) if d is None else d) * scale.to(out.device, out.dtype)
-        for out, d in zip(outputs, directions, strict=True)
-    ]
-
-
-def _trained(session: Session) -> Trained:
-    status = session.status()
-    on_gpu = session.stage.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(session.stage.device) if on_gpu else None
-    return Trained(status.level, status.low, status.steps, status.skipped, status.memory, peak)

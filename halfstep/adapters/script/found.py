@@ -50,14 +50,17 @@ def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optim
     return kept[::-1], replaced
 
 
-def roots_of(parameters: Sequence[Tensor]) -> list[nn.Module]:
+def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]:
     """Returns the outermost modules that own one of these parameters, in the order of the first that each owns.
 
     Nobody but the garbage collector knows all modules: hooks on registration miss those that were copied or unpickled.
+    What it was told to forget (`gc.freeze`) it knows not; `called` is a module that is there in any case.
     """
     places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
     kinds = ((each, type(each)) for each in gc.get_objects())
     modules = [each for each, kind in kinds if issubclass(kind, nn.Module) and not issubclass(kind, Strays)]
+    if not any(each is called for each in modules):
+        modules.append(called)
     inner: set[int] = set()
     first: dict[int, int] = {}
     for module in modules:
@@ -74,3 +77,9 @@ def roots_of(parameters: Sequence[Tensor]) -> list[nn.Module]:
 
 def _first_place(module: nn.Module, places: Mapping[int, int]) -> int | None:
     return min((places[id(p)] for p in module.parameters() if id(p) in places), default=None)
+
+
+def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns the parameters that are in none of these modules."""
+    owned = {id(p) for root in roots for p in root.parameters()}
+    return [p for p in parameters if id(p) not in owned]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -13,16 +14,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.amp import GradScaler as AnyGradScaler  # torch's own, on which all others are built
 from torch.optim import Optimizer
 
 from halfstep.adapters import torch_amp
+from halfstep.adapters.apex import amp, fp16_optimizer
 from halfstep.adapters.apex.install import install as install_apex
 from halfstep.adapters.apex.install import uninstall as uninstall_apex
 from halfstep.cast.autocast import autocast
-from halfstep.scale.grad_scaler import GradScaler
-from halfstep.torch_internals import FOLDER, in_backward, is_tracing
+from halfstep.formats import Format
+from halfstep.initialize import initialize
+from halfstep.session.session import Session
+from halfstep.torch_internals import FOLDER, in_backward, is_compiling_here, is_tracing
 
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
+APEX = {inspect.getfile(amp): "apex.amp", inspect.getfile(fp16_optimizer): "apex's FP16_Optimizer"}
+MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a script makes a drop-in autocast
 
 
 class Listener(Protocol):
@@ -33,6 +40,9 @@ class Listener(Protocol):
 
     def uses(self, what: str) -> None:
         """Takes note of mixed precision of the script's own."""
+
+    def opened(self, session: Session, what: str) -> None:
+        """Takes note of a session of the script's own, `what` names whose."""
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
         """Does what `torch.autograd.backward`, the `original`, is asked."""
@@ -72,15 +82,17 @@ class CallWatch:
             nn.Module.__call__ = self._before  # type: ignore[method-assign]
 
 
-def install(listener: Listener) -> Callable[[], None]:
+def install(listener: Listener, apex_low: Format | str) -> Callable[[], None]:
     """Has the listener hear of a script, puts the drop-ins for torch.amp and apex in place, and returns the undo."""
     with ExitStack() as stack:
         stack.callback(torch_amp.install())
-        install_apex()
+        stack.callback(_put(amp, "initialize", lambda run: _before_apex_amp(run, listener)))
+        install_apex(apex_low)
         stack.callback(uninstall_apex)
         for owner, name, make in (
-            (autocast, "__init__", lambda made: _noticed(made, listener, "torch.amp's autocast", lambda a: a.enabled)),
-            (GradScaler, "__init__", lambda made: _noticed(made, listener, "torch.amp's GradScaler", _is_enabled)),
+            (autocast, "on_made", lambda _: _autocast_made(listener)),
+            (AnyGradScaler, "__init__", lambda made: _scaler_made(made, listener)),
+            (Session, "__init__", lambda made: _session_made(made, listener)),
             (Optimizer, "__init__", lambda made: _building(made, listener)),
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
@@ -95,24 +107,55 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None
     return functools.partial(setattr, owner, name, before)
 
 
-def _is_enabled(scaler: GradScaler) -> bool:
-    return scaler.is_enabled()
+def _autocast_made(listener: Listener) -> Any:
+    def on_made(self: autocast) -> None:
+        if self.enabled and not _is_ours(sys._getframe(1)):
+            listener.uses("torch.amp's autocast")
+
+    return on_made
 
 
-def _noticed(made: Any, listener: Listener, what: str, enabled: Callable[[Any], bool]) -> Any:
+def _scaler_made(made: Any, listener: Listener) -> Any:
     @functools.wraps(made)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and enabled(self) and not _is_ours(sys._getframe(1)):
-            listener.uses(what)
+        if self.is_enabled():
+            listener.uses("torch.amp's GradScaler")
+
+    return __init__
+
+
+def _before_apex_amp(run: Any, listener: Listener) -> Any:
+    @functools.wraps(run)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if inspect.signature(run).bind(*args, **kwargs).arguments.get("enabled", True):
+            listener.uses("apex.amp")  # here, since it refuses models that are low already
+        return run(*args, **kwargs)
+
+    return initialize
+
+
+def _session_made(made: Any, listener: Listener) -> Any:
+    @functools.wraps(made)
+    def __init__(self: Session, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is initialize.__code__:
+            frame = frame.f_back
+        file = "" if frame is None else frame.f_code.co_filename
+        whose = next((name for adapter, name in APEX.items() if file == adapter), None)
+        if whose is None and not file.startswith(HALFSTEP):  # else: the listener's own, or a trial on copies
+            whose = "a halfstep session"
+        if whose is not None:
+            listener.opened(self, whose)
 
     return __init__
 
 
 def _is_ours(frame: FrameType | None) -> bool:
     """Tells whether code of torch's or halfstep's own, such as a checkpoint, makes an autocast region."""
-    while frame is not None and frame.f_code.co_filename == torch_amp.__file__:
-        frame = frame.f_back  # the classes whose device is fixed
+    while frame is not None and frame.f_code.co_filename in MAKERS:
+        frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))
 
 
@@ -128,7 +171,7 @@ def _building(made: Any, listener: Listener) -> Any:
 def _backward(run: Any, listener: Listener) -> Any:
     @functools.wraps(run)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if in_backward():  # of a reentrant checkpoint: what comes in is scaled already
+        if in_backward() or is_compiling_here():  # of a reentrant checkpoint: what comes in is scaled already
             run(tensors, grad_tensors, *args, **kwargs)
         else:
             named = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False))
@@ -141,7 +184,7 @@ def _grad(run: Any, listener: Listener) -> Any:
     @functools.wraps(run)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
-        if in_backward():
+        if in_backward() or is_compiling_here():
             return run(outputs, inputs, *args, **kwargs)
         return listener.grad(run, outputs, inputs, {**dict(zip(names, args, strict=False)), **kwargs})
 

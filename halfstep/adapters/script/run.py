@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import logging
 import runpy
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
-from halfstep.adapters.script.conversion import Conversion, Trained
+from halfstep.adapters.script.conversion import Conversion
 from halfstep.adapters.script.patches import HALFSTEP, install
+from halfstep.adapters.script.trained import Trained
 from halfstep.errors import ScriptError
 from halfstep.formats import Format
 from halfstep.plan.plan import Plan
@@ -25,10 +29,10 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a script ran: what a session trained in it, or what mixed precision it `brings` of its own, and its end.
+    """How a script ran: what a session trained in it, what mixed precision it `brings` of its own, and its end.
 
-    `trained` is None where no session was opened, `seconds` is the time of the whole script, `error` what ended it (an
-    exception or SystemExit; None: its last line), `rank` the number of this process.
+    `trained` is None where no session was opened, by the script itself or for it, `seconds` is the time of the whole
+    script, `error` what ended it (an exception or SystemExit; None: its last line), `rank` the number of this process.
     """
 
     trained: Trained | None
@@ -43,14 +47,15 @@ def run(  # noqa: PLR0913  # what the command has
     arguments: Sequence[str] = (),
     *,
     module: bool = False,
-    plan: Plan | str = "O1",
+    plan: Plan | str | None = None,
     low: Format | str | None = None,
     sinks: Callable[[int], Sequence[Sink]] = lambda rank: (),
     observe: bool = False,
     ended: Callable[[Ran], None] = lambda ran: None,
 ) -> None:
-    """Runs a script, or a `module` as `python -m` does, whose models train under a plan.
+    """Runs a script, or a `module` as `python -m` does, whose models train under a plan (None: O1).
 
+    A script with mixed precision of its own says itself what runs low; `low` is then that of apex's stand-in alone.
     `sinks` are those of the session, made when it is opened, given the number of the process; `observe` has it look at
     the tensors of every 50th step. `ended` is called at the end, also where the script raised. All that was changed, of
     torch and of the script's models, is put back by then.
@@ -64,29 +69,44 @@ def run(  # noqa: PLR0913  # what the command has
     conversion = Conversion(plan, low, sinks, observe=observe)
     error: BaseException | None = None
     start = time.perf_counter()
-    undo = install(conversion)
+    undo = install(conversion, low or "fp16")
     conversion.watch.start()
     try:
         with _as_main(script, arguments, module=module):
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(str(Path(script).absolute()), run_name="__main__")
+                _run_file(Path(script).absolute())
     except BaseException as raised:
         error = raised
-    finally:
-        conversion.watch.stop()
-        undo()
     seconds = time.perf_counter() - start
+    conversion.watch.stop()
     try:
-        conversion.close()
+        conversion.end()
     except Exception as failed:  # of a device that the script has broken
         if error is None:
             raise
         _LOG.warning("the session could not be closed: %s", failed)
+    finally:
+        undo()
     ended(Ran(conversion.trained, conversion.brings, seconds, error, conversion.rank))
     if error is not None:
         raise own(error)
+
+
+def _run_file(path: Path) -> None:
+    """Runs a script in a `__main__` that has what python gives it; runpy would change `sys.argv` to the full path."""
+    if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    loader = SourceFileLoader("__main__", str(path))
+    vars(main).update(__file__=str(path), __loader__=loader, __cached__=None, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _check(script: str, *, module: bool) -> None:
