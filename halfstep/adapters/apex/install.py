@@ -47,6 +47,7 @@ MODULES = MappingProxyType(
         "apex.multi_tensor_apply": ("multi_tensor",),
         "apex.multi_tensor_apply.multi_tensor_apply": ("multi_tensor",),
         "amp_C": ("multi_tensor",),
+        "apex_C": ("flat",),
     }
 )
 """Modules that scripts import, parents first, and the files of this package whose `__all__` each of them has."""
@@ -93,9 +94,9 @@ def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
         sys.modules[name] = module
         _UNDO.callback(_take_out, name, module)
     for each, value in names.items():
-        _add(module, each, value)
+        _add(module, each, value, made)
     if parent:
-        _add(sys.modules[parent], leaf, module)  # a parent may export another thing of that name, which stays
+        _add(sys.modules[parent], leaf, module, made)  # a parent may export another thing of that name, which stays
 
 
 def _real(name: str) -> ModuleType | None:
@@ -106,10 +107,11 @@ def _real(name: str) -> ModuleType | None:
         return None
 
 
-def _add(module: ModuleType, name: str, value: Any) -> None:
+def _add(module: ModuleType, name: str, value: Any, made: set[str]) -> None:
     if not hasattr(module, name):
         setattr(module, name, value)
-        _UNDO.callback(_delete, module, name, value)
+        if module.__name__ not in made:  # what was made keeps its names for whoever has imported it
+            _UNDO.callback(_delete, module, name, value)
 
 
 def _delete(module: ModuleType, name: str, value: Any) -> None:
