@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from halfstep.adapters.apex import install, uninstall
+from halfstep.adapters.apex import install, sessions, uninstall
 from halfstep.adapters.apex.install import MODULES
 from halfstep.errors import HalfstepError
 from tests.adapters.apex.cases import as_hardware, loss_of, sgd, small, step, values, vectors
@@ -169,6 +169,18 @@ def test_install_again_changes_the_format_for_who_has_imported_amp_too():
     for wrong in ("fp8", "e4m3", 16):
         with pytest.raises(HalfstepError):
             install(low=wrong)
+
+
+def test_none_stands_for_apexs_fp16_and_open_sessions_tell_how_a_script_trained(low):
+    install(None)
+    amp = importlib.import_module("apex.amp")
+    model = small()
+    amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    (session,) = sessions()
+    assert (session.plan.name, str(session.plan.low)) == ("O2", "fp16")
+    install(low)
+    assert sessions() == []
+    assert session.closed
 
 
 @pytest.fixture
