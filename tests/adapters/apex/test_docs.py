@@ -4,6 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import halfstep
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "apex.md"
@@ -30,3 +34,17 @@ def test_each_kept_or_mended_row_names_tests_that_are_there(row):
     assert names
     for file, name in names:
         assert f"def test_{name}(" in (HERE / f"test_{file}.py").read_text()
+
+
+def test_the_migration_page_casts_batch_norms_as_apex_did(amp, low):
+    """Its words for `keep_batchnorm_fp32=False` are run here."""
+    (line,) = [
+        line for line in (PAGE.parent / "migration.md").read_text().splitlines() if "keep_batchnorm_fp32=False" in line
+    ]
+    rules = eval(re.search(r"`rules=(.*)` \|", line)[1])
+    model, other = (nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)) for _ in range(2))
+    with halfstep.initialize(model, plan="O2", low=low, rules=rules):
+        amp.initialize(other, opt_level="O2", keep_batchnorm_fp32=False, verbosity=0)
+        for norm in (model[1], other[1]):
+            assert (norm.weight.dtype, norm.running_mean.dtype) == (low, low)
+    assert model[1].weight.dtype is torch.float32
