@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.apex.checkpoint import load_state_dict, state_dict
 from halfstep.adapters.apex.functions import (
     disable_casts,
     float_function,
@@ -25,6 +24,7 @@ from halfstep.adapters.apex.functions import (
     register_promote_function,
 )
 from halfstep.adapters.apex.properties import BRIEFS, Properties, disabled, make_plan, make_scaling
+from halfstep.adapters.apex.saved_scales import load_state_dict, state_dict
 from halfstep.adapters.apex.state import (
     NOT_INITIALIZED,
     STATE,
