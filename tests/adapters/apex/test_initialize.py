@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.adapters.apex import sessions
 from halfstep.adapters.apex.fp16_optimizer import FP16_Optimizer
 from tests.adapters.apex.cases import LEVELS, batch, loss_of, network, same, sgd, small, values, vectors
 
@@ -50,6 +51,7 @@ def test_returns_have_the_shape_of_what_was_given(amp):
 def test_stored_formats(amp, low, level):
     model = network()
     model, _ = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    assert sessions()[0].plan.name == level
     stored = torch.float32 if level in ("O0", "O1") else low
     assert {model.conv.weight.dtype, model.last.bias.dtype, model.norm.weight.dtype} == {stored}
     norm = low if level == "O3" else torch.float32
