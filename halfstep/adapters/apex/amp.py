@@ -5,7 +5,6 @@ There is one state for all of them, as apex had. What was kept of apex and what 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from halfstep.adapters.apex.functions import (
     register_promote_function,
 )
 from halfstep.adapters.apex.properties import BRIEFS, Properties, disabled, make_plan, make_scaling
+from halfstep.adapters.apex.saved_scales import load_state_dict, state_dict
 from halfstep.adapters.apex.state import (
     NOT_INITIALIZED,
     STATE,
@@ -85,13 +85,15 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
         TypeError: models or optimizers are neither one nor a list.
         ValueError: a value that is none.
     """
+    if not isinstance(verbosity, int):
+        raise ValueError(f"verbosity is {verbosity!r}; give 0 to print nothing, 1 or 2")
     STATE.verbosity = verbosity
     if not enabled:
         STATE.opt_properties, STATE.loss_scalers, STATE._current = disabled(), [], None
         return models if optimizers is None else (models, optimizers)
     chosen = _as_list(models, nn.Module, "models")
     wrapped = [] if optimizers is None else _as_list(optimizers, Optimizer, "optimizers")
-    _check_models(chosen)
+    loaded_low = _check_models(chosen)
     stepping = _check_optimizers([_own(each) for each in wrapped])
     overrides = {
         "cast_model_type": cast_model_type,
@@ -111,6 +113,8 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
         scaling=make_scaling(properties.loss_scale, min_loss_scale, max_loss_scale),
         changes=STATE._registered,
     )
+    for model in loaded_low:
+        model.float()  # the values are the same, and masters start from them
     session = open_session(chosen, stepping or None, plan, on_failure="warn", stepping="optimizer")
     STATE._current = Trained(session, num_losses, casts=bool(properties.patch_torch_functions))
     STATE._trained.add(STATE._current)
@@ -137,6 +141,11 @@ def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
 
 def _as_list(value: Any, kind: type, what: str) -> list[Any]:
     items = value if isinstance(value, list) else [value]
+    if any(type(item).__name__ == "FP16_Optimizer" for item in items):
+        raise RuntimeError(
+            "An incoming optimizer is an instance of FP16_Optimizer. If you are using the new Amp API via "
+            "amp.initialize, pass in the ordinary optimizer: weights and gradients are taken care of."
+        )
     wrong = [item for item in items if not isinstance(_own(item), kind)]
     if wrong:
         raise TypeError(f"{what} must be a {kind.__name__} or a list of them, not {type(wrong[0]).__name__}")
@@ -148,31 +157,32 @@ def _own(optimizer: Any) -> Any:
     return optimizer if isinstance(optimizer, (Optimizer, nn.Module)) else getattr(optimizer, "optim", optimizer)
 
 
-def _check_models(models: Sequence[nn.Module]) -> None:
+def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the models that are not all fp32; refuses them, unless they are said to be meant, and wrapped ones."""
+    loaded_low = []
     for model in models:
         if isinstance(model, nn.DataParallel) or type(model).__name__ == "DistributedDataParallel":
             raise RuntimeError(
                 f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied "
                 "to the model(s) AFTER the model(s) have been returned from amp.initialize."
             )
-        low = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
+        values: list[tuple[str, str, Tensor]] = [("param", *each) for each in model.named_parameters()]
+        values += [("buffer", *each) for each in model.named_buffers()]
+        low = [each for each in values if each[2].is_floating_point() and each[2].dtype.itemsize < 4]
         if low and not STATE.allow_incoming_model_not_fp32:
-            raise RuntimeError(
-                f"Found param {low[0]} with type {model.get_parameter(low[0]).type()}, expected fp32. When using "
-                "amp.initialize, you do not need to call .half() on your model before passing it, no matter what "
-                "optimization level you choose; call model.float() first."
+            kind, name, value = low[0]
+            warn_or_err(
+                f"Found {kind} {name} with type {value.type()}, expected fp32. When using amp.initialize, you do not "
+                "need to call .half() on your model before passing it, no matter what optimization level you choose; "
+                "call model.float() first."
             )
         if low:
-            model.float()  # the values are the same, and masters start from them
+            loaded_low.append(model)
+    return loaded_low
 
 
 def _check_optimizers(optimizers: list[Optimizer]) -> list[Optimizer]:
     for optimizer in optimizers:
-        if type(optimizer).__name__ == "FP16_Optimizer":
-            raise RuntimeError(
-                "An incoming optimizer is an instance of FP16_Optimizer. If you are using the new Amp API via "
-                "amp.initialize, pass in the ordinary optimizer: weights and gradients are taken care of."
-            )
         if any(optimizer is each for trained in STATE.sessions() for each in trained.session.optimizers):
             raise RuntimeError(
                 f"A given {type(optimizer).__name__} has been passed to amp.initialize already: call it once, with "
@@ -199,6 +209,7 @@ def scale_loss(
     Raises:
         RuntimeError: `initialize` was not called, or not with these optimizers.
         IndexError: there are fewer losses than `loss_id` says.
+        TypeError: the loss is no tensor.
     """
     if not hasattr(STATE, "opt_properties"):
         raise RuntimeError(NOT_INITIALIZED)
@@ -207,46 +218,18 @@ def scale_loss(
         return
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     trained = STATE.of([_own(each) for each in given])
-    number = range(trained.num_losses)[loss_id]
+    number = _number_of(loss_id, trained.num_losses)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"amp.scale_loss was given a loss of type {type(loss).__name__}; give it the loss tensor")
     with trained.session.scaling(loss, loss_id=number, unscale=not delay_unscale) as scale:
         yield loss.float() * scale.to(loss.device)
 
 
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns each loss scale and the clean steps since its last change, as apex's checkpoints have them.
-
-    It is empty before `initialize` and under `enabled=False`. `destination` is added to and returned.
-    """
-    found: dict[str, Any] = OrderedDict() if destination is None else destination
-    for index, scaler in enumerate(getattr(STATE, "loss_scalers", [])):
-        found[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return found
-
-
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Goes on from what `state_dict` returned, or apex's own; tells of scales that only one side has.
-
-    A scale that is not dynamic stays as `initialize` was asked for.
-
-    Raises:
-        RuntimeError: an entry that is none of a loss scale; nothing is changed.
-        StateError: a scale that is out of range.
-    """
-    unknown = [key for key in state_dict if "loss_scaler" not in key]
-    if unknown:
-        raise RuntimeError(f"Unexpected key(s) in amp's state: {', '.join(unknown)}; it has loss_scaler0, 1, ...")
-    scalers = getattr(STATE, "loss_scalers", [])
-    if len(state_dict) != len(scalers):
-        maybe_print(
-            f"Warning: state_dict contains {len(state_dict)} entries, while {len(scalers)} loss_scalers are used"
-        )
-    for index, (key, entry) in enumerate(state_dict.items()):
-        if index >= len(scalers):
-            maybe_print(f"Skipping loss_scaler[{index}], since num_losses was set to {len(scalers)}")
-        elif scalers[index].dynamic:
-            maybe_print(f"Restoring loss_scaler[{index}] from {key}")
-            scalers[index].load(entry["loss_scale"], entry["unskipped"])
-        elif scalers[index].loss_scale() != entry["loss_scale"]:
-            maybe_print(
-                f"Skipping {key}: its scale is {entry['loss_scale']}, and initialize was asked for another, fixed one"
-            )
+def _number_of(loss_id: int, num_losses: int) -> int:
+    try:
+        return range(num_losses)[loss_id]
+    except (IndexError, TypeError):
+        raise IndexError(
+            f"loss_id is {loss_id!r}, and amp.initialize was asked for num_losses={num_losses}: give 0 to "
+            f"{num_losses - 1}, or more losses there"
+        ) from None

@@ -114,7 +114,7 @@ def init(
 
 
 def _register(category: OpList, module: Any, name: str) -> None:
-    if not hasattr(module, name):
+    if not isinstance(name, str) or not callable(getattr(module, name, None)):
         raise ValueError(f"No function named {name} in module {module}.")
     STATE._registered.append(OpChange(category, _spelled(module, name)))
     if STATE.castings():
@@ -145,6 +145,9 @@ def _spelled(module: Any, name: str) -> str:
 
 
 def _decorated(category: OpList, function: Function) -> Function:
+    if not callable(function):
+        raise TypeError(f"{function!r} was to be decorated for amp; give a function, or register a module's by name")
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for casting in STATE.castings():

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from halfstep.adapters.apex.state import STATE
-from halfstep.formats import Format, as_format
+from halfstep.formats import FP16, Format, as_format
 from halfstep.plan.plan import LOW_FORMATS
+from halfstep.session.session import Session
 from halfstep.validate import one_of
 
 _HERE = "halfstep.adapters.apex"
@@ -47,6 +48,7 @@ MODULES = MappingProxyType(
         "apex.multi_tensor_apply": ("multi_tensor",),
         "apex.multi_tensor_apply.multi_tensor_apply": ("multi_tensor",),
         "amp_C": ("multi_tensor",),
+        "apex_C": ("flat",),
     }
 )
 """Modules that scripts import, parents first, and the files of this package whose `__all__` each of them has."""
@@ -54,18 +56,18 @@ MODULES = MappingProxyType(
 _UNDO = ExitStack()
 
 
-def install(low: Format | torch.dtype | str = "fp16") -> None:
+def install(low: Format | torch.dtype | str | None = None) -> None:
     """Makes `import apex` work, and `from apex import amp`: modules of halfstep's stand where apex has none.
 
     Beside a real apex it adds the modules and names that this lacks. `low` is the format of O1, and of the weights at
-    O2 and O3 where a script gives no `cast_model_type`: fp16, as apex had it, or bf16. A second call changes it for
-    what is initialized from then on; `uninstall` takes everything out again.
+    O2 and O3 where a script gives no `cast_model_type`: fp16, as apex had it and as None stands for, or bf16. A second
+    call changes it for what is initialized from then on; `uninstall` takes everything out again.
 
     Raises:
         FormatError: an unknown format.
         PlanError: a format that cannot be trained in.
     """
-    fmt = as_format(low)
+    fmt = FP16 if low is None else as_format(low)
     one_of("low of the stand-in apex", fmt.name, tuple(each.name for each in LOW_FORMATS))
     uninstall()
     STATE._low = fmt.dtype
@@ -75,6 +77,11 @@ def install(low: Format | torch.dtype | str = "fp16") -> None:
         if not files or ours:
             names = {each: getattr(module, each) for module in ours for each in module.__all__}
             _put(name, names, made)
+
+
+def sessions() -> list[Session]:
+    """Returns the sessions of `amp.initialize` that are open, for who wants to tell how a script trained."""
+    return [trained.session for trained in STATE.sessions()]
 
 
 def uninstall() -> None:
@@ -93,9 +100,9 @@ def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
         sys.modules[name] = module
         _UNDO.callback(_take_out, name, module)
     for each, value in names.items():
-        _add(module, each, value)
+        _add(module, each, value, made)
     if parent:
-        _add(sys.modules[parent], leaf, module)  # a parent may export another thing of that name, which stays
+        _add(sys.modules[parent], leaf, module, made)  # a parent may export another thing of that name, which stays
 
 
 def _real(name: str) -> ModuleType | None:
@@ -106,10 +113,11 @@ def _real(name: str) -> ModuleType | None:
         return None
 
 
-def _add(module: ModuleType, name: str, value: Any) -> None:
+def _add(module: ModuleType, name: str, value: Any, made: set[str]) -> None:
     if not hasattr(module, name):
         setattr(module, name, value)
-        _UNDO.callback(_delete, module, name, value)
+        if module.__name__ not in made:  # what was made keeps its names for whoever has imported it
+            _UNDO.callback(_delete, module, name, value)
 
 
 def _delete(module: ModuleType, name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import SyncBatchNorm
 
+from halfstep.adapters.apex.flat import flatten, unflatten
 from halfstep.adapters.apex.larc import LARC
 from halfstep.errors import SetupError
 
@@ -20,6 +21,7 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "flat_dist_call",
 ]
 
 _BYTES_PER_ELEMENT = 4  # of fp32, in which apex counted its messages
@@ -118,6 +120,24 @@ class Reducer:
         for grad in grads:
             dist.all_reduce(grad)
             grad.div_(dist.get_world_size())
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Has `call`, such as `dist.all_reduce`, act in place on the tensors, joined by dtype; all_reduce averages them.
+
+    `extra_args` come after the joined tensor.
+    """
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        alike = [t for t in tensors if t.dtype is dtype]
+        joined = flatten(alike)
+        call(joined, *(extra_args or ()))
+        if call is dist.all_reduce:
+            joined.div_(dist.get_world_size())
+        for t, part in zip(alike, unflatten(joined, alike), strict=True):
+            t.copy_(part)
 
 
 def convert_syncbn_model(

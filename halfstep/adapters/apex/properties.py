@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.edits import FULL, LOW, SMALLEST_SCALE, OpChange, Rule, Scaling
+from halfstep.edits import FULL, LARGEST_SCALE, LOW, SMALLEST_SCALE, OpChange, Policy, Rule, Scaling
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan, PlanOutput
 from halfstep.torch_internals import BatchNorm
+from halfstep.validate import real
 
 FIRST_SCALE = 2.0**16
 LOW_TYPES = (torch.float16, torch.bfloat16)
@@ -75,14 +76,19 @@ class Properties:
                 "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
             )
         defaults = (low if value is _LOW else value for value in _LEVELS[opt_level])
-        self.options = dict(zip(OPTIONS, (True, opt_level, *defaults), strict=True))
-        self._refuse = refuse
+        vars(self).update(
+            options=dict(zip(OPTIONS, (True, opt_level, *defaults), strict=True)),
+            _refuse=refuse,
+        )
 
     def __getattr__(self, name: str) -> Any:
         options = vars(self).get("options", {})
         if name not in options:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return options[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} is read here, and set by an argument of amp.initialize")
 
     def override(self, name: str, value: Any) -> None:
         """Sets an option to what a caller gave.
@@ -91,7 +97,7 @@ class Properties:
             RuntimeError: it contradicts the level.
             ValueError: it is no value of the option.
         """
-        checked = _CHECKS[name](value)
+        checked = _CHECKS[name](name, value)
         why = _contradiction(self.opt_level, name, checked)
         if why is not None:
             self._refuse(why)
@@ -109,25 +115,28 @@ def disabled() -> Properties:
     return properties
 
 
-def _model_type(value: Any) -> Any:
+def _model_type(name: str, value: Any) -> Any:
     if value is not False and value not in (torch.float32, *LOW_TYPES):
-        raise ValueError(
-            f"cast_model_type is {value!r}; give torch.float16, torch.bfloat16, torch.float32, or False for none"
-        )
+        raise ValueError(f"{name} is {value!r}; give torch.float16, torch.bfloat16, torch.float32, or False for none")
     return value
 
 
-def _switch(value: Any) -> bool:
+def _switch(name: str, value: Any) -> bool:
     if value not in (True, False, "True", "False"):
-        raise ValueError(f"{value!r} was given where True or False is needed (keep_batchnorm_fp32, master_weights)")
+        raise ValueError(f"{name} is {value!r}; give True or False")
     return value in (True, "True")
 
 
-def _loss_scale(value: Any) -> str | float:
-    return "dynamic" if value == "dynamic" else float(value)
+def _loss_scale(name: str, value: Any) -> str | float:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}; give a number, also as text, or 'dynamic'") from None
 
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cast_model_type": _model_type,
     "patch_torch_functions": _switch,
     "keep_batchnorm_fp32": _switch,
@@ -193,10 +202,11 @@ def _stored_low(
     master = level("O2", low).master if properties.master_weights else "none"
     plan = level("O2" if properties.master_weights else "O3", low)
     plan = replace(plan, norms="low", master=master, scale=scaling, input="low", output=_output(outputs, low))
-    norms = any(isinstance(module, BatchNorm) for model in models for module in model.modules())
-    if norms and not properties.keep_batchnorm_fp32:
-        return plan.edit(Rule("type:_BatchNorm", LOW, buffers="low"))
-    return plan
+    if not any(isinstance(module, BatchNorm) for model in models for module in model.modules()):
+        return plan
+    if properties.keep_batchnorm_fp32:
+        return plan.edit(Rule("type:_BatchNorm", Policy("full", "low", "input"), input="keep"))
+    return plan.edit(Rule("type:_BatchNorm", LOW, buffers="low"))
 
 
 def _output(dtype: torch.dtype | None, low: torch.dtype) -> PlanOutput:
@@ -215,5 +225,6 @@ def make_scaling(loss_scale: str | float, least: float | None, most: float) -> S
     """
     if loss_scale != "dynamic":
         return Scaling("static", init=float(loss_scale))
-    least = SMALLEST_SCALE if least is None else least
+    least = SMALLEST_SCALE if least is None else real("min_loss_scale", least, low=SMALLEST_SCALE, high=LARGEST_SCALE)
+    most = real("max_loss_scale", most, low=SMALLEST_SCALE, high=LARGEST_SCALE)
     return Scaling("dynamic", init=max(min(FIRST_SCALE, most), least), min=least, max=most)

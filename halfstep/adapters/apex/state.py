@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ NOT_INITIALIZED = (
     "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized.  model, optimizer = "
     "amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
 )
+
+_STASH = "_amp_stash"
+_LAZY = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
+"""What scripts that resume call on an optimizer, so that apex made its masters at once; here they are there by then."""
 
 
 class AmpState:
@@ -56,7 +61,7 @@ class AmpState:
         """Closes all sessions and forgets all settings."""
         self.handle._deactivate()
         for trained in list(self._trained):
-            trained.session.close()
+            trained.end()
         vars(self).clear()
         AmpState.__init__(self)
 
@@ -113,6 +118,8 @@ class Trained:
         self.num_losses = num_losses
         self.casts = casts
         self._coming: deque[_Coming] = deque()
+        for optimizer in session.optimizers:
+            vars(optimizer).update({_STASH: SimpleNamespace(lazy_init_called=True), **dict.fromkeys(_LAZY, _nothing)})
         session.watchers.append(self)
 
     def carry(self, scale: Tensor) -> None:
@@ -132,6 +139,29 @@ class Trained:
     def close(self) -> None:
         """Does nothing."""
 
+    def end(self) -> None:
+        """Closes the session, and takes from the optimizers what apex's had."""
+        self.session.close()
+        for optimizer in self.session.optimizers:
+            for name in (_STASH, *_LAZY):
+                vars(optimizer).pop(name, None)
+
+    def load(self, scales: Mapping[int, tuple[float, int]]) -> None:
+        """Goes on from the scales of some losses, and the clean steps in a row since each last changed.
+
+        Raises:
+            StateError: a scale is out of range, or they are not dynamic; nothing is changed.
+        """
+        state: dict[str, Any] = self.session.state_dict()
+        for loss_id, (scale, unskipped) in scales.items():
+            state["scales"][str(loss_id)] = {
+                "kind": "dynamic",
+                "scale": scale,
+                "clean_steps": unskipped,
+                "overflows_left": self.session.plan.scale.hysteresis,
+            }
+        self.session.load_state_dict(state)
+
     def _say(self, coming: _Coming) -> None:
         skipped, *scales = coming.numbers.tolist()
         if not skipped:
@@ -144,6 +174,10 @@ class Trained:
         if not lowered:
             loss_id, _, now = steps[0]
             maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} keeping loss scale {now}")
+
+
+def _nothing() -> None:
+    """Does nothing."""
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -164,8 +198,10 @@ def _sent(numbers: Tensor, loss_ids: tuple[int, ...]) -> tuple[Tensor, tuple[int
 class LossScaler:
     """A view of one loss scale, with the names that apex's had; reading it waits for the device.
 
-    `_loss_scale` can be set where it is dynamic, as scripts do right after `initialize`.
+    `_loss_scale` can be set where it is dynamic, as scripts do right after `initialize`; nothing else can.
     """
+
+    __slots__ = ("_loss_id", "_trained")  # so that setting what halfstep would not heed is an error
 
     def __init__(self, trained: Trained, loss_id: int) -> None:
         self._trained = trained
@@ -186,28 +222,12 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
-        self.load(scale, self._unskipped)
+        self._trained.load({self._loss_id: (scale, self._unskipped)})
 
     @property
     def _unskipped(self) -> int:
         state = self._trained.session.state_dict()["scales"].get(str(self._loss_id), {})
         return int(state.get("clean_steps", 0))
-
-    def load(self, scale: float, unskipped: int) -> None:
-        """Goes on from a scale and the clean steps in a row since it last changed.
-
-        Raises:
-            StateError: the scale is out of range, or it is not dynamic.
-        """
-        session = self._trained.session
-        state: dict[str, Any] = session.state_dict()
-        state["scales"][str(self._loss_id)] = {
-            "kind": "dynamic",
-            "scale": float(scale),
-            "clean_steps": unskipped,
-            "overflows_left": session.plan.scale.hysteresis,
-        }
-        session.load_state_dict(state)
 
 
 class Handle:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.adapters.apex.cases import LEVELS, as_hardware, batch, network, sgd
+from tests.adapters.apex.cases import LEVELS, Net, as_hardware, batch, network, sgd
 
 SCALE = 1024.0
 
@@ -34,8 +34,56 @@ def _model_cast(model, x, low):
     return model.last(h).float()
 
 
-def by_hand(level, model, low):
+class Attends(nn.Module):
+    """Token ids in, logits out, by attention that is written out; the loss of its caller takes the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.mixed = nn.Linear(8, 24)
+        self.last = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        q, k, v = self.mixed(self.table(ids)).chunk(3, -1)
+        return self.last(torch.softmax(q @ k.transpose(1, 2) * 0.25, -1) @ v)
+
+
+def _attention_ops_cast(model, ids, low):
+    """O1: embeddings as stored, products low, softmax in fp32."""
+
+    def product(h, layer):
+        return F.linear(h.to(low), layer.weight.to(low), layer.bias.to(low))
+
+    q, k, v = product(model.table(ids), model.mixed).chunk(3, -1)
+    h = torch.softmax((q @ k.transpose(1, 2) * 0.25).float(), -1).to(low) @ v
+    return product(h, model.last).float()
+
+
+def _attention_cast(model, ids, low):
+    """O2 and O3: all low; gradients of embeddings add up in fp32, as the kernel of a GPU and not that of a CPU."""
+    h = F.embedding(ids, model.table.weight.float()).to(low)
+    q, k, v = model.mixed(h).chunk(3, -1)
+    return model.last(torch.softmax(q @ k.transpose(1, 2) * 0.25, -1) @ v).float()
+
+
+def tokens():
+    ids = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(2))
+    return ids, ids.flip(1)
+
+
+def mean_entropy(out, targets):
+    return F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+KINDS = {  # model, batch, loss, and the forward passes by hand at O1, and at O2 and O3
+    "convolution": (Net, batch, F.mse_loss, _ops_cast, _model_cast),
+    "attention": (Attends, tokens, mean_entropy, _attention_ops_cast, _attention_cast),
+}
+
+
+def by_hand(level, model, low, kind="convolution"):
     """Returns the gradients, and what computed them."""
+    _, given, loss_fn, ops_cast, model_cast = KINDS[kind]
     hand = copy.deepcopy(model)
     if level in ("O2", "O3"):
         for module in hand.modules():
@@ -45,34 +93,37 @@ def by_hand(level, model, low):
                 for name, b in module.named_buffers(recurse=False):
                     if b.is_floating_point():
                         setattr(module, name, b.to(low))
-    x, y = batch()
-    forward = {"O0": lambda m, x, _: m(x), "O1": _ops_cast}.get(level, _model_cast)
+    x, y = given()
+    forward = {"O0": lambda m, x, _: m(x), "O1": ops_cast}.get(level, model_cast)
     with as_hardware(low):
-        (F.mse_loss(forward(hand, x, low), y) * (1.0 if level == "O0" else SCALE)).backward()
+        (loss_fn(forward(hand, x, low), y) * (1.0 if level == "O0" else SCALE)).backward()
     factor = 1.0 if level == "O0" else 1 / SCALE
     return {name: p.grad.float() * factor for name, p in hand.named_parameters()}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_those_of_the_model_cast_by_hand(amp, low, level):
-    model = network()
-    expected = by_hand(level, model, low)
+def test_gradients_are_those_of_the_model_cast_by_hand(amp, low, level, kind):
+    make, given, loss_fn, *_ = KINDS[kind]
+    model = network(make)
+    expected = by_hand(level, model, low, kind)
     optimizer = sgd(model)
     scale = None if level == "O0" else SCALE
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
-    x, y = batch()
-    with amp.scale_loss(F.mse_loss(model(x), y), optimizer) as scaled:
+    x, y = given()
+    with amp.scale_loss(loss_fn(model(x), y), optimizer) as scaled:
         scaled.backward()
     for name, p in model.named_parameters():
         assert p.grad.dtype is torch.float32
         assert torch.equal(p.grad, expected[name]), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_the_two_ways_differ_from_fp32(amp, low, level):
-    model = network()
-    cast = by_hand(level, model, low)
-    full = by_hand("O0", model, low)
+def test_the_two_ways_differ_from_fp32(amp, low, level, kind):
+    model = network(KINDS[kind][0])
+    cast = by_hand(level, model, low, kind)
+    full = by_hand("O0", model, low, kind)
     assert not all(torch.equal(cast[name], full[name]) for name in cast)
 
 

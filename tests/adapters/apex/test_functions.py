@@ -61,6 +61,20 @@ def test_promoted_functions_get_the_widest_format(amp, low, mine):
     assert mine.seen == [low, FULL]
 
 
+@pytest.mark.parametrize(("register", "expected"), [("float", FULL), ("half", "low"), ("promote", FULL)])
+def test_a_call_inside_a_function_of_a_list_is_not_cast_further(amp, low, mine, register, expected):
+    """Products are low elsewhere in the model, and softmax is fp32; in apex they stayed so inside."""
+    exec(
+        "import torch\ndef inner(x):\n    y = x @ torch.ones(8, 8, dtype=x.dtype)\n"
+        "    seen.append((y.dtype, y.softmax(1).dtype))\n    return x",
+        vars(mine),
+    )
+    getattr(amp, f"register_{register}_function")(mine, "inner")
+    amp.initialize(Calling(lambda h, x: mine.inner(x)), verbosity=0)(vectors()[0])
+    dtype = low if expected == "low" else expected
+    assert mine.seen == [(dtype, dtype)]
+
+
 def test_torch_functions_can_be_moved_between_lists(amp, low):
     amp.register_float_function(torch, "sigmoid")
     amp.register_half_function(F, "gelu")
@@ -86,6 +100,14 @@ def test_what_cannot_be_registered_is_refused(amp):
     for holder in (Local, Local(), {"run": 1}):
         with pytest.raises(ValueError, match=r"No function|decorate"):
             amp.register_half_function(holder, "run")
+
+
+def test_what_is_no_function_is_refused(amp):
+    for name in (None, 3, "nn"):
+        with pytest.raises(ValueError, match="No function named"):
+            amp.register_half_function(torch, name)
+    with pytest.raises(TypeError, match="'relu' was to be decorated for amp; give a function"):
+        amp.half_function("relu")
 
 
 def test_registering_too_late_is_told(amp, mine):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.adapters.apex import sessions
+from halfstep.adapters.apex.fp16_optimizer import FP16_Optimizer
 from tests.adapters.apex.cases import LEVELS, batch, loss_of, network, same, sgd, small, values, vectors
 
 TABLE = {  # cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
@@ -49,12 +51,36 @@ def test_returns_have_the_shape_of_what_was_given(amp):
 def test_stored_formats(amp, low, level):
     model = network()
     model, _ = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    assert sessions()[0].plan.name == level
     stored = torch.float32 if level in ("O0", "O1") else low
     assert {model.conv.weight.dtype, model.last.bias.dtype, model.norm.weight.dtype} == {stored}
     norm = low if level == "O3" else torch.float32
     assert {model.bn.weight.dtype, model.bn.running_var.dtype} == {norm}
     assert {value.dtype for value in model.state_dict().values() if value.is_floating_point()} <= {torch.float32, norm}
     assert model(batch()[0]).dtype is torch.float32
+
+
+KINDS = {
+    "affine": lambda: nn.BatchNorm1d(4),
+    "synchronized": lambda: nn.SyncBatchNorm(4),
+    "without statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_every_affine_batch_norm_is_kept_or_cast(amp, low, level, kind, keep):
+    model = nn.Sequential(nn.Linear(8, 4), KINDS[kind](), nn.Linear(4, 4))
+    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, keep_batchnorm_fp32=keep, verbosity=0)
+    expected = torch.float32 if keep else low
+    assert (model[0].weight.dtype, model[1].weight.dtype, model[1].bias.dtype) == (low, expected, expected)
+    if kind != "without statistics":
+        assert model[1].running_var.dtype is expected
+    if kind != "synchronized":  # which wants processes on GPUs
+        with amp.scale_loss(loss_of(model, vectors()), optimizer) as scaled:
+            scaled.backward()
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize("given", [True, False, "True", "False"])
@@ -132,9 +158,14 @@ def test_casting_to_fp32_leaves_the_model_as_written_under_a_scale(amp):
         ("O2", {"patch_torch_functions": True}, RuntimeError, "selecting opt_level='O1'"),
         ("O1", {"keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32 should be None"),
         ("O1", {"master_weights": True}, RuntimeError, "doesn't make sense"),
-        ("O2", {"keep_batchnorm_fp32": "yes"}, ValueError, "True or False is needed"),
+        ("O2", {"keep_batchnorm_fp32": "yes"}, ValueError, "keep_batchnorm_fp32 is 'yes'; give True or"),
+        ("O3", {"master_weights": "no"}, ValueError, "master_weights is 'no'; give True or False"),
         ("O2", {"cast_model_type": torch.float64}, ValueError, "give torch.float16"),
-        ("O1", {"loss_scale": "big"}, ValueError, "could not convert"),
+        ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; give a number, also as text"),
+        ("O2", {"loss_scale": 0}, ValueError, "init is 0; give a number from"),
+        ("O1", {"min_loss_scale": "1"}, ValueError, "min_loss_scale is '1' of type str; give a number"),
+        ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale is None of type NoneType; give a number"),
+        ("O1", {"verbosity": "1"}, ValueError, "verbosity is '1'; give 0"),
         ("O1", {"cast_model_outputs": torch.float64}, ValueError, "cast_model_outputs"),
         ("O1", {"num_losses": 0}, ValueError, "num_losses"),
         ("O1", {"min_loss_scale": 2.0**20, "max_loss_scale": 2.0**10}, ValueError, "above max"),
@@ -145,7 +176,7 @@ def test_what_contradicts_a_level_is_refused_and_nothing_is_changed(amp, level, 
     model = small()
     optimizer = sgd(model)
     with pytest.raises(error, match=words):
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **override)
+        amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **override})
     assert type(model) is nn.Sequential
     assert "step" not in vars(optimizer)
     assert amp.initialize(model, optimizer, verbosity=0) == (model, optimizer)
@@ -197,14 +228,40 @@ def test_a_half_model_is_refused_unless_it_is_said_to_be_meant(amp, low, level):
         scaled.backward()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_half_buffer_is_refused_too_and_hard_override_prints_in_place_of_raising(amp, low, level, capsys):
+    model = small()
+    model.register_buffer("mean", torch.ones(2, dtype=low))
+    with pytest.raises(RuntimeError, match="Found buffer mean with type"):
+        amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    amp._amp_state.hard_override = True
+    with pytest.raises(ValueError, match="num_losses"):
+        amp.initialize(model, sgd(model), opt_level=level, num_losses=0, verbosity=0)
+    assert model.mean.dtype is low  # nothing is changed
+    capsys.readouterr()
+    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    assert capsys.readouterr().out.startswith("Warning:  Found buffer mean")
+
+
+def test_options_are_read_and_set_by_arguments_alone(amp):
+    model = small()
+    amp.initialize(model, sgd(model), verbosity=0)
+    with pytest.raises(AttributeError, match=r"loss_scale is read here, and set by .* amp\.initialize"):
+        amp._amp_state.opt_properties.loss_scale = 128.0
+    assert amp._amp_state.opt_properties.loss_scale == "dynamic"
+
+
 def test_optimizers_that_scale_themselves_are_refused(amp):
     model = small()
 
-    class FP16_Optimizer(torch.optim.SGD):  # apex's name
-        """One of apex.fp16_utils."""
+    class Other(torch.optim.SGD):
+        """One of another library."""
 
-    with pytest.raises(RuntimeError, match="FP16_Optimizer"):
-        amp.initialize(model, FP16_Optimizer(model.parameters(), lr=0.1), verbosity=0)
+    Other.__name__ = "FP16_Optimizer"
+    for optimizer in (Other(model.parameters(), lr=0.1), FP16_Optimizer(sgd(small()), verbose=False)):
+        for given in (optimizer, [optimizer]):
+            with pytest.raises(RuntimeError, match="instance of FP16_Optimizer"):
+                amp.initialize(model, given, verbosity=0)
 
 
 def test_an_optimizer_is_initialized_once_but_other_models_may_follow(amp):
@@ -237,6 +294,12 @@ def test_what_is_printed(amp, low, level, capsys):
         *(f"{name:22} : {low if v == 'low' else v}" for name, v in zip(NAMES[:-1], TABLE[level][:-1], strict=True)),
         "loss_scale             : 128.0",
     ]
+
+
+def test_a_floor_above_the_first_scale_raises_that(amp):
+    model = small()
+    amp.initialize(model, sgd(model), min_loss_scale=2.0**20, verbosity=0)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**20
 
 
 @pytest.mark.parametrize("least", [None, 4.0])

@@ -4,14 +4,15 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
-from halfstep.adapters.apex import install, uninstall
+from halfstep.adapters.apex import install, sessions, uninstall
 from halfstep.adapters.apex.install import MODULES
 from halfstep.errors import HalfstepError
-from tests.adapters.apex.cases import loss_of, sgd, small, step, values, vectors
+from tests.adapters.apex.cases import as_hardware, loss_of, sgd, small, step, values, vectors
 
 AMP = {
     "init",
@@ -60,35 +61,85 @@ def test_the_usual_imports_work():
         importlib.import_module("apex.contrib")
 
 
+def attributes(*modules):
+    """Returns each attribute of modules, and of the classes they define, as (owner, its id, name): value."""
+    found = {id(module): module for module in modules}
+    for module in modules:
+        kinds = [value for value in list(vars(module).values()) if issubclass(type(value), type)]
+        top = module.__name__.partition(".")[0]
+        found |= {id(kind): kind for kind in kinds if kind.__module__.partition(".")[0] == top}
+    return {
+        (owner.__name__, key, name): value
+        for key, owner in found.items()
+        for name, value in dict(vars(owner)).items()
+        if name not in ("__warningregistry__", "next_id")  # of Python, and torch's count of hooks
+    }
+
+
 def torchs():
-    """Returns every attribute of what apex used to patch."""
-    places = (torch, torch.nn.functional, torch.Tensor, torch.nn, torch.optim, torch.nn.Module, torch.optim.Optimizer)
-    return {(place.__name__, name): value for place in places for name, value in vars(place).items()}
+    """Returns each attribute of every module and class of torch's that is imported."""
+    return attributes(*(module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"))
+
+
+def of_instances(model, optimizer):
+    """Returns each attribute of a model's modules and its optimizer, and what their dicts of hooks and weights hold."""
+    owners = (*model.modules(), optimizer)
+    held = {(place, name): value for place, each in enumerate(owners) for name, value in vars(each).items()}
+    inside = {(*place, name): value for place, d in held.items() if isinstance(d, dict) for name, value in d.items()}
+    return held | inside
+
+
+def changed(before, after):
+    """Returns where another object stands; torch.compile's stance, which emulated fp16 sets, has to be equal."""
+    other = [place for place, value in before.items() if place not in after or after[place] is not value]
+    return [place for place in other if place[-1] != "_stance" or after[place] != before[place]]
+
+
+@pytest.fixture
+def theirs():
+    """A module of the user's."""
+    module = types.ModuleType("theirs_for_apex")
+    text = "class Ops:\n    def run(self, x):\n        return x\ndef double(x):\n    return 2 * x"
+    exec(text, vars(module))
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_uninstall_leaves_every_object_as_it_was(low, level):
+def test_uninstall_leaves_every_object_as_it_was(low, level, theirs):
+    """Of all of torch, of the user's module, of the model and of the optimizer; compared one by one."""
     uninstall()
     model = small()
     optimizer = sgd(model)
-    loss_of(model, vectors()).backward()
-    optimizer.step()  # torch itself replaces some of its functions at their first use
-    modules, before, cache = dict(sys.modules), torchs(), torch.is_autocast_cache_enabled()
+    for _ in range(2):  # torch itself replaces some of its functions at their first use
+        with as_hardware(low):
+            loss_of(model, vectors()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    modules, cache = dict(sys.modules), torch.is_autocast_cache_enabled()
+    classes = [type(module) for module in model.modules()]
+    before, instances = torchs() | attributes(theirs), of_instances(model, optimizer)
+    assert len(before) > 10_000
     install(low=low)
     amp = importlib.import_module("apex.amp")
-    classes = [type(module) for module in model.modules()]
     amp.register_half_function(torch.nn.functional, "normalize")
+    amp.register_float_function(theirs, "double")
+    amp.register_promote_function(theirs.Ops, "run")
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     amp.init()
     step(amp, model, optimizer, vectors())
     weights = values(model)
+    assert changed(before, torchs() | attributes(theirs))
     uninstall()
     assert all(sys.modules[name] is module for name, module in modules.items())
-    assert not [name for name in sys.modules if name.split(".")[0] in ("apex", "amp_C")]
-    after = torchs()
-    assert [name for name, value in before.items() if after[name] is not value] == []
+    assert not [name for name in sys.modules if name.split(".")[0] in ("apex", "amp_C", "apex_C")]
+    assert changed(before, torchs() | attributes(theirs)) == []
+    after = of_instances(model, optimizer)
+    assert [place for place in changed(instances, after) if place[1] != "state"] == []
+    added = {place[1] for place in after.keys() - instances.keys()}
+    assert added <= {"state", "_opt_called"}  # what a step of torch's under a scheduler leaves too
     assert [type(module) for module in model.modules()] == classes
-    assert "step" not in vars(optimizer)
     assert torch.is_autocast_cache_enabled() is cache
     assert not torch.is_autocast_enabled("cpu")
     assert all(p.dtype is torch.float32 and torch.equal(p, weights[name]) for name, p in model.named_parameters())
@@ -108,15 +159,28 @@ def test_settings_do_not_outlive_uninstall(low):
     assert state._registered == []
 
 
-def test_install_again_changes_the_format():
+def test_install_again_changes_the_format_for_who_has_imported_amp_too():
     install(low="bf16")
-    install(low=torch.float16)
     amp = importlib.import_module("apex.amp")
-    model = amp.initialize(small(), opt_level="O2", verbosity=0)
-    assert model[0].weight.dtype is torch.float16
+    install(low=torch.float16)
+    for each in (amp, importlib.import_module("apex.amp")):
+        model = each.initialize(small(), opt_level="O2", verbosity=0)
+        assert model[0].weight.dtype is torch.float16
     for wrong in ("fp8", "e4m3", 16):
         with pytest.raises(HalfstepError):
             install(low=wrong)
+
+
+def test_none_stands_for_apexs_fp16_and_open_sessions_tell_how_a_script_trained(low):
+    install(None)
+    amp = importlib.import_module("apex.amp")
+    model = small()
+    amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    (session,) = sessions()
+    assert (session.plan.name, str(session.plan.low)) == ("O2", "fp16")
+    install(low)
+    assert sessions() == []
+    assert session.closed
 
 
 @pytest.fixture

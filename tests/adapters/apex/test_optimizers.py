@@ -45,6 +45,75 @@ def test_each_trains_bit_for_bit_as_the_optimizer_that_it_is(cls, name, low):
     assert contracts.differing(trained(fused, name, low), trained(peer, name, low)) == []
 
 
+BETAS = (0.8, 0.95)
+GIVEN = {  # every argument of apex's at a value that is not the default, and the same in the words of what it is
+    FusedAdam: (
+        {"bias_correction": True, "betas": BETAS, "eps": 0.1, "adam_w_mode": False, "weight_decay": 0.1},
+        lambda params: torch.optim.Adam(params, lr=0.3, betas=BETAS, eps=0.1, weight_decay=0.1),
+    ),
+    FusedSGD: (
+        {"momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1, "materialize_master_grads": False},
+        lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.5, dampening=0.25, weight_decay=0.1),
+    ),
+    FusedLAMB: (
+        {"bias_correction": False, "betas": BETAS, "eps": 0.1, "weight_decay": 0.0, "adam_w_mode": False}
+        | {"grad_averaging": False, "max_grad_norm": 0.125, "use_nvlamb": True},
+        lambda params: Lamb(
+            params, 0.3, BETAS, 0.1, 0.0, bias_correction=False, grad_averaging=False, max_grad_norm=0.125,
+            decoupled_weight_decay=False, always_adapt=True,
+        ),
+    ),
+    FusedNovoGrad: (
+        {"bias_correction": False, "betas": BETAS, "eps": 0.1, "weight_decay": 0.1, "reg_inside_moment": True}
+        | {"grad_averaging": False, "norm_type": 0, "init_zero": True},
+        lambda params: NovoGrad(
+            params, 0.3, BETAS, 0.1, 0.1, bias_correction=False, grad_averaging=False, reg_inside_moment=True,
+            norm_type=0, init_zero=True,
+        ),
+    ),
+    FusedAdagrad: (
+        {"eps": 0.1, "weight_decay": 0.1},
+        lambda params: torch.optim.Adagrad(params, lr=0.3, eps=0.1, weight_decay=0.1),
+    ),
+}  # fmt: skip
+
+
+def after_two_steps(make):
+    params = parameters()
+    optimizer = make(params)
+    for seed in range(2):
+        for p, grad in zip(params, gradients(params, seed), strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+@each_class
+def test_every_argument_reaches_the_law(cls):
+    given, peer = GIVEN[cls]
+    found = after_two_steps(lambda params: cls(params, lr=0.3, **given))
+    assert_same_bits(found, after_two_steps(peer))
+    for name in given.keys() - {"materialize_master_grads"}:
+        others = {key: value for key, value in given.items() if key != name}
+        without = after_two_steps(lambda params, others=others: cls(params, lr=0.3, **others))
+        same = all(torch.equal(a, b) for a, b in zip(found, without, strict=True))
+        assert same is ((cls, name) in ((FusedAdam, "bias_correction"), (FusedLAMB, "adam_w_mode"))), name
+
+
+def test_lamb_takes_weight_decay_of_both_kinds():
+    """Which makes no difference above, where there is none."""
+    both = [
+        (
+            after_two_steps(lambda params, on=on: FusedLAMB(params, weight_decay=0.1, adam_w_mode=on)),
+            after_two_steps(lambda params, on=on: Lamb(params, weight_decay=0.1, decoupled_weight_decay=on)),
+        )
+        for on in (True, False)
+    ]
+    for found, peer in both:
+        assert_same_bits(found, peer)
+    assert not torch.equal(both[0][0][0], both[1][0][0])
+
+
 def textbook_adam(w, grads, *, lr, betas, eps, weight_decay, decoupled):
     """Kingma & Ba 2015 without the correction of biases, in float64."""
     m = v = torch.zeros_like(w)

@@ -7,6 +7,7 @@ from torch import multiprocessing, nn
 
 import halfstep
 from halfstep.adapters.apex import parallel as apex
+from halfstep.adapters.apex.flat import flatten, unflatten
 from halfstep.adapters.apex.fp16_utils import FP16_Optimizer, network_to_half
 from halfstep.errors import SetupError
 
@@ -84,6 +85,35 @@ def test_a_reducer_averages_gradients(alone, dtype):
         apex.Reducer(3)
 
 
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_tensors_are_sent_joined_by_dtype(alone, low):
+    tensors = [torch.ones(2, 2), torch.full((3,), 2.0, dtype=low), torch.zeros(1)]
+    sent = []
+
+    def double(joined, factor):
+        sent.append((joined.dtype, joined.numel()))
+        joined.mul_(factor)
+
+    apex.flat_dist_call(tensors, double, (2,))
+    assert sent == [(torch.float32, 5), (low, 3)]
+    assert [t.tolist() for t in tensors] == [[[2.0, 2.0], [2.0, 2.0]], [4.0] * 3, [0.0]]
+    apex.flat_dist_call(tensors, dist.all_reduce)
+    assert tensors[1].tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_flatten_and_unflatten(low):
+    tensors = [torch.tensor([[1.0, 2.0]], dtype=low), torch.tensor(3.0, dtype=low)]
+    flat = flatten(tensors)
+    assert (flat.tolist(), flat.dtype) == ([1.0, 2.0, 3.0], low)
+    assert [t.tolist() for t in unflatten(flat, tensors)] == [[[1.0, 2.0]], 3.0]
+    for wrong in ([], [tensors[0], torch.ones(1)]):
+        with pytest.raises(SetupError, match="one or more, all of one dtype"):
+            flatten(wrong)
+    with pytest.raises(SetupError, match="given 2 elements for tensors of 3; give what flatten made"):
+        unflatten(flat[:2], tensors)
+
+
 def test_groups_of_processes_have_to_part_them_evenly(alone):
     assert apex.create_syncbn_process_group(0) is None
     assert apex.create_syncbn_process_group(1) is not None
@@ -104,6 +134,9 @@ def two(rank, path, low):
         module.weight.grad = torch.full((1, 2), 2.0 + 2 * rank)
         reducer.reduce()
         apex.Reducer(grads).reduce()
+        shared = [torch.tensor([2.0 * rank])]
+        apex.flat_dist_call(shared, dist.all_reduce)
+        grads += shared
         group = apex.create_syncbn_process_group(1)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         with halfstep.initialize(module, optimizer, "O2", low=low, loss_scale=128, stepping="optimizer") as session:
@@ -124,7 +157,7 @@ def test_two_processes_average(tmp_path, low):
     multiprocessing.spawn(two, (str(tmp_path), low), nprocs=2)
     (sent, grads, reduced, after, size), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
     assert torch.equal(sent, other[0])
-    assert grads == [[0.5], [2.0, 2.0]] == other[1]
+    assert grads == [[0.5], [2.0, 2.0], [1.0]] == other[1]
     assert reduced == [[1.5, 1.5]] == other[2]  # inputs of 1 and 2
     assert torch.equal(after, other[3])
     torch.testing.assert_close(after, sent - 0.75)

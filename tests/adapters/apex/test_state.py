@@ -82,13 +82,32 @@ def test_without_a_session_the_state_is_empty(amp):
 
 
 def test_entries_that_are_none_are_refused_before_anything_is_loaded(amp):
-    opened(amp, "O1")
-    before = amp.state_dict()
+    opened(amp, "O1", num_losses=2)
+    before, good = amp.state_dict(), {"loss_scale": 8.0, "unskipped": 0}
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}, "model": {}})
-    with pytest.raises(StateError, match="positive finite"):
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}})
+        amp.load_state_dict({"loss_scaler0": good, "model": {}})
+    for entry, words in ((0.0, "positive finite"), ("big", "positive finite"), (float("inf"), "positive finite")):
+        with pytest.raises(StateError, match=words):
+            amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": {"loss_scale": entry, "unskipped": 0}})
+    for entry in (8.0, {}, {"loss_scale": 8.0}):
+        with pytest.raises(StateError, match="an entry has the numbers loss_scale and unskipped"):
+            amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": entry})
+    with pytest.raises(TypeError, match=r"given NoneType; give it what amp.state_dict\(\) returned"):
+        amp.load_state_dict(None)
     assert amp.state_dict() == before
+
+
+def test_a_state_that_comes_before_initialize_is_refused(amp):
+    with pytest.raises(RuntimeError, match=r"before amp\.initialize.*call it after"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+
+
+def test_scales_are_found_by_their_number(amp):
+    """As of a state that went through a file with sorted keys; apex went by the order."""
+    opened(amp, "O1", num_losses=11)
+    saved = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(11)}
+    amp.load_state_dict(dict(sorted(saved.items())))
+    assert amp.state_dict() == saved
 
 
 def test_another_number_of_losses_is_told(amp, capsys):
@@ -119,6 +138,28 @@ def test_scripts_set_the_first_scale(amp):
     opened(amp, "O2", loss_scale=8.0)
     with pytest.raises(StateError, match="static"):
         amp._amp_state.loss_scalers[0]._loss_scale = 2**20
+    with pytest.raises(AttributeError):
+        amp._amp_state.loss_scalers[0]._scale_window = 100  # which would change nothing
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scripts_that_have_apex_make_its_masters_before_they_resume(amp, level):
+    """They save master parameters and copy them back, which leaves halfstep's masters, and so the run, as they were."""
+    model, optimizer = opened(amp, level)
+    step(amp, model, optimizer, vectors())
+    saved = model.state_dict(), copy.deepcopy(optimizer.state_dict()), list(amp.master_params(optimizer))
+    saved = copy.deepcopy((dict(saved[0]), saved[1], [p.data for p in saved[2]]))
+    step(amp, model, optimizer, vectors(2))
+    expected = values(model)
+    model, optimizer = opened(amp, level, seed=5)
+    model.load_state_dict(saved[0])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(saved[1])
+    for p, kept in zip(amp.master_params(optimizer), saved[2], strict=True):
+        p.data.copy_(kept)
+    step(amp, model, optimizer, vectors(2))
+    assert same(values(model), expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)
