@@ -84,7 +84,7 @@ class Casting:
             entrances = Entrances()
             entered: set[int] = set()  # modules inside one whose forward is entered already
             switch = self._engine.switch
-            door = Inside(switch.device_type, switch.marker)
+            door = Inside(switch.device_type, switch.marker, switch.low)
 
             def first(gate: Gate) -> Gate:
                 gate.before = before

@@ -86,10 +86,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class Inside:
-    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward."""
+    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward.
+
+    There a checkpoint switches the device's bit on as its caller had it; the format tells a caller's from the plan's.
+    """
 
     device_type: str
     marker: str
+    low: torch.dtype
 
 
 class CheckpointHook:
@@ -379,8 +383,8 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _is_off_by_model(module: nn.Module) -> bool:
-    """Returns whether autocast that is off inside the plan was switched off by the model's own code.
+def _is_set_by_model(module: nn.Module) -> bool:
+    """Returns whether autocast that is off or in another format inside the plan was set so by the model's own code.
 
     In a backward pass the plan's mark is on outside of every forward, too. There a checkpoint may repeat a call of the
     module from outside, which was entered.
@@ -404,14 +408,16 @@ def _as_written(forward: Callable[..., Any], module: nn.Module, args: Any, kwarg
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     """Returns the `__call__` of a door whose forward is not all that computes, or not its class's."""
     base_call = base.__call__
-    is_on = torch.is_autocast_enabled
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
     @functools.wraps(base_call)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate: Any = self._halfstep_gate
         if gate is None or not gate.active:
             return base_call(self, *args, **kwargs)
-        if is_on(door.marker) and (is_on(door.device_type) or _is_off_by_model(self)):
+        if is_on(door.marker) and (
+            (is_on(door.device_type) and dtype_of(door.device_type) is door.low) or _is_set_by_model(self)
+        ):
             return base_call(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return (gate.uncompiled or _run_traced)(gate, base_call, self, args, kwargs)
@@ -450,14 +456,16 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         return run(gate, base_forward, self, args, kwargs)
 
     if door is not None:
-        device_type, marker, through = door.device_type, door.marker, forward
+        device_type, marker, low, through = door.device_type, door.marker, door.low, forward
+        dtype_of = torch.get_autocast_dtype
 
         @functools.wraps(base_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_on(marker) and self._halfstep_stand_in is None:
                 if is_on(device_type):
-                    return base_forward(self, *args, **kwargs)
-                if _is_off_by_model(self):
+                    if dtype_of(device_type) is low or _is_set_by_model(self):
+                        return base_forward(self, *args, **kwargs)
+                elif _is_set_by_model(self):
                     return _as_written(base_forward, self, args, kwargs)
             return through(self, *args, **kwargs)
 

@@ -434,9 +434,9 @@ def test_weights_that_autocast_of_the_caller_has_cast_are_not_taken(name, low):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_a_checkpoint_of_a_module_called_first_in_autocast_of_the_caller_has_the_same_gradients(name, reentrant):
-    gradients, low = [], "bf16"
+@mixed_plans
+def test_a_checkpoint_of_a_module_called_first_in_autocast_of_the_caller_has_the_same_gradients(name, low, reentrant):
+    gradients = []
     for compute in (lambda block, x: block(x), lambda block, x: checkpoint(block, x, use_reentrant=reentrant)):
         model, session = started(name, low)
         torch.manual_seed(1)
