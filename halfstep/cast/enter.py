@@ -185,6 +185,16 @@ def _run_inside(
     return out if gate.cast_out is None else gate.cast_out(out, *given)
 
 
+def _run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a call under the plan; the forward in it casts, and says that it begins."""
+    with nullcontext() if gate.around is None else gate.around():
+        token = gate.enter()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            gate.leave(token)
+
+
 def _run_generator(
     gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> Generator[Any, Any, Any]:
@@ -426,13 +436,35 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     return call
 
 
+def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
+    """Returns the `__call__` of a boundary with hooks that compute its weight: under the plan, as forward does."""
+    base_call = base.__call__
+    is_on = torch.is_autocast_enabled
+
+    @functools.wraps(base_call)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate: Any = self._halfstep_gate
+        if gate is None or not gate.active:
+            return base_call(self, *args, **kwargs)
+        if gate.first is not None and not is_on(gate.marker):
+            gate = gate.first
+            run = _run_eager
+        else:
+            run = _run_in_region
+        if torch.compiler.is_compiling():
+            run = gate.uncompiled or _run_traced
+        return run(gate, base_call, self, args, kwargs)
+
+    return call
+
+
 def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
 ) -> type[nn.Module]:
     """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate.
 
     That of a `door` does so only where the plan is not entered yet; inside it costs two looks at bits of the thread.
-    A door is entered `at_call` where hooks of the module compute its weight or its forward is the instance's own.
+    A module is entered `at_call` where its hooks compute its weight, a door also where its forward is the instance's.
     With `explain` an error of mixed formats in another method of a user's says what to do.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
@@ -484,7 +516,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         "forward": forward,
         "parameters": _parameters,
         **(_explaining(_methods(base), explain) if explain is not None else {}),
-        **({"__call__": _around_call(base, door)} if at_call and door is not None else {}),
+        **({"__call__": _around_hooks(base) if door is None else _around_call(base, door)} if at_call else {}),
     }
     return _subclass(base, namespace)
 
@@ -557,7 +589,7 @@ class Entrances:
     ) -> Callable[[], None]:
         """Sends the module's forward through the gate, that of a `door` where it is first, and returns the undo."""
         base = type(module)
-        at_call = door is not None and ("forward" in module.__dict__ or makes_weights(module))
+        at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
         key = base, door, explain, at_call
         swapped = self._classes.get(key)
         if swapped is None:
