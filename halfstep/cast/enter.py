@@ -448,7 +448,7 @@ def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
             return base_call(self, *args, **kwargs)
         if gate.first is not None and not is_on(gate.marker):
             gate = gate.first
-            run = _run_eager
+            run: Callable[..., Any] = _run_eager
         else:
             run = _run_in_region
         if torch.compiler.is_compiling():
