@@ -294,15 +294,16 @@ def _plain_class(cls: type) -> type:
     return plain
 
 
-def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
+def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) -> list[nn.Module]:
     """Returns copies as ordinary fp32 models that know of no session; what the models share their copies share.
 
-    What is an attribute and was computed, as a loss that forward leaves there, is copied without its graph.
+    What is an attribute and was computed, as a loss that forward leaves there, is copied without its graph. Tensors
+    that are `shared` are not copied.
     """
     models = list(models)
     attributes = [value for model in models for module in model.modules() for value in vars(module).values()]
     computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
-    twins = copy.deepcopy(models, {id(t): t.detach().clone() for t in computed})
+    twins = copy.deepcopy(models, {**{id(t): t.detach().clone() for t in computed}, **{id(t): t for t in shared}})
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
         for own in OURS:
             module.__dict__.pop(own, None)
@@ -314,8 +315,13 @@ def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed."""
-    (twin,) = plain_copies([self])
+    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed.
+
+    What is stored as it is written stays the same tensor, by which the pickler ties it to an optimizer's.
+    """
+    gate: Gate | None = self.__dict__.get(GATE)
+    as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
+    (twin,) = plain_copies([self], shared=[*as_stored, *self.buffers()])
     reduced: Any = twin.__reduce_ex__(protocol)
     if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
         self.__dict__[_PICKLED] = threading.get_ident()

@@ -284,6 +284,32 @@ def test_each_part_of_a_model_is_saved_as_torch_saves_it_and_loads_with_weights_
     assert {type(module) for module in model.modules()} < kinds
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.norm = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.embed(x)))
+
+
+@pytest.mark.parametrize("name", ["O0", "O1"])
+def test_what_is_saved_together_stays_tied_where_weights_are_stored_in_fp32(name):
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, name, low="bf16")
+    session.backward(model(torch.arange(3)).sum())
+    session.step()
+    buffer = io.BytesIO()
+    torch.save([model, model.embed, model.norm, optimizer], buffer)
+    buffer.seek(0)
+    whole, embed, norm, own = torch.load(buffer, weights_only=False)
+    assert embed.weight is whole.head.weight is own.param_groups[0]["params"][0]
+    assert norm.running_mean is whole.norm.running_mean
+    assert torch.equal(embed.weight, model.embed.weight)
+
+
 class Coder(nn.Module):
     """A model without a forward: its methods are called."""
 
