@@ -15,11 +15,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.cast.emulate import Emulation
 from halfstep.cast.enter import Entrances, Gate, Inside
 from halfstep.cast.functions import patch_functions
-from halfstep.cast.modules import CastOut, Undo, inputs_to, outputs_to, refuse_removal
+from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switch, Switched
 from halfstep.cast.tree import map_tensors
 from halfstep.formats import FP32
 from halfstep.machine import WideBackward
+from halfstep.plan.fit import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
@@ -84,7 +85,7 @@ class Casting:
             entrances = Entrances()
             entered: set[int] = set()  # modules inside one whose forward is entered already
             switch = self._engine.switch
-            door = Inside(switch.device_type, switch.marker)
+            door = Inside(switch.device_type, switch.marker, switch.low)
 
             def first(gate: Gate) -> Gate:
                 gate.before = before
@@ -97,10 +98,7 @@ class Casting:
                 own_low = formats.param is not None and formats.param is not FP32
                 explain = door if stored_low or own_low else None
                 if not formats.boundary and not formats.door:
-                    scripted = isinstance(module, torch.jit.ScriptModule)
-                    if (
-                        not scripted and type(module).forward is nn.Module.forward
-                    ):  # copied and pickled like the others, never called
+                    if holds_state(module) and enterable(module):  # copied and saved like the others, without our hooks
                         passive = self._gate(self._engine, formats, full, look)
                         passive.active = False
                         stack.callback(entrances.install(module, passive, explain=explain))

@@ -86,10 +86,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class Inside:
-    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward."""
+    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward.
+
+    There a checkpoint switches the device's bit on as its caller had it; the format tells a caller's from the plan's.
+    """
 
     device_type: str
     marker: str
+    low: torch.dtype
 
 
 class CheckpointHook:
@@ -179,6 +183,16 @@ def _run_inside(
     finally:
         gate.leave(token)
     return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def _run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a call under the plan; the forward in it casts, and says that it begins."""
+    with nullcontext() if gate.around is None else gate.around():
+        token = gate.enter()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            gate.leave(token)
 
 
 def _run_generator(
@@ -280,15 +294,16 @@ def _plain_class(cls: type) -> type:
     return plain
 
 
-def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
+def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) -> list[nn.Module]:
     """Returns copies as ordinary fp32 models that know of no session; what the models share their copies share.
 
-    What is an attribute and was computed, as a loss that forward leaves there, is copied without its graph.
+    What is an attribute and was computed, as a loss that forward leaves there, is copied without its graph. Tensors
+    that are `shared` are not copied.
     """
     models = list(models)
     attributes = [value for model in models for module in model.modules() for value in vars(module).values()]
     computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
-    twins = copy.deepcopy(models, {id(t): t.detach().clone() for t in computed})
+    twins = copy.deepcopy(models, {**{id(t): t.detach().clone() for t in computed}, **{id(t): t for t in shared}})
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
         for own in OURS:
             module.__dict__.pop(own, None)
@@ -300,8 +315,13 @@ def plain_copies(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed."""
-    (twin,) = plain_copies([self])
+    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed.
+
+    What is stored as it is written stays the same tensor, by which the pickler ties it to an optimizer's.
+    """
+    gate: Gate | None = self.__dict__.get(GATE)
+    as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
+    (twin,) = plain_copies([self], shared=[*as_stored, *self.buffers()])
     reduced: Any = twin.__reduce_ex__(protocol)
     if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
         self.__dict__[_PICKLED] = threading.get_ident()
@@ -379,8 +399,8 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _is_off_by_model(module: nn.Module) -> bool:
-    """Returns whether autocast that is off inside the plan was switched off by the model's own code.
+def _is_set_by_model(module: nn.Module) -> bool:
+    """Returns whether autocast that is off or in another format inside the plan was set so by the model's own code.
 
     In a backward pass the plan's mark is on outside of every forward, too. There a checkpoint may repeat a call of the
     module from outside, which was entered.
@@ -404,6 +424,27 @@ def _as_written(forward: Callable[..., Any], module: nn.Module, args: Any, kwarg
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     """Returns the `__call__` of a door whose forward is not all that computes, or not its class's."""
     base_call = base.__call__
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    @functools.wraps(base_call)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        gate: Any = self._halfstep_gate
+        if gate is None or not gate.active:
+            return base_call(self, *args, **kwargs)
+        if is_on(door.marker) and (
+            (is_on(door.device_type) and dtype_of(door.device_type) is door.low) or _is_set_by_model(self)
+        ):
+            return base_call(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return (gate.uncompiled or _run_traced)(gate, base_call, self, args, kwargs)
+        return _run_eager(gate, base_call, self, args, kwargs)
+
+    return call
+
+
+def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
+    """Returns the `__call__` of a boundary with hooks that compute its weight: under the plan, as forward does."""
+    base_call = base.__call__
     is_on = torch.is_autocast_enabled
 
     @functools.wraps(base_call)
@@ -411,11 +452,14 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
         gate: Any = self._halfstep_gate
         if gate is None or not gate.active:
             return base_call(self, *args, **kwargs)
-        if is_on(door.marker) and (is_on(door.device_type) or _is_off_by_model(self)):
-            return base_call(self, *args, **kwargs)
+        if gate.first is not None and not is_on(gate.marker):
+            gate = gate.first
+            run: Callable[..., Any] = _run_eager
+        else:
+            run = _run_in_region
         if torch.compiler.is_compiling():
-            return (gate.uncompiled or _run_traced)(gate, base_call, self, args, kwargs)
-        return _run_eager(gate, base_call, self, args, kwargs)
+            run = gate.uncompiled or _run_traced
+        return run(gate, base_call, self, args, kwargs)
 
     return call
 
@@ -426,7 +470,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate.
 
     That of a `door` does so only where the plan is not entered yet; inside it costs two looks at bits of the thread.
-    A door is entered `at_call` where hooks of the module compute its weight or its forward is the instance's own.
+    A module is entered `at_call` where its hooks compute its weight, a door also where its forward is the instance's.
     With `explain` an error of mixed formats in another method of a user's says what to do.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
@@ -450,14 +494,16 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         return run(gate, base_forward, self, args, kwargs)
 
     if door is not None:
-        device_type, marker, through = door.device_type, door.marker, forward
+        device_type, marker, low, through = door.device_type, door.marker, door.low, forward
+        dtype_of = torch.get_autocast_dtype
 
         @functools.wraps(base_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_on(marker) and self._halfstep_stand_in is None:
                 if is_on(device_type):
-                    return base_forward(self, *args, **kwargs)
-                if _is_off_by_model(self):
+                    if dtype_of(device_type) is low or _is_set_by_model(self):
+                        return base_forward(self, *args, **kwargs)
+                elif _is_set_by_model(self):
                     return _as_written(base_forward, self, args, kwargs)
             return through(self, *args, **kwargs)
 
@@ -476,7 +522,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         "forward": forward,
         "parameters": _parameters,
         **(_explaining(_methods(base), explain) if explain is not None else {}),
-        **({"__call__": _around_call(base, door)} if at_call and door is not None else {}),
+        **({"__call__": _around_hooks(base) if door is None else _around_call(base, door)} if at_call else {}),
     }
     return _subclass(base, namespace)
 
@@ -549,7 +595,7 @@ class Entrances:
     ) -> Callable[[], None]:
         """Sends the module's forward through the gate, that of a `door` where it is first, and returns the undo."""
         base = type(module)
-        at_call = door is not None and ("forward" in module.__dict__ or makes_weights(module))
+        at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
         key = base, door, explain, at_call
         swapped = self._classes.get(key)
         if swapped is None:

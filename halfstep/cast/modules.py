@@ -132,11 +132,16 @@ def _described(entry: Any) -> str:
     return f"a {kind} tensor"
 
 
+def holds_state(module: nn.Module) -> bool:
+    """Tells whether parameters or buffers lie at or below a module."""
+    return any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
+
+
 def keep_parameters(module: nn.Module) -> Undo:
     """Makes `load_state_dict(assign=True)` of one module raise before it changes anything; returns the undo.
 
     It would put other Parameters into the model than those that the optimizer updates. A model needs it on every
-    module, since a load may begin at any of them.
+    module that holds state, since a load may begin at any of them.
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:

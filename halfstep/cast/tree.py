@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -168,6 +169,8 @@ def _rebuild_sequence(obj: Any, items: list[Any]) -> Any:
 def _rebuild_mapping(obj: Any, changed: dict[Any, Any]) -> Any:
     if type(obj) is dict:
         return {**obj, **changed}
+    if type(obj) is OrderedDict:  # which torch.compile of 2.15 cannot copy
+        return OrderedDict({**obj, **changed})
     if not hasattr(type(obj), "__setitem__"):  # read-only views and frozen dicts are built from a dict
         return type(obj)({**obj, **changed})
     result = copy.copy(obj)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark, plain_copies
-from halfstep.cast.modules import cast_buffers, keep_checkpoints_full, keep_parameters
+from halfstep.cast.modules import cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe
@@ -186,7 +186,8 @@ class Session:
                 yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
-        if self._decision.mixed and not isinstance(module, torch.jit.ScriptModule):  # which takes no such hooks
+        scripted = isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
+        if self._decision.mixed and not scripted and holds_state(module):
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))

@@ -2,6 +2,11 @@
 
 import torch
 
+from halfstep.cast.opregistry import find_overload
+
+GONE = {name for name in ("cholesky", "qr") if find_overload(name) is None}
+"""What torch 2.15 has no more: `torch.cholesky` and `torch.qr` raise there."""
+
 SQUARE = torch.eye(3) + 0.1 * torch.arange(9.0).reshape(3, 3)
 SPD = torch.tensor([[2.0, 0.5, 0.25], [0.5, 3.0, 0.75], [0.25, 0.75, 4.0]])
 IMAGE = (1, 2, 4, 4)
@@ -195,6 +200,8 @@ DENY = {
     "ctc_loss.Tensor": lambda o, t: o(t(6, 1, 4), torch.tensor([[1, 2]]), torch.tensor([6]), torch.tensor([2])),
     "avg_pool3d": lambda o, t: o(t(1, 1, 4, 4, 4), [2, 2, 2]),
 }
+
+DENY = {name: sample for name, sample in DENY.items() if name not in GONE}
 
 # `t` makes tensors of the dtypes that a test asks for in turn, so that these meet two formats
 PROMOTE = {

@@ -242,18 +242,72 @@ def test_a_pickled_model_and_its_parts_bear_no_mark(name):
     session.close()
 
 
+class Table(nn.Module):
+    """A module that has a buffer alone, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.arange(4.0))
+
+    def forward(self, x):
+        return x * self.rows
+
+
+def one_of_each():
+    norms = [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.Sequential(nn.LayerNorm(4), nn.ReLU())]
+    plain = [nn.ReLU(), nn.Identity(), nn.Dropout(), nn.Flatten(), Table()]
+    lists = [nn.ModuleList([nn.Linear(4, 4)]), nn.ParameterList([torch.ones(3)]), nn.ModuleDict({"a": nn.LayerNorm(4)})]
+    layers = [nn.Linear(4, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 4).requires_grad_(False), nn.PReLU()]
+    return nn.Sequential(*norms, *plain, *lists, *layers, nn.Linear(4, 4).double())
+
+
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
-def test_a_saved_part_holds_nothing_of_halfsteps(name):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU())
-    with halfstep.initialize(model, None, name, low="bf16"):
-        for part in (model, *model):
+def test_each_part_of_a_model_is_saved_as_torch_saves_it_and_loads_with_weights_only(name):
+    model = one_of_each()
+    names = [name for name, _ in model.named_modules()]
+    kinds = {type(module) for module in model.modules()} | {nn.modules.linear.NonDynamicallyQuantizableLinear, set}
+    trained = [p for p in model.parameters() if p.requires_grad and p.dtype is torch.float32]
+    with halfstep.initialize(model, torch.optim.SGD(trained, lr=0.1), name, low="bf16"):
+        for part in map(model.get_submodule, names):
             buffer = io.BytesIO()
             torch.save(part, buffer)
             assert b"halfstep" not in buffer.getvalue()
             buffer.seek(0)
-            again = torch.load(buffer, weights_only=False)
-            again.load_state_dict(again.state_dict())
-            assert again(torch.ones(2, 4)).dtype is torch.float32
+            with torch.serialization.safe_globals(list(kinds)):
+                again = torch.load(buffer, weights_only=True)
+            assert type(again) in kinds
+            state = part.state_dict()
+            again.load_state_dict(state)
+            for key, value in again.state_dict().items():
+                assert value.dtype is state[key].dtype is not torch.bfloat16
+                assert torch.equal(value, state[key]), key
+    assert {type(module) for module in model.modules()} < kinds
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.norm = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.embed(x)))
+
+
+@pytest.mark.parametrize("name", ["O0", "O1"])
+def test_what_is_saved_together_stays_tied_where_weights_are_stored_in_fp32(name):
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, name, low="bf16")
+    session.backward(model(torch.arange(3)).sum())
+    session.step()
+    buffer = io.BytesIO()
+    torch.save([model, model.embed, model.norm, optimizer], buffer)
+    buffer.seek(0)
+    whole, embed, norm, own = torch.load(buffer, weights_only=False)
+    assert embed.weight is whole.head.weight is own.param_groups[0]["params"][0]
+    assert norm.running_mean is whole.norm.running_mean
+    assert torch.equal(embed.weight, model.embed.weight)
 
 
 class Coder(nn.Module):

@@ -136,7 +136,7 @@ def test_classes_stay_instances_and_come_back():
     assert all(isinstance(module, (nn.Linear, nn.LayerNorm, nn.Sequential, Block, VAE)) for module in model.modules())
     assert type(model.enc[0]) is not nn.Linear
     assert type(model.enc[0]) is type(model.dec[1])  # one subclass a class
-    assert type(model.enc[1].norm) is nn.LayerNorm  # its parameters are full: nothing to enter
+    assert type(model.enc[1].norm) is not nn.LayerNorm  # nothing to enter, but hooks that no file is to hold
     session.close()
     assert {type(module) for module in model.modules()} == {VAE, nn.Sequential, nn.Linear, Block, nn.LayerNorm}
     assert model.enc[0](torch.randn(1, 8)).dtype is torch.float32
@@ -434,9 +434,9 @@ def test_weights_that_autocast_of_the_caller_has_cast_are_not_taken(name, low):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_a_checkpoint_of_a_module_called_first_in_autocast_of_the_caller_has_the_same_gradients(name, reentrant):
-    gradients, low = [], "bf16"
+@mixed_plans
+def test_a_checkpoint_of_a_module_called_first_in_autocast_of_the_caller_has_the_same_gradients(name, low, reentrant):
+    gradients = []
     for compute in (lambda block, x: block(x), lambda block, x: checkpoint(block, x, use_reentrant=reentrant)):
         model, session = started(name, low)
         torch.manual_seed(1)

@@ -93,6 +93,49 @@ def test_a_users_own_sees_fp32_and_keeps_its_parameters_full(name, low):
         assert own.seen is as_format(low).dtype
 
 
+OLDER = pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm])
+
+
+def hooked(wrap, inside):
+    torch.manual_seed(0)
+    layer = wrap(nn.Linear(8, 8))
+    return nn.Sequential(layer) if inside else layer
+
+
+@OLDER
+@LOWS
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
+def test_the_older_hooks_of_a_model_compute_under_the_plan_as_those_of_its_layers_do(name, low, compiled, wrap):
+    outs = []
+    for inside in (True, False):
+        net = hooked(wrap, inside)
+        session = halfstep.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), name, low=low)
+        call = torch.compile(net, backend="eager") if compiled and not inside else net
+        torch.manual_seed(1)
+        for _ in range(3):
+            session.backward(call(torch.randn(4, 8)).square().mean())
+            assert not bool(session.step().skipped)
+            net.zero_grad()
+        outs.append(net(torch.ones(2, 8)))
+        session.close()
+        assert net(torch.ones(2, 8)).dtype is torch.float32
+    assert torch.equal(*outs)
+
+
+@OLDER
+@pytest.mark.parametrize("called", ["model", "layer"])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
+def test_the_older_hooks_of_a_layer_with_a_rule_compute_by_the_rule(called, wrap):
+    plain = hooked(wrap, inside=True)
+    expected = [plain(torch.ones(2, 8)) for _ in range(3)]
+    net = hooked(wrap, inside=True)
+    with halfstep.initialize(net, None, "O2", low="bf16", rules=[Rule("0", halfstep.FULL)]):
+        for value in expected:
+            assert torch.equal((net if called == "model" else net[0])(torch.ones(2, 8)), value)
+
+
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_dynamically_quantized_layer_is_given_fp32(name):
