@@ -410,9 +410,14 @@ del model, optimizer
 
 
 def everything():
-    """Returns what each attribute is of torch's modules and classes, of the drop-ins and of the user's modules."""
+    """Returns what each attribute is of torch's modules and classes, of the drop-ins and of the user's modules.
+
+    Not of dynamo's modules, which are counters and caches that it makes anew as it likes.
+    """
     modules = {
-        name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("torch", "apex", "users")
+        name: module
+        for name, module in sys.modules.items()
+        if name.partition(".")[0] in ("torch", "apex", "users") and not name.startswith("torch._dynamo")
     }
     classes = {
         id(value): value
