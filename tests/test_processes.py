@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep
-from halfstep.processes import LOSSES, Findings
+from halfstep.processes.findings import LOSSES, Findings
 from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS
 

@@ -1,0 +1,303 @@
+"""Cases of sharded training that several processes run together; each returns what has to be alike, or true."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep.errors import HalfstepError
+from tests.replicas import Sent, digest
+
+LEVELS = ("O1", "O2", "O3")
+LOWS = ("bf16", "fp16")
+VOCABULARY, WIDTH, LENGTH, BATCH = 37, 24, 6, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 65)  # 65 rows: uneven over 2 and 4
+        self.down = nn.Linear(65, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, *, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)  # 1 row, 1 bias: empty parts
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x * torch.sigmoid(self.gate(x)))
+
+
+class Rounded(nn.Module):
+    """A model that reads low-rounded weights, unsharded: the reference for what is gathered low."""
+
+    def __init__(self, net, low, *, exact=()):
+        super().__init__()
+        self.net, self.low, self.exact = net, low, exact
+
+    def forward(self, ids):
+        read = {name: p if name in self.exact else p.to(self.low).float() for name, p in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, read, (ids,), tie_weights=True)
+
+
+def data(step):
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
+    return ids, (ids * 7 + 3) % VOCABULARY
+
+
+def made(*, tied=False, frozen=False):
+    torch.manual_seed(0)
+    net = Net(tied=tied)
+    if frozen:
+        net.blocks[0].up.weight.requires_grad_(False)
+        net.embed.weight.requires_grad_(False)
+    return net
+
+
+def shard(net, level, low, *, exact=False, **options):
+    policy = halfstep.fsdp_policy(level, low=low)
+    if exact:
+        norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
+        fully_shard(norms, mp_policy=halfstep.fsdp_policy("O0"), **options)
+    for block in net.blocks:
+        fully_shard(block, mp_policy=policy, **options)
+    fully_shard(net, mp_policy=policy, **options)
+    return net
+
+
+def adamw(net):
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=3e-3)
+
+
+def loss_of(model, step, rank, size, share=0, shares=1):
+    """Returns the loss of one of `shares` micro-batches of what one of `size` processes has of a batch."""
+    ids, targets = (t.chunk(size * shares)[rank * shares + share] for t in data(step))
+    return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+
+def mean(value, size):
+    total = value.detach().clone()
+    if size > 1:
+        dist.all_reduce(total)
+    return (total / size).item()
+
+
+def train(model, optimizer, session, steps, *, rank=0, size=1, shares=1, start=0, sync=None):
+    """Trains; returns the mean loss of all processes and the norm of each step."""
+    losses, norms = [], []
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for share in range(shares):
+            if sync is not None:
+                model.set_requires_gradient_sync(sync or share == shares - 1)
+            loss = loss_of(model, step, rank, size, share, shares)
+            session.backward(loss / shares)
+            total = total + loss.detach() / shares
+        record = session.step(max_norm=1.0)
+        losses.append(mean(total, size))
+        norms.append(float(record.grad_norm))
+    return losses, norms
+
+
+AS_STORED = {  # unsharded levels with fp32 masters, which therefore read low-rounded weights
+    "O2": {"plan": "O2", "master": "copy"},
+    "O3": {"plan": "O2", "norms": "low", "master": "copy", "loss_scale": 1.0},
+}
+
+
+class Foreign(torch.optim.AdamW):
+    """An optimizer that halfstep has no update for."""
+
+
+def foreign(net):
+    return Foreign([p for p in net.parameters() if p.requires_grad], lr=3e-3)
+
+
+def plain(level, low, steps, *, optimizer=adamw, **options):
+    """Trains the unsharded reference, which reads its weights low-rounded; at O2 but for the norms'."""
+    net = made(**options)
+    stepped = optimizer(net)
+    model, plan = net, dict(AS_STORED.get(level, ()))
+    if not plan:
+        model, plan = Rounded(net, halfstep.level("O1", low).low.dtype), {"plan": level}
+    elif low == "bf16":
+        plan.pop("loss_scale", None)
+    with halfstep.initialize(model, stepped, low=low, **plan) as session:
+        found = train(model, stepped, session, steps)
+    return *found, digest(whole(net))
+
+
+def whole(net):
+    """Returns the weights, whole in each process."""
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in net.state_dict().values()]
+
+
+def checkpointed(net):
+    for block in net.blocks:
+        own = block.forward
+        block.forward = functools.partial(checkpoint, own, use_reentrant=False)
+    return net
+
+
+def trained(rank, level, low, steps, *, shares=1, sync=None, made_with=None, optimizer=adamw, again=False, **options):
+    """Trains a sharded model; returns losses, norms, and what the weights are in the end.
+
+    `again` has its blocks computed again in the backward pass.
+    """
+    size = dist.get_world_size()
+    net = made(**(made_with or {}))
+    net = shard(checkpointed(net) if again else net, level, low, **options)
+    stepped = optimizer(net)
+    session = halfstep.initialize(net, stepped, level, low=low)
+    losses, norms = train(net, stepped, session, steps, rank=rank, size=size, shares=shares, sync=sync)
+    scales, skipped = session.status().scales, session.status().skipped
+    session.close()
+    return losses, norms, digest(whole(net)), scales, skipped
+
+
+def variant(rank, level, low, kwargs):
+    return trained(rank, level, low, 4, **kwargs)
+
+
+def sent(rank, level, low):
+    """Returns what a step sends, what a training step in all gathers and reduces, and how many parameters there are."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    train(net, optimizer, session, 1, rank=rank, size=size)
+    optimizer.zero_grad()
+    with Sent() as around, Scalars() as read:
+        session.backward(loss_of(net, 5, rank, size))
+    with Sent() as in_step, Scalars() as read:
+        session.step(max_norm=1.0)
+    memory = session.status().memory
+    here = sum(p.to_local().numel() for p in net.parameters())
+    session.close()
+    return in_step.seen, around.seen, len(list(net.parameters())), read.count, memory, here
+
+
+class Scalars(TorchDispatchMode):
+    """Counts reads of device values by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar" in func._schema.name or "is_nonzero" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def between(rank, level, low):
+    """Evaluates before and between steps, closes, and trains on as torch would; returns what has to be alike."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    evaluated = []
+
+    def evaluate():
+        net.eval()
+        with torch.no_grad():
+            evaluated.append(float(mean(loss_of(net, 77, rank, size), size)))
+        net.train()
+
+    evaluate()
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    for step in range(3):
+        evaluate()
+        train(net, optimizer, session, 1, rank=rank, size=size, start=step)
+    evaluate()
+    names = session.status().nonfinite_parameters
+    session.close()
+    weights = digest(whole(net))
+    before = {id(p) for p in optimizer.param_groups[0]["params"]}
+    optimizer.zero_grad()
+    loss_of(net, 50, rank, size).backward()
+    optimizer.step()
+    after = {p.dtype for p in net.parameters()}
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules() if isinstance(m, nn.LayerNorm)]
+    fresh = shard(made(), level, low)
+    twin = adamw(fresh)
+    session = halfstep.initialize(fresh, twin, level, low=low)
+    train(fresh, twin, session, 3, rank=rank, size=size)
+    session.close()
+    changed = digest(whole(net)) != weights
+    alike = before == {id(p) for p in net.parameters()}
+    return [digest(whole(fresh)) == weights, changed, alike, after == {torch.float32}, not any(hooks), names], evaluated
+
+
+class Spoiled(torch.autograd.Function):
+    """Passes a loss on, and NaN in place of its gradient."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.nan
+
+
+def faulty(rank, level, low, what):
+    """Trains 4 steps, in the second of which something is wrong in process 1 alone; returns what all must agree on."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    skips, bad = [], None
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(net, step, rank, size)
+        wrong = step == 1 and rank == size - 1
+        before = digest(whole(net))
+        if wrong and what == "loss":
+            loss = loss + torch.inf  # whose gradients are finite
+        elif wrong and what == "batch":
+            loss = loss * torch.nan
+        elif wrong and what == "gradient":
+            loss = Spoiled.apply(loss)
+        session.backward(loss)
+        if wrong and what == "shard":
+            net.blocks[1].up.weight.grad.to_local().view(-1)[-1] = torch.inf
+        record = session.step(max_norm=1.0)
+        skips.append(bool(record.skipped))
+        if step == 1:
+            status = session.status()
+            bad = status.nonfinite_gradients, status.spoiled_by, digest(whole(net)) == before
+    found = skips, bad, session.status().scales, digest(whole(net))
+    session.close()
+    return found
+
+
+def said(run):
+    """Returns what is raised; None where nothing is."""
+    try:
+        run()
+    except HalfstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
