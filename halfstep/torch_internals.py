@@ -397,6 +397,14 @@ def is_sharding(cls: type) -> bool:
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
+_FAKE = "FakeTensor"
+
+
+def holds_shapes(cls: type) -> bool:
+    """Tells whether a class of tensors has shapes and no numbers; operations on DTensors are tried on it. Tried."""
+    return cls.__name__ == _FAKE
+
+
 # The stack: whose code a frame runs. Tried, all of it.
 FOLDER = os.path.dirname(torch.__file__) + os.sep
 ENGINE = "_engine_run_backward"  # the function of torch's from which every backward pass starts

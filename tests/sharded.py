@@ -6,14 +6,19 @@ import functools
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.errors import HalfstepError
+from halfstep.processes.shards import is_sharded
 from tests.replicas import Sent, digest
 
 LEVELS = ("O1", "O2", "O3")
@@ -22,21 +27,21 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 37, 24, 6, 8
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 65)  # 65 rows: uneven over 2 and 4
-        self.down = nn.Linear(65, WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, *, tied=False):
+    def __init__(self, *, tied=False, hidden=65):  # 65 rows: uneven over 2 and 4
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(hidden) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
         self.gate = nn.Linear(WIDTH, 1)  # 1 row, 1 bias: empty parts
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -68,9 +73,9 @@ def data(step):
     return ids, (ids * 7 + 3) % VOCABULARY
 
 
-def made(*, tied=False, frozen=False):
+def made(*, tied=False, frozen=False, hidden=65):
     torch.manual_seed(0)
-    net = Net(tied=tied)
+    net = Net(tied=tied, hidden=hidden)
     if frozen:
         net.blocks[0].up.weight.requires_grad_(False)
         net.embed.weight.requires_grad_(False)
@@ -105,8 +110,8 @@ def mean(value, size):
     return (total / size).item()
 
 
-def train(model, optimizer, session, steps, *, rank=0, size=1, shares=1, start=0, sync=None):
-    """Trains; returns the mean loss of all processes and the norm of each step."""
+def train(model, optimizer, session, steps, *, rank=0, size=1, shares=1, start=0, sync=None, alone=False):
+    """Trains; returns the mean loss of all processes, or this one's `alone`, and the norm of each step."""
     losses, norms = [], []
     for step in range(start, start + steps):
         optimizer.zero_grad()
@@ -118,7 +123,7 @@ def train(model, optimizer, session, steps, *, rank=0, size=1, shares=1, start=0
             session.backward(loss / shares)
             total = total + loss.detach() / shares
         record = session.step(max_norm=1.0)
-        losses.append(mean(total, size))
+        losses.append(mean(total, 1 if alone else size))
         norms.append(float(record.grad_norm))
     return losses, norms
 
@@ -301,3 +306,96 @@ def said(run):
     except HalfstepError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def hybrid(rank, level, low):
+    """Trains on a mesh of replicas by shards; half of the processes hold the same."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return trained(rank, level, low, 4, mesh=mesh)
+
+
+def parallel(rank, level, low, kind):
+    """Trains with tensor parallelism in the blocks, alone or under FSDP2 over the other half of a mesh."""
+    size = dist.get_world_size()
+    net = made(hidden=64)
+    copies, shape = (1, (size,)) if kind == "alone" else (2, (2, size // 2))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[-len(shape) :])
+    for block in net.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if copies > 1:
+        shard(net, level, low, mesh=mesh["data"])
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    share = rank // (size // copies)
+    losses, norms = train(net, optimizer, session, 4, rank=share, size=copies, alone=True)
+    optimizer.zero_grad()
+    loss = loss_of(net, 9, share, copies)
+    session.backward(loss + torch.inf if rank == size - 1 else loss)
+    skipped = bool(session.step().skipped), session.status().spoiled_by
+    state = digest(whole(net))
+    session.close()
+    return losses, norms, state, skipped
+
+
+def states(net, optimizer):
+    """Returns a number of the whole fp32 weights and optimizer states, which is that of no other bits."""
+    model, optim = get_state_dict(net, optimizer)
+    values = [t for _, t in sorted(model.items())]
+    for _, state in sorted(optim["state"].items()):
+        values += [torch.as_tensor(value).float() for _, value in sorted(state.items())]
+    formats = {t.dtype for t in values}
+    return len(values), formats == {torch.float32}, digest([t.full_tensor() if is_sharded(t) else t for t in values])
+
+
+def saved(rank, level, low, folder):
+    """Trains, saves in two formats, and trains on; returns what was saved, and what came of it."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    train(net, optimizer, session, 3, rank=rank, size=size)
+    model, optim = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optim": optim, "session": session.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_state_dict(net, optimizer, options=whole_state)
+    if rank == 0:
+        torch.save([*full, session.state_dict()], f"{folder}/full.pt")
+    dist.barrier()
+    before = states(net, optimizer)
+    after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
+    found = before, after, states(net, optimizer)
+    session.close()
+    return found
+
+
+def loaded(rank, level, low, folder, form, kind):
+    """Loads into other weights, of a `kind` of training; returns what came, and what came of further training."""
+    size = dist.get_world_size()
+    net = made()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+    net = shard(net, level, low) if kind == "sharded" else net
+    optimizer = adamw(net)
+    session = None if kind == "torch" else halfstep.initialize(net, optimizer, level, low=low)
+    with torch.no_grad():
+        loss_of(net, 70, rank, size)  # leaves the root whole
+    if form == "full":
+        model, optim, state = torch.load(f"{folder}/full.pt", weights_only=False)
+        given = ({}, {}) if rank and kind == "sharded" else (model, optim)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=kind == "sharded")
+        set_state_dict(net, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+    else:
+        model, optim = get_state_dict(net, optimizer)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=f"{folder}/dcp")
+        set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
+        state = torch.load(f"{folder}/full.pt", weights_only=False)[2]
+    before = states(net, optimizer)
+    if session is None:
+        return before, None, None
+    session.load_state_dict(state)
+    after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
+    found = before, after, states(net, optimizer)
+    session.close()
+    return found

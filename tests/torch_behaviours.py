@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -186,6 +187,7 @@ def _sharded_modules_keep_names():
     kept = FSDPParam.__init__.__code__.co_names + tuple(FSDPParam.__annotations__)
     return (
         FSDPModule.__name__ == internals._SHARDING
+        and internals.holds_shapes(FakeTensor)
         and internals._CLASS_INDEX in vars(FSDPModule)
         and {internals._WAITING, internals._GATHERED} <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
     )
