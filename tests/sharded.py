@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -17,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep import NumericsError
 from halfstep.errors import HalfstepError
 from halfstep.processes.shards import is_sharded
 from tests.replicas import Sent, digest
@@ -379,14 +386,15 @@ def loaded(rank, level, low, folder, form, kind):
     net = shard(net, level, low) if kind == "sharded" else net
     optimizer = adamw(net)
     session = None if kind == "torch" else halfstep.initialize(net, optimizer, level, low=low)
-    with torch.no_grad():
-        loss_of(net, 70, rank, size)  # leaves the root whole
     if form == "full":
         model, optim, state = torch.load(f"{folder}/full.pt", weights_only=False)
         given = ({}, {}) if rank and kind == "sharded" else (model, optim)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=kind == "sharded")
-        set_state_dict(net, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=options)
+        set_model_state_dict(net, given[0], options=options)
+        set_optimizer_state_dict(net, optimizer, given[1], options=options)
     else:
+        with torch.no_grad():
+            loss_of(net, 70, rank, size)  # leaves the root whole
         model, optim = get_state_dict(net, optimizer)
         dcp.load({"model": model, "optim": optim}, checkpoint_id=f"{folder}/dcp")
         set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
@@ -397,5 +405,52 @@ def loaded(rank, level, low, folder, form, kind):
     session.load_state_dict(state)
     after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
     found = before, after, states(net, optimizer)
+    session.close()
+    return found
+
+
+def stopping(rank):
+    """Trains on a loss that is infinite in process 1 alone; returns the step that raised, and the verdict's kind."""
+    size = dist.get_world_size()
+    net = shard(made(), "O1", "bf16")
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, "O1", low="bf16")
+    try:
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(net, 0, rank, size)
+            session.backward(loss + torch.log(torch.zeros(())) if rank == 1 else loss)
+            session.step()
+    except NumericsError as error:
+        return session.status().steps, error.verdict.kind
+    finally:
+        session.close()
+    return None
+
+
+def differing(rank, what):
+    """Opens sessions that are not alike in the processes; returns the error."""
+    net = shard(made(), "O1", "bf16")
+    optimizer = torch.optim.AdamW(list(net.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
+    low, level = "bf16", "O2" if what == "plan" and rank else "O1"
+    opened = []
+
+    def run():
+        opened.append(halfstep.initialize(net, optimizer, level, low=low))
+        opened[0].backward(loss_of(net, 0, rank, dist.get_world_size()))
+        opened[0].step()
+
+    found = said(run)
+    for session in opened:
+        session.close()
+    return found
+
+
+def refused(rank, what):
+    """Asks a session for what needs a copy of its sharded model; returns the error."""
+    net = shard(made(), "O1", "bf16")
+    session = halfstep.initialize(net, adamw(net), "O1", low="bf16")
+    ask = {"blame": halfstep.blame, "check": halfstep.check}[what]
+    found = said(lambda: ask(session, lambda: loss_of(net, 0, rank, dist.get_world_size())))
     session.close()
     return found

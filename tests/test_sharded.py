@@ -31,11 +31,41 @@ CASES = {
     **{f"{level} bf16 between": (sharded.between, (level, "bf16")) for level in LEVELS},
     **{f"{level} fp16 {what}": (sharded.faulty, (level, "fp16", what)) for level in ("O1", "O2") for what in FAULTS},
 }
+CASES |= {
+    **{f"{level} bf16 hybrid": (sharded.hybrid, (level, "bf16")) for level in ("O1", "O2")},
+    **{f"{level} bf16 plain": (sharded.variant, (level, "bf16", {})) for level in ("O1", "O2")},
+    **{f"{level} {low} parallel": (sharded.parallel, (level, low, "alone")) for level in ("O1", "O2") for low in LOWS},
+    "stopping": (sharded.stopping, ()),
+    "plan": (sharded.differing, ("plan",)),
+    "optimizer": (sharded.differing, ("optimizer",)),
+    "blame": (sharded.refused, ("blame",)),
+    "check": (sharded.refused, ("check",)),
+}
+SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
+FORMS = ("dcp", "full")
+
+
+def checkpoints(folder, *, save):
+    """Returns the cases that save to, or only load from, a folder."""
+    cases = {}
+    for level, low in SAVED:
+        where = folder / f"{level} {low}"
+        where.mkdir(exist_ok=True)
+        if save:
+            cases[f"{level} {low} saved"] = (sharded.saved, (level, low, str(where)))
+        for form in FORMS:
+            cases[f"{level} {low} {form}"] = (sharded.loaded, (level, low, str(where), form, "sharded"))
+    return cases
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return replicas.run(tmp_path_factory.mktemp("sharded"), 2, CASES)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, folder):
+    return replicas.run(tmp_path_factory.mktemp("sharded"), 2, CASES | checkpoints(folder, save=True))
 
 
 @pytest.mark.parametrize("low", LOWS)
@@ -130,3 +160,86 @@ def test_all_skip_what_one_process_spoils(level, what, found):
     if what == "shard":
         assert names == ["blocks.1.up.weight"]
     assert bool(names) == (what != "loss")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("level", "low"), SAVED)
+def test_training_goes_on_from_a_checkpoint_bit_for_bit_in_as_many_processes(level, low, form, found):
+    truth = found[0][f"{level} {low} saved"]
+    assert truth[0][:2] == [18 + 3 * 18, True]  # the weights, and three states of each, all fp32
+    assert [each[f"{level} {low} {key}"] for each in found for key in ("saved", form)] == [truth] * 4
+
+
+@pytest.mark.parametrize("kind", ["sharded", "plain", "torch"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("level", "low"), SAVED)
+def test_a_checkpoint_of_two_processes_is_one_of_one_with_and_without_shards_and_halfstep(
+    level, low, form, kind, found, folder, process_group
+):
+    truth, _, _ = found[0][f"{level} {low} saved"]
+    came, _, _ = sharded.loaded(0, level, low, f"{folder}/{level} {low}", form, kind)
+    assert list(came) == truth
+
+
+@pytest.mark.slow
+def test_four_processes(found, folder, tmp_path, process_group):
+    cases = checkpoints(folder, save=False)
+    cases |= {f"{level} {low}": (sharded.trained, (level, low, STEPS)) for level, low in SETTINGS}
+    cases |= {f"{level} bf16 hybrid": (sharded.hybrid, (level, "bf16")) for level in ("O1", "O2")}
+    cases |= {f"{level} bf16 under": (sharded.parallel, (level, "bf16", "under")) for level in ("O1", "O2")}
+    four = replicas.run(tmp_path, 4, cases)
+    for level, low in SAVED:
+        for form in FORMS:
+            assert [each[f"{level} {low} {form}"][0] for each in four] == [found[0][f"{level} {low} saved"][0]] * 4
+    for level, low in SETTINGS:
+        mine = [each[f"{level} {low}"] for each in four]
+        assert mine == [mine[0]] * 4
+        losses, *_ = sharded.trained(0, level, low, STEPS, shares=4)
+        assert max(abs(a - b) for a, b in zip(losses, mine[0][0], strict=True)) <= 4 * ULP
+    for level in ("O1", "O2"):
+        mine = [each[f"{level} bf16 hybrid"] for each in four]
+        assert mine == [mine[0]] * 4
+        assert mine[0][1] == pytest.approx(found[0][f"{level} bf16 hybrid"][1], rel=5e-2)
+        under = [each[f"{level} bf16 under"] for each in four]
+        assert [each[1:] for each in under] == [under[0][1:]] * 4
+        assert under[0][3] == [True, [3]]
+        assert under[0][1] == pytest.approx(found[0][f"{level} bf16 parallel"][1], rel=1e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_replicas_of_shards_count_once(level, found):
+    one, other = (each[f"{level} bf16 hybrid"] for each in found)
+    assert one == other
+    assert one[1] == pytest.approx(found[0][f"{level} bf16 plain"][1], rel=1e-6)
+    assert one[0] == pytest.approx(found[0][f"{level} bf16 plain"][0], abs=4 * ULP)
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_tensor_parallel_layers_train_as_whole_ones(level, low, found, process_group):
+    one, other = (each[f"{level} {low} parallel"] for each in found)
+    assert one == other
+    losses, norms, *_ = sharded.plain(level, low, 4, hidden=64)
+    assert one[0] == pytest.approx(losses, rel=2e-3)
+    assert one[1] == pytest.approx(norms, rel=1e-2)
+    assert one[3] == [True, [1]]
+
+
+def test_a_verdict_of_one_process_stops_all_at_the_same_step(found):
+    (step, kind), (own_step, own_kind) = (each["stopping"] for each in found)
+    assert step == own_step
+    assert kind == "another process"
+    assert own_kind not in (None, "another process")
+
+
+def test_processes_with_different_plans_or_optimizers(found):
+    for each in found:
+        assert "what is trained differs between processes: process 1 has the plan's name = 'O2'" in each["plan"]
+        assert "what is trained differs between processes: process 1 has" in each["optimizer"]
+
+
+@pytest.mark.parametrize("what", ["blame", "check"])
+def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
+    for each in found:
+        assert "SetupError: the model is sharded over processes" in each[what]
+        assert "in one process, from a checkpoint" in each[what]
