@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import NumericsError
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, SessionError
 from halfstep.processes.shards import is_sharded
 from tests.replicas import Sent, digest
 
@@ -454,3 +459,30 @@ def refused(rank, what):
     found = said(lambda: ask(session, lambda: loss_of(net, 0, rank, dist.get_world_size())))
     session.close()
     return found
+
+
+def leaving(rank, folder, size, how):
+    """Trains under a short timeout until the last process leaves in a step; the others write what they get."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
+    )
+    model = made() if how == "replicas" else shard(made(), "O1", "bf16")
+    optimizer = adamw(model)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    wrapped = nn.parallel.DistributedDataParallel(model) if how == "replicas" else model
+    for step in range(3):
+        optimizer.zero_grad()
+        session.backward(loss_of(wrapped, step, rank, size))
+        if step == 1 and rank == size - 1:
+            if how == "fewer":
+                time.sleep(20)  # later than the timeout
+            os._exit(0)
+        before = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
+        try:
+            session.step()
+        except SessionError as error:
+            after = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
+            (Path(folder) / f"{rank}.json").write_text(json.dumps([step, after == before, str(error)]))
+            os._exit(0)
+    os._exit(1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 import torch
 
@@ -243,3 +246,13 @@ def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
     for each in found:
         assert "SetupError: the model is sharded over processes" in each[what]
         assert "in one process, from a checkpoint" in each[what]
+
+
+@pytest.mark.parametrize("how", ["sharded", "replicas", "fewer"])
+def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_error_in_time(how, tmp_path):
+    begun = time.monotonic()
+    torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 2, how), nprocs=2)
+    step, unchanged, message = json.loads((tmp_path / "0.json").read_text())
+    assert (step, unchanged) == (1, True)
+    assert "process 0 got no answer from all 2 processes of the step" in message
+    assert time.monotonic() - begun < 240  # a deadline, with starts on a busy machine; the timeout is 10 s

@@ -155,13 +155,21 @@ class Replicas:
         """Returns what all processes together found in a step that updates these parameters: one all-reduce.
 
         Raises:
-            SessionError: what they train differs between processes; looked at when parameters first come.
+            SessionError: what they train differs between processes; looked at when parameters first come. Or one of
+                them is gone.
         """
         if (key := tuple(map(id, parameters))) not in self._agreed:
             self._compare(parameters)
             self._agreed.add(key)
         total = own.packed()
-        dist.all_reduce(total, group=self._group)
+        try:
+            dist.all_reduce(total, group=self._group)
+        except RuntimeError as error:
+            raise SessionError(
+                f"process {dist.get_rank()} got no answer from all {self.size} processes of the step ({error}): one "
+                "has ended, has raised, or makes other steps (fewer batches); its own last lines say why. Nothing was "
+                "updated here: start all of them again from the last checkpoint"
+            ) from error
         return own.unpacked(total)
 
     def sampled(self, device: torch.device) -> Tensor:
