@@ -180,13 +180,28 @@ def checkpointed(net):
     return net
 
 
-def trained(rank, level, low, steps, *, shares=1, sync=None, made_with=None, optimizer=adamw, again=False, **options):
+def trained(
+    rank,
+    level,
+    low,
+    steps,
+    *,
+    shares=1,
+    sync=None,
+    made_with=None,
+    optimizer=adamw,
+    again=False,
+    compiled=None,
+    **options,
+):
     """Trains a sharded model; returns losses, norms, and what the weights are in the end.
 
-    `again` has its blocks computed again in the backward pass.
+    `again` has its blocks computed again in the backward pass, `compiled` has them compiled so.
     """
     size = dist.get_world_size()
     net = made(**(made_with or {}))
+    for block in net.blocks if compiled else ():
+        block.compile(backend=compiled)
     net = shard(checkpointed(net) if again else net, level, low, **options)
     stepped = optimizer(net)
     session = halfstep.initialize(net, stepped, level, low=low)

@@ -244,7 +244,7 @@ def test_processes_with_different_plans_or_optimizers(found):
 @pytest.mark.parametrize("what", ["blame", "check"])
 def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
     for each in found:
-        assert "SetupError: the model is sharded over processes" in each[what]
+        assert f"SetupError: the model is sharded over processes, and {what}()" in each[what]
         assert "in one process, from a checkpoint" in each[what]
 
 
@@ -256,3 +256,9 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
     assert (step, unchanged) == (1, True)
     assert "process 0 got no answer from all 2 processes of the step" in message
     assert time.monotonic() - begun < 240  # a deadline, with starts on a busy machine; the timeout is 10 s
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled_blocks_train_alike(level, process_group):
+    expected, *_ = sharded.trained(0, level, "bf16", 2)
+    assert sharded.trained(0, level, "bf16", 2, compiled="aot_eager")[0] == expected

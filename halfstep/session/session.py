@@ -20,7 +20,7 @@ from halfstep.cast.arriving import read_as_planned
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark, plain_copies
 from halfstep.cast.modules import cast_buffers, keep_checkpoints_full, keep_parameters
-from halfstep.errors import ObserveError, SessionError, SetupError
+from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
@@ -430,18 +430,11 @@ class Session:
 
         Raises:
             SessionError: the session is closed, or the closure itself calls this.
-            SetupError: the model is sharded.
         """
         self._check_open()
         if self._rehearsing:
             raise SessionError(
                 f"this was called inside a closure that blame or check runs; {IN_A_CLOSURE}; call it outside"
-            )
-        if self._replicas.sharded:
-            raise SetupError(
-                "the model is sharded over processes, and this runs the closure on copies of it, which FSDP2 does not "
-                "make: build the model without fully_shard in one process, from a checkpoint "
-                "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))), and ask there"
             )
         self._close_watchers()
         self._rehearsing = True
