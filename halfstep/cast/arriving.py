@@ -103,7 +103,10 @@ class _Reading:
 
 
 class _Passing:
-    """Looks in the first forward of a module whether FSDP2 casts what is passed into and out of it."""
+    """Looks in the first forward of a module whether FSDP2 casts what is passed into and out of it.
+
+    Not in a compiled one, where hooks are traced.
+    """
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self._module, self._plan = module, plan
@@ -122,17 +125,20 @@ class _Passing:
         return self._undo.close
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._given = _formats_in((args, kwargs))
+        self._note_output(module, args, (args, kwargs))
 
     def _compare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._compare(_formats_in((args, kwargs)), "cast_forward_inputs=True", "what its forward is given")
+        if not torch.compiler.is_compiling():
+            self._compare(_formats_in((args, kwargs)), "cast_forward_inputs=True", "what its forward is given")
 
     def _note_output(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._given = _formats_in(out)
+        if not torch.compiler.is_compiling():
+            self._given = _formats_in(out)
 
     def _compare_output(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._compare(_formats_in(out), "output_dtype", "what it returns")
-        self._undo.close()
+        if not torch.compiler.is_compiling():
+            self._compare(_formats_in(out), "output_dtype", "what it returns")
+            self._undo.close()
 
     def _compare(self, found: list[torch.dtype], option: str, what: str) -> None:
         if found != self._given:
