@@ -136,7 +136,7 @@ class Session:
 
     def _open(self) -> None:
         self._names = {id(p): name for name, p in self._named_parameters() if is_sharded(p)}
-        self._undo.callback(reshard, self._roots)  # a forward that raised has left whole weights
+        self._undo.callback(reshard, self._roots)  # after an evaluation they hold whole weights
         self._undo.callback(self._casting.open())
         self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
