@@ -1,5 +1,6 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from halfstep.adapters.fsdp import fsdp_policy
 from halfstep.cast.autocast import autocast
 from halfstep.diagnose.blame import blame
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
@@ -100,6 +101,7 @@ __all__ = [
     "autocast",
     "blame",
     "check",
+    "fsdp_policy",
     "initialize",
     "inspect",
     "level",

@@ -378,6 +378,41 @@ def sends_weights(frame: FrameType | None) -> bool:
     return frame is None or bool(frame.f_locals.get(_SYNCS, True))
 
 
+_CLASS_INDEX = "_orig_cls_mro_index"  # of a module's own class below the one that FSDP2 gives it
+_SHARDING = "FSDPModule"
+_WAITING, _GATHERED = "unsharded_accumulated_grad", "_unsharded_param"  # of what FSDP2 keeps for a parameter
+
+
+def class_index_above(base: type) -> dict[str, int]:
+    """Returns what a subclass needs of a class that FSDP2 has made, so that its modules can be sliced. Tried."""
+    return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
+
+
+def holds_unreduced(module: Any) -> bool:
+    """Tells whether FSDP2 holds gradients of a module that a backward pass without reduction has left. Tried."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
+    if groups is None:
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    held = [p for group in groups for p in group.fsdp_params]
+    if any(getattr(p, _WAITING) is not None for p in held):
+        return True
+    return any(getattr(p, _GATHERED).grad is not None for p in held if hasattr(p, _GATHERED))
+
+
+def is_sharding(cls: type) -> bool:
+    """Tells whether a class is one that FSDP2 has made. Tried."""
+    return any(each.__name__ == _SHARDING for each in cls.__mro__)
+
+
+_FAKE = "FakeTensor"
+
+
+def holds_shapes(cls: type) -> bool:
+    """Tells whether a class of tensors has shapes and no numbers; operations on DTensors are tried on it. Tried."""
+    return cls.__name__ == _FAKE
+
+
 # The stack: whose code a frame runs. Tried, all of it.
 FOLDER = os.path.dirname(torch.__file__) + os.sep
 ENGINE = "_engine_run_backward"  # the function of torch's from which every backward pass starts

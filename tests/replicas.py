@@ -281,6 +281,68 @@ def one_step(wrapped, optimizer, session, rank, step, **kwargs):
     return session.step()
 
 
+def rates(rank, setting):
+    """Wraps optimizers with other options in each process; returns the options, and the weights after training."""
+    model, optimizer, session = opened(rank, setting)
+    rate = torch.tensor(1e-2 * (rank + 1))
+    optimizer.param_groups[0].update(lr=rate, betas=(0.9 - 0.3 * rank, 0.99), weight_decay=0.1 * (rank + 1))
+    wrapped = DDP(model)
+    group = optimizer.param_groups[0]
+    found = float(group["lr"]), list(group["betas"]), group["weight_decay"], group["lr"] is rate
+    for step in range(2):
+        one_step(wrapped, optimizer, session, rank, step)
+    state = weights(model)
+    session.close()
+    return found, state
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 12, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(1).expand(-1, 5, -1))[0][:, -1])
+
+
+def recurrent(rank, setting):
+    """Trains an LSTM under accumulation; returns its weights, the formats of its gradients, and skips."""
+    torch.manual_seed(rank)
+    model = Recurrent()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    level, kwargs = SETTINGS[setting]
+    session = halfstep.initialize(model, optimizer, level, **kwargs)
+    wrapped = DDP(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for turn in range(2):
+            inputs, targets = batch(rank, 2 * step + turn)
+            session.backward((wrapped(inputs) - targets).square().mean() / 2)
+        session.step()
+    found = weights(model), sorted({str(p.grad.dtype) for p in model.parameters()}), session.status().skipped
+    session.close()
+    return found
+
+
+def own_pass_in_join(rank):
+    """Has an infinite loss in a backward pass that the loop makes, within join; returns weights, scales and skips."""
+    model, optimizer, session = opened(rank, "O2 fp16", optimizer=torch.optim.SGD, loss_scale="dynamic")
+    wrapped = DDP(model)
+    with wrapped.join():
+        for step in range(4 + rank):
+            inputs, targets = batch(rank, step)
+            optimizer.zero_grad()
+            loss = (wrapped(inputs) - targets).square().mean()
+            loss = loss + torch.inf if rank == 1 and step == 2 else loss
+            with session.scaling(loss) as scale:
+                (loss * scale).backward()
+            session.step()
+    found = weights(model), session.status().scales
+    session.close()
+    return found
+
+
 def loaded_alone(rank, setting, who):
     """Loads a checkpoint into some of the processes of a wrapped model; returns what is said in each later step."""
     model, optimizer, session = opened(rank, setting)

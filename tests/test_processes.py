@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep
-from halfstep.processes import LOSSES, Findings
+from halfstep.processes.findings import LOSSES, Findings
 from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
@@ -38,6 +38,9 @@ CASES = {
     **{f"{s}, {o}, epochs": (replicas.epochs, (s, o)) for s in PARTING for o in replicas.OPTIMIZERS},
     **{f"{setting}, closed": (replicas.closed, (setting,)) for setting in SETTINGS},
     "initialized after": (replicas.initialized_after, ()),
+    **{f"{setting}, rates": (replicas.rates, (setting,)) for setting in ("O1 bf16", "O2 bf16 split")},
+    **{f"{setting}, LSTM": (replicas.recurrent, (setting,)) for setting in ("O2 bf16 split", "O2 fp16")},
+    "own pass in join": (replicas.own_pass_in_join, ()),
 }
 
 
@@ -231,12 +234,31 @@ def test_a_wrapper_made_for_low_weights_refuses_to_train_once_the_session_is_clo
         assert "wrap the model again" in said
 
 
+@pytest.mark.parametrize("setting", ["O1 bf16", "O2 bf16 split"])
+def test_options_of_the_first_process_are_handed_on_into_the_same_tensor(found, setting):
+    (one, weights), (other, same) = (each[f"{setting}, rates"] for each in found)
+    assert one == other == [pytest.approx(1e-2), [0.9, 0.99], 0.1, True]
+    assert weights == same
+
+
+@pytest.mark.parametrize("setting", ["O2 bf16 split", "O2 fp16"])
+def test_an_lstm_with_low_weights_trains_alike(found, setting):
+    one, other = (each[f"{setting}, LSTM"] for each in found)
+    assert one == other
+    assert one[1:] == [["torch.bfloat16" if "bf16" in setting else "torch.float16"], 0]
+
+
+def test_an_infinite_loss_of_a_loops_own_pass_is_skipped_by_all_within_join(found):
+    one, other = (each["own pass in join"] for each in found)
+    assert one == other
+    assert one[1] == {"0": halfstep.level("O2", "fp16").scale.init / 2}
+
+
 def findings(norm, size, bad=()):
     here = torch.zeros(size, dtype=torch.bool)
     gradients = torch.tensor([i in bad for i in range(3)])
-    return Findings(
-        torch.tensor(norm), gradients, torch.zeros(LOSSES, dtype=torch.bool), here, here, torch.zeros(2, size)
-    )
+    square = torch.tensor(norm).double().square() / size
+    return Findings(square, gradients, torch.zeros(LOSSES, dtype=torch.bool), here, here, torch.zeros(2, size))
 
 
 @given(st.floats(min_value=0.0, width=32, allow_infinity=False), st.integers(1, 4096))

@@ -19,6 +19,7 @@ NAMES = {
     "apex.md": ("apex",),
     "diagnosis.md": ("before", "blame"),
     "guide.md": ("plan", "average", "schedule"),
+    "processes.md": ("sharded",),
     "seeing.md": ("observe", "seeing"),
 }
 
@@ -192,3 +193,12 @@ def test_a_loop_in_apex_form_trains_and_ends_as_an_ordinary_model(names):
     assert type(names["model"]) is Model
     assert not torch.equal(names["model"].head.weight, before)
     assert "apex" not in sys.modules
+
+
+def test_a_sharded_model_trains(names, process_group):
+    names["model"].blocks = [names["model"].body]
+    with torch.random.fork_rng():
+        exec(BLOCKS["sharded"], names)
+    with names["session"] as session:
+        assert session.status().steps == len(names["loader"])
+        assert session.status().skipped == 0

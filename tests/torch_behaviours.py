@@ -8,7 +8,10 @@ import warnings
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
@@ -180,6 +183,16 @@ def _wrappers_keep_names():
     )
 
 
+def _sharded_modules_keep_names():
+    kept = FSDPParam.__init__.__code__.co_names + tuple(FSDPParam.__annotations__)
+    return (
+        FSDPModule.__name__ == internals._SHARDING
+        and internals.holds_shapes(FakeTensor)
+        and internals._CLASS_INDEX in vars(FSDPModule)
+        and {internals._WAITING, internals._GATHERED} <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
+    )
+
+
 def _jagged_tensors_have_values():
     parts = [torch.ones(n, dtype=torch.float32, device="cpu") for n in (1, 3)]
     nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
@@ -203,6 +216,9 @@ BEHAVIOURS = {
     "autograd nodes are named for their operations and numbered in order": _nodes_are_named_and_numbered,
     "files and functions of torch's on the stack are the known ones": _stack_has_known_files,
     f"DistributedDataParallel has {internals._JOIN} and {internals._SYNCS}": _wrappers_keep_names,
+    f"fully_shard makes {internals._SHARDING}s with {internals._CLASS_INDEX}, {internals._WAITING}": (
+        _sharded_modules_keep_names
+    ),
     "nested tensors of layout jagged have _values": _jagged_tensors_have_values,
     "state dicts have _metadata": _states_have_metadata,
 }

@@ -20,6 +20,7 @@ from halfstep.torch_internals import (
     TRILINEAR,
     OpOverload,
     TorchDispatchMode,
+    holds_shapes,
 )
 
 aten = torch.ops.aten
@@ -120,7 +121,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         What is asked of a subclass, as of a nested tensor, comes back here in parts.
         """
         if any(map(_dispatches, types)):
-            return NotImplemented
+            traced = any(map(holds_shapes, types))  # as DTensor asks for shapes
+            return func(*args, **(kwargs or {})) if traced else NotImplemented
         named = {} if kwargs is None else kwargs
         if func in PRODUCTS and self._is_low(func, args, named):
             return self._lstm(*args) if func is _LSTM else self._product(func, args, named)

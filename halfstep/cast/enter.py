@@ -25,7 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from halfstep.torch_internals import AVERAGING, in_backward, makes_weights, state_dict_hooks_of, tree_leaves
+from halfstep.errors import SessionError
+from halfstep.torch_internals import (
+    AVERAGING,
+    class_index_above,
+    in_backward,
+    is_sharding,
+    makes_weights,
+    state_dict_hooks_of,
+    tree_leaves,
+)
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 GATE = "_halfstep_gate"
@@ -48,6 +57,12 @@ SWITCHED_OFF = (
 _MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
+)
+SHARD_FIRST = (
+    "fully_shard was called on a model that is in a halfstep session, whose optimizer and masters have its old "
+    "parameters: make a new model, and write first "
+    "`fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then the optimizer from model.parameters(), "
+    "then `halfstep.initialize`"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -343,6 +358,8 @@ def _class_of(self: nn.Module) -> type:
 def _set_class(self: nn.Module, cls: type) -> None:
     """Sets the class; where torch takes off the one that it made for parametrizations, that below ours goes."""
     own = type(self)
+    if is_sharding(cls) and not is_sharding(own):
+        raise SessionError(SHARD_FIRST)
     if cls is _plain_class(own) and cls.__module__ == parametrize.__name__:
         cls = getattr(own, AGAIN)(cls.__bases__[0])
     give_class(self, cls)
@@ -519,6 +536,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         AGAIN: staticmethod(functools.partial(make_class, door=door, explain=explain, at_call=at_call)),
         GATE: None,
         STAND_IN: None,
+        **class_index_above(base),
         "forward": forward,
         "parameters": _parameters,
         **(_explaining(_methods(base), explain) if explain is not None else {}),

@@ -85,11 +85,12 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
     afterwards as before. If the closure raises because of its numbers, the verdict explains that too.
 
     Under DistributedDataParallel one process may call it alone, between steps: nothing is sent. For a model whose
-    forward communicates (sharded, or with SyncBatchNorm), call it on all processes at once, with batches that all
+    forward communicates (as with SyncBatchNorm), call it on all processes at once, with batches that all
     fail, or in a single-process run.
 
     Raises:
         SessionError: the session is closed, or the closure is not a function that computes and returns the loss.
+        SetupError: the model is sharded.
     """
     check_given("blame", session, closure)
     last = session.last_step(loss_id)

@@ -14,9 +14,10 @@ from torch.autograd import set_detect_anomaly
 from halfstep.cast.enter import put_in_place
 from halfstep.diagnose.closure import Inputs, compute_loss, leaves_kept, noting_inputs
 from halfstep.diagnose.rewind import CONTAINERS, attributes, give_attributes, untouched
-from halfstep.errors import SessionError
+from halfstep.errors import SessionError, SetupError
 from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
+from halfstep.processes.shards import sharded_parameters
 from halfstep.session.session import Session
 from halfstep.torch_internals import hooks_of, parameters_of
 
@@ -76,12 +77,19 @@ def check_given(function: str, session: object, closure: object) -> None:
 
     Raises:
         SessionError: it is no open session, or no function.
+        SetupError: its model is sharded.
     """
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
         raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
     if not callable(closure):
         raise SessionError(f"{function}() takes a function that returns the loss, not {type(closure).__name__}")
+    if sharded_parameters(session.stage.roots):
+        raise SetupError(
+            f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 does "
+            "not make: build the model without fully_shard in one process, from a checkpoint "
+            "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))), and ask there"
+        )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.plan.tied import together
-from halfstep.processes import wrappers_of
+from halfstep.processes.replicas import wrappers_of
 from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options, in_layout_of
 from halfstep.optim.sparse import SparseRows
+from halfstep.processes.shards import local
 
 Group = dict[str, Any]
 
@@ -38,35 +39,38 @@ class Placed:
         self.batch, self.index = batch, len(batch.grads) - 1
         self.param = param
         self.weight = weight = batch.weights[-1]  # keeps its memory alive, so that an equal address is the same memory
-        self.address, self.shape, self.stride = weight.data_ptr(), param.shape, param.stride()
+        own = local(param)
+        self.address, self.shape, self.stride = weight.data_ptr(), own.shape, own.stride()
         self.contiguous = weight.is_contiguous()
         self.grad_dtype = batch.grads[-1].dtype
         self.state = state
         # With an alias, that keeps the memory alive: what `.data` is set to later cannot come to lie at its address.
         self.tensors = [
-            (name, t, t.detach(), t.data_ptr(), t.dtype, t.stride())
+            (name, t, part.detach(), part.data_ptr(), part.dtype, part.stride())
             for name, t in (state or {}).items()
-            if isinstance(t, Tensor)
+            if isinstance(t, Tensor) and (part := local(t)) is not None
         ]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
         """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
+        own = param if type(param) is Parameter else local(param)
         if (
             param is not self.param
             or type(grad) is not Tensor
             or grad.dtype is not self.grad_dtype
             or grad.layout is not torch.strided
             or state is not self.state
-            or param.data_ptr() != self.address
-            or param.shape != self.shape
-            or param.stride() != self.stride
+            or own.data_ptr() != self.address
+            or own.shape != self.shape
+            or own.stride() != self.stride
             or grad.shape != self.shape
         ):
             return False
         for name, tensor, _, address, dtype, stride in self.tensors:
             if self.state is None or self.state.get(name) is not tensor:
                 return False
-            if tensor.data_ptr() != address or tensor.dtype is not dtype or tensor.stride() != stride:
+            part = tensor if type(tensor) is Tensor else local(tensor)
+            if part.data_ptr() != address or part.dtype is not dtype or part.stride() != stride:
                 return False
         if not (self.contiguous and grad.is_contiguous()):
             grad = in_layout_of(grad, self.weight)

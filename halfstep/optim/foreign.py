@@ -15,6 +15,7 @@ from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
 from halfstep.optim.masters import MasterStore, is_low
 from halfstep.optim.one_pass import check_gradients
+from halfstep.processes.shards import like, part_of
 from halfstep.torch_internals import mark_stepped
 
 
@@ -58,7 +59,7 @@ class ForeignStepper:
     def prepare(self) -> None:
         """Steps the optimizer with the gradients at its parameters, as torch does: they and the rates are zero then."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [part_of(p.grad, p) for p in params if p.grad is not None]
         failed = self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu"))
         if failed is not None:
             raise failed
@@ -114,7 +115,7 @@ class ForeignStepper:
             for p, grad in zip(params, grads, strict=True):
                 low = self._store.layout(p) != "full"
                 target = self._stand_ins[p] if low else p
-                true = unscaled(grad, target.dtype, factor)
+                true = like(target, unscaled(grad, target.dtype, factor))
                 held.append((target, target.grad, true))
                 target.grad = true
             yield

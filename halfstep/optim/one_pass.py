@@ -20,6 +20,7 @@ from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, upda
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.sparse import SparseRows, touched_rows, widened
 from halfstep.optim.table import Row
+from halfstep.processes.shards import is_sharded, like, local, part_of, spread
 from halfstep.torch_internals import mark_stepped
 
 StateDict = dict[str, Any]
@@ -77,7 +78,7 @@ class OnePassStepper:
         """Makes the state of the parameters with a gradient as it is before an update, and shows it until a step."""
         optimizer = self._optimizer
         params = [p for p in self._members() if p.grad is not None]
-        grads = [resolved(p.grad) for p in params if p.grad is not None]
+        grads = [resolved(part_of(p.grad, p)) for p in params if p.grad is not None]
         self._sorted(params, grads, [self._row.options(group) for group in optimizer.param_groups])
         self._prepared = True
 
@@ -106,7 +107,7 @@ class OnePassStepper:
         with true_gradients(params, grads, factor):
             run_pre_hooks(optimizer)
             left = [p for p in self._members() if p.grad is not None and id(p) not in held]
-            self._step(left, [resolved(p.grad) for p in left if p.grad is not None], None, found)
+            self._step(left, [resolved(part_of(p.grad, p)) for p in left if p.grad is not None], None, found)
             return run_post_hooks(optimizer)
 
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
@@ -162,7 +163,7 @@ class OnePassStepper:
         sparse: list[SparseRows] = []
         for p, grad in members:
             layout = self._store.layout(p)
-            weight = as_real(p.detach())
+            weight = as_real(local(p).detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
             if grad.is_sparse:
                 grad = widened(grad)
@@ -200,7 +201,8 @@ class OnePassStepper:
     def _collect_state(self, p: Parameter, batch: Batch, options: Options) -> None:
         state = self._optimizer.state[p]
         dtype = p.dtype if batch.layout == "full" else torch.float32
-        shape, stride, device, new = p.shape, p.stride(), p.device, False
+        own = local(p)
+        shape, stride, device, new = p.shape, own.stride(), own.device, False
         for name, tensors in batch.states.items():
             tensor = state.get(name)
             if name in options.scalars:
@@ -209,15 +211,19 @@ class OnePassStepper:
                 tensor = state[name] = tensor.to(device, dtype).reshape(())
             elif tensor is None:
                 new = True
-                tensor = state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                tensor = state[name] = like(p, torch.zeros_like(own, dtype=dtype, requires_grad=False))
             elif tensor.shape != shape:
                 raise SessionError(
                     f"the state {name!r} of a parameter of shape {tuple(shape)} has shape {tuple(tensor.shape)}; "
                     "load an optimizer state of this model, or delete that state to begin anew"
                 )
-            elif tensor.dtype is not dtype or tensor.device != device or tensor.stride() != stride:
-                tensor = state[name] = in_layout_of(tensor.to(device, dtype), p)
-            tensors.append(as_real(tensor))
+            else:
+                if is_sharded(p) != is_sharded(tensor):
+                    tensor = state[name] = spread(tensor, p)
+                part = local(tensor)
+                if part.dtype is not dtype or part.device != device or part.stride() != stride:
+                    tensor = state[name] = like(p, in_layout_of(part.to(device, dtype), own))
+            tensors.append(as_real(local(tensor)))
         if self._row.counts:
             batch.steps.append(_step_count(state, device))
         else:
@@ -268,15 +274,26 @@ def check_gradients(
     """
     for p, grad in zip(params, grads, strict=True):
         if type(grad) is not Tensor and is_wrapped(grad):
-            raise SessionError(
-                f"the gradient of {named(p, name_of)} is of type {type(grad).__name__}, which has no plain "
-                "storage; give the parameter a plain tensor (.to_local(), .full_tensor())"
-            )
-        if grad.shape != p.shape or grad.device != p.device:
+            raise SessionError(_wrapped(grad, p, named(p, name_of)))
+        own = local(p)
+        if grad.shape != own.shape or grad.device != own.device:
             raise SessionError(
                 f"the gradient of {named(p, name_of)} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
                 f"{tuple(p.shape)} on {p.device}; drop it (zero_grad) after a parameter was reshaped or moved"
             )
+
+
+def _wrapped(grad: Tensor, p: Parameter, name: str) -> str:
+    """Returns what to do about a gradient whose elements do not lie in memory as those of `p` do."""
+    if is_sharded(grad) and is_sharded(p):
+        return (
+            f"the gradient of {name} is placed over the processes as {grad.placements}, the parameter as "
+            f"{p.placements}; write `p.grad = p.grad.redistribute(p.device_mesh, p.placements)` before session.step()"
+        )
+    return (
+        f"the gradient of {name} is of type {type(grad).__name__}, which has no plain "
+        "storage; give the parameter a plain tensor (.to_local(), .full_tensor())"
+    )
 
 
 def named(p: Parameter, name_of: Callable[[Parameter], str] | None) -> str:

@@ -8,16 +8,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SetupError, StateError
 from halfstep.kernels.batch import is_wrapped
 from halfstep.plan.plan import Plan
+from halfstep.processes.shards import is_sharded
 from halfstep.torch_internals import compiled_module
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 STATE_SCHEMA = 1
+FSDP_LINES = (
+    "`fully_shard(model, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then the optimizer from model.parameters(), "
+    "then `halfstep.initialize`"
+)
 _SHOWN = 5
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
@@ -119,7 +124,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         if low:
             raise SetupError(
                 f"trainable parameters are already low: {named(low)}; halfstep makes the low weights itself and needs "
-                "the fp32 ones: call model.float() first (frozen low parameters may stay)"
+                "the fp32 ones: call model.float() first, also before fully_shard (frozen low parameters may stay)"
             )
         if not any(p.is_floating_point() or p.is_complex() for p in model.parameters()):
             raise SetupError(
@@ -138,7 +143,7 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _shards(module: nn.Module) -> bool:
-    return any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(module).__mro__)
+    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
 
 
 def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
@@ -167,7 +172,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                     f"{len(foreign)} of {len(group['params'])} parameters in group {index} of "
                     f"{type(optimizer).__name__} "
                     f"are not the model's (shapes {shapes}); build the optimizer from this model's parameters(), after "
-                    "any .to(device) that replaced them, and give initialize every model that it updates"
+                    "any .to(device) or fully_shard that replaced them, and give initialize every model that it updates"
                 )
             for p in group["params"]:
                 if seen.setdefault(id(p), number) != number:
@@ -180,22 +185,41 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     """Refuses parameters whose memory the plan's steps could not read or write.
 
     Raises:
-        SetupError: trained parameters are pieces of sharded ones or otherwise not what lies in memory, or parameters
-            that are trained or made low were made under `torch.inference_mode`; names them.
+        SetupError: trained parameters are not what lies in memory, are sharded by other means than FSDP2 and tensor
+            parallelism or in another format than fp32, or parameters that are trained or made low were made under
+            `torch.inference_mode`; names them.
     """
     if plan.ops == "none":
         return
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     by_name = [item for model in models for item in model.named_parameters()]
-    wrapped = [f"{name} ({type(p).__name__})" for name, p in by_name if id(p) in trained and is_wrapped(p)]
-    if not wrapped and (optimizers or plan.param == "low"):
-        modules = [item for model in models for item in model.named_modules()]
-        wrapped = [f"{name or 'the model'} ({type(m).__name__})" for name, m in modules if _shards(m)]
+    older = [name or "the model" for model in models for name, module in model.named_modules() if _shards(module)]
+    if older:
+        raise SetupError(
+            f"sharded by FullyShardedDataParallel (FSDP1): {named(older)}; it trains at O0 only, whose steps are the "
+            f"optimizer's own. Shard with FSDP2 instead: {FSDP_LINES}"
+        )
+    wrapped = [
+        f"{name} ({type(p).__name__})"
+        for name, p in by_name
+        if id(p) in trained and is_wrapped(p) and not is_sharded(p)
+    ]
     if wrapped:
         raise SetupError(
-            f"parameters that are sharded over processes or have no plain storage (DTensor, ...) "
-            f"cannot be trained at {plan.name}: {named(wrapped)}; use O0, whose steps are the optimizer's own, or wrap "
-            "in DistributedDataParallel after halfstep.initialize"
+            f"parameters that have no plain storage cannot be trained at {plan.name}: {named(wrapped)}; use O0, whose "
+            "steps are the optimizer's own"
+        )
+    offloaded = [name for name, p in by_name if is_sharded(p) and p.device.type != p.device_mesh.device_type]
+    if offloaded:
+        raise SetupError(
+            f"sharded parameters are offloaded to the CPU (CPUOffloadPolicy): {named(offloaded)}; halfstep does not "
+            "step these yet: leave out offload_policy in fully_shard, or use O0"
+        )
+    other = [f"{name} ({p.dtype})" for name, p in by_name if is_sharded(p) and id(p) in trained and not _is_full(p)]
+    if other:
+        raise SetupError(
+            f"sharded parameters are not fp32: {named(other)}; they are the masters at {plan.name}: call model.float() "
+            f"before fully_shard, which gathers them low by its policy: {FSDP_LINES}"
         )
     frozen = [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")]
     if frozen:
@@ -203,6 +227,10 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change "
             "such tensors: build the model outside of it; running it under inference_mode is fine"
         )
+
+
+def _is_full(p: Tensor) -> bool:
+    return p.dtype is torch.float32 or not p.is_floating_point()
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:

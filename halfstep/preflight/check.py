@@ -71,6 +71,7 @@ def check(
 
     Raises:
         SessionError: the session is closed, the model on the meta device, or the closure returns no scalar loss.
+        SetupError: the model is sharded.
     """
     check_given("check", session, trace_step if closure is None else closure)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):

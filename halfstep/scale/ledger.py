@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import Scratch, resolved
+from halfstep.processes.shards import local, part_of
 from halfstep.scale.norm import read
 from halfstep.torch_internals import foreach_mul_, version_of
 
@@ -161,7 +162,7 @@ class GradientLedger:
             grad = param.grad
             if grad is not None:
                 params.append(param)
-                grads.append(resolved(grad))
+                grads.append(resolved(grad if type(grad) is Tensor else part_of(grad, param)))
         device = grads[0].device if grads else self._scale.device
         found = None
         for flag in self._flags.values():
@@ -259,7 +260,7 @@ class GradientLedger:
         self._true, self._source = True, None
 
     def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
-        grads = [param.grad for param in params if param.grad is not None]
+        grads = [local(param.grad) for param in params if param.grad is not None]
         reading = read(grads, device=factor.device, scratch=self._scratch)
         self._widen(params)
         _multiply_(params, factor)
@@ -311,7 +312,7 @@ class GradientLedger:
         """
         if not self._flags or self._mark == self._marked():
             return
-        norm = read([param.grad for param in held if param.grad is not None], scratch=self._scratch).norm
+        norm = read([local(param.grad) for param in held if param.grad is not None], scratch=self._scratch).norm
         for loss, flag in self._flags.items():
             self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
 
@@ -325,7 +326,7 @@ def _first_gradient(params: Iterable[Parameter]) -> Tensor | None:
 
 
 def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
-    return None if grad is None else (id(grad), version_of(grad))
+    return None if grad is None else (id(grad), version_of(local(grad)))
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -348,7 +349,9 @@ def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
         if grad.requires_grad:
             with torch.enable_grad():
                 param.grad = grad * factor.to(grad.device, non_blocking=True)
-        elif grad.layout is not torch.strided:
+            continue
+        grad = local(grad)
+        if grad.layout is not torch.strided:
             grad.mul_(factor.to(grad.device, non_blocking=True))
         else:
             groups.setdefault((grad.device, grad.dtype), []).append(grad)

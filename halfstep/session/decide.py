@@ -27,7 +27,8 @@ from halfstep.plan.fit import (
 from halfstep.plan.forwards import check_forwards
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, resolve
-from halfstep.processes import living_wrappers_of
+from halfstep.processes.replicas import living_wrappers_of
+from halfstep.processes.shards import is_sharded, reshard
 
 Stepping = Literal["session", "optimizer"]
 
@@ -75,6 +76,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
         PlanError: the plan fits no module.
         SetupError: the models or optimizers cannot be trained under the plan.
     """
+    reshard(models)
     device = device_of(models, plan)
     roots = tuple(unwrap(model) for model in models)
     check_models(models, plan, made_low=[*made_low, *already_low])
@@ -82,6 +84,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
         _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_parameters(optimizers, models, plan)
+    _refuse_whole_rows(optimizers, plan)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
     assignment = resolve(plan, roots)
     check_forwards(roots, assignment)
@@ -121,6 +124,20 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
         emulate=decision.emulate and mixed,
         mixed=mixed,
     )
+
+
+def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuses optimizers of halfstep's own whose law needs whole weights, where they get sharded ones."""
+    for optimizer in optimizers:
+        row = row_of(optimizer)
+        if plan.ops == "none" or row is None or not row.whole:
+            continue
+        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            raise SetupError(
+                f"{type(optimizer).__name__} needs the norms of whole weights, and its parameters are sharded over "
+                "processes; use torch.optim.AdamW, Adam or SGD, or halfstep.Lion, or train replicas under "
+                "DistributedDataParallel"
+            )
 
 
 def _refuse_wrapped_before(roots: Sequence[nn.Module], plan: Plan) -> None:

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
+from halfstep.plan.fit import FSDP_LINES, named
+from halfstep.processes.shards import local, reshard
 from halfstep.scale.ledger import Collected, GradientLedger
 from halfstep.torch_internals import sparse_indices, sparse_values
 
@@ -94,8 +96,8 @@ def memory_of(
 
 
 def _bytes(t: Tensor) -> int:
-    """Returns the bytes of a dense tensor, and of the entries and their indices of a sparse one."""
-    return sparse_indices(t).nbytes + sparse_values(t).nbytes if t.is_sparse else t.nbytes
+    """Returns the bytes that lie here of a dense tensor, and of the entries and their indices of a sparse one."""
+    return sparse_indices(t).nbytes + sparse_values(t).nbytes if t.is_sparse else local(t).nbytes
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
@@ -124,6 +126,23 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
             "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
         )
     return found
+
+
+def check_present(roots: Iterable[nn.Module], parts: Iterable[Part]) -> None:
+    """Refuses to step without a gradient where that is because the models have other parameters by now.
+
+    Raises:
+        SessionError: one of the parameters is in none of the models.
+    """
+    roots = list(roots)
+    reshard(roots)
+    present = {id(p) for root in roots for p in root.parameters()}
+    absent = [tuple(p.shape) for part in parts for p in part.parameters() if id(p) not in present]
+    if absent:
+        raise SessionError(
+            f"parameters that the optimizer updates are no longer in the model (of shapes {named(map(str, absent))}): "
+            f"what replaced them, such as fully_shard, has to come first: {FSDP_LINES}"
+        )
 
 
 def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:

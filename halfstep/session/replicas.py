@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
+from halfstep.kernels.batch import Scratch
 from halfstep.optim.masters import MasterStore
 from halfstep.plan.fit import named
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
-from halfstep.processes import LOSSES, Findings, LateNumbers, Replicas
+from halfstep.processes.findings import LOSSES, Findings, LateNumbers
+from halfstep.processes.replicas import Replicas
+from halfstep.processes.shards import is_sharded, shards
 from halfstep.scale.ledger import Collected
-from halfstep.scale.norm import Reading
+from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
 from halfstep.session.parts import Flags, Part
 
@@ -39,7 +42,7 @@ class SharedState:
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Returns the plan, one entry per line, and the parameters."""
         plan = [f"the plan's {key} = {value!r}" for key, value in to_dict(self.plan).items()]
-        return [*plan, *(f"{self.name_of(p)} of shape {tuple(p.shape)} stored as {p.dtype}" for p in parameters)]
+        return [*plan, *(f"{self.name_of(p)} of shape {tuple(p.shape)} stored as {_described(p)}" for p in parameters)]
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Returns the stored weights that have a master or a remainder, and these."""
@@ -125,24 +128,25 @@ def agree(
     parts: Sequence[Part],
     collected: list[Collected],
     readings: list[Reading],
-    norm: Tensor,
+    square: Tensor,
     *,
     stop: bool,
 ) -> Agreed:
     """Returns what the processes that train together found in a step.
 
-    `stop` tells them that this one wants all to stop.
+    `square` is this process's share of the squared norm (0-dim float64), and `stop` tells them that it wants all to
+    stop.
     """
     params = [part.ledger.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
     ]
-    losses = _losses(collected, norm.device)
-    here = replicas.is_own(norm.device)
+    losses = _losses(collected, square.device)
+    here = replicas.is_own(square.device)
     stops = here if stop else torch.zeros_like(here)
-    same = torch.stack((_number_of([held.scale for held in collected], norm.device), replicas.sampled(norm.device)))
+    same = torch.stack((_number_of([held.scale for held in collected], square.device), replicas.sampled(square.device)))
     own = Findings(
-        norm, torch.cat(gradients), losses, here & losses.any(), stops, torch.where(here, same.view(2, 1), 0.0)
+        square, torch.cat(gradients), losses, here & losses.any(), stops, torch.where(here, same.view(2, 1), 0.0)
     )
     found = replicas.agree(own, [p for each in params for p in each])
     flags = list(zip(params, torch.split(found.gradients, list(map(len, params))), strict=True))
@@ -155,6 +159,36 @@ def agree(
         found.stops,
         found.same,
     )
+
+
+def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
+    """Reads the gradients of sharded parameters; returns with it their norm for each number of different shards."""
+    numbers = [shards(p) for p in held.params]
+    kinds = sorted(set(numbers)) or [1]
+    if len(kinds) == 1:
+        reading = read(held.grads, device=device, scratch=scratch)
+        return reading, [(kinds[0], reading.norm)]
+    norms: list[tuple[int, Tensor]] = []
+    flags: dict[int, Tensor] = {}
+    for kind in kinds:
+        members = [i for i, number in enumerate(numbers) if number == kind]
+        found = read([held.grads[i] for i in members], device=device, scratch=scratch)
+        norms.append((kind, found.norm))
+        flags |= zip(members, found.flags.unbind(), strict=True)
+    all_flags = torch.stack([flags[i] for i in range(len(numbers))])
+    return Reading(
+        torch.linalg.vector_norm(torch.stack([norm for _, norm in norms])), all_flags.any(), all_flags
+    ), norms
+
+
+def share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
+    """Returns what this one of `size` processes adds to the squared norm (0-dim float64), so that replicas count once.
+
+    `norms` are those of its parts of gradients, each with the number of different shards: of `size` processes
+    `size / shards` hold the same one.
+    """
+    shares = [norm.double().square() * (number / size) for number, norm in norms]
+    return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
 
 
 class Hearing:
@@ -202,6 +236,10 @@ def _scales_differ(ranks: Sequence[int]) -> SessionError:
         "sum is meaningless; the step was skipped. Use the same loss_id in all processes for a backward pass, and load "
         "the same session state in all of them"
     )
+
+
+def _described(p: nn.Parameter) -> str:
+    return f"{p.dtype} and placed as {p.placements}" if is_sharded(p) else str(p.dtype)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

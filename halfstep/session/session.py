@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
+from halfstep.cast.arriving import read_as_planned
 from halfstep.cast.casting import Casting
 from halfstep.cast.enter import CheckpointHook, mark, plain_copies
 from halfstep.cast.modules import cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
@@ -31,7 +32,8 @@ from halfstep.plan.fit import STATE_SCHEMA, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
-from halfstep.processes import Replicas
+from halfstep.processes.replicas import Replicas
+from halfstep.processes.shards import is_sharded, local, reshard
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -105,6 +107,7 @@ class Session:
         self._sinks = tuple(sinks)
         self._recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
         self._device = device
+        self._names: dict[int, str] = {}  # FSDP2 puts other parameters in the place of these for a while
         self._undo = ExitStack()
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
@@ -132,6 +135,8 @@ class Session:
             raise
 
     def _open(self) -> None:
+        self._names = {id(p): name for name, p in self._named_parameters() if is_sharded(p)}
+        self._undo.callback(reshard, self._roots)  # after an evaluation they hold whole weights
         self._undo.callback(self._casting.open())
         self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
@@ -149,6 +154,8 @@ class Session:
             look=self._look_for_fp16_losses if caps else None,
         )
         self._undo.callback(gates)
+        if self._decision.mixed:
+            self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
 
@@ -165,6 +172,7 @@ class Session:
         self._replicas.open(search=bool(self._parts) and as_they_are)
         training = MixedTraining if self._decision.stepping == "session" else TrueGradients
         return training(
+            roots=self._roots,
             parts=self._parts,
             casting=self._casting,
             scales=self._scales,
@@ -195,8 +203,8 @@ class Session:
         low = {id(p) for p in self._decision.already_low}
         own = [p for p in mine if id(p) in low]
         stores_low = formats.param is not None and formats.param is not FP32
-        if stores_low:
-            own += [p for p in mine if p.dtype is torch.float32]
+        if stores_low:  # sharded ones are masters themselves, and arrive low
+            own += [p for p in mine if p.dtype is torch.float32 and not is_sharded(p)]
         if not own and not stores_low:
             if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
                 self._undo.callback(keep_checkpoints_full(module, self._store))
@@ -414,7 +422,8 @@ class Session:
             yield from root.named_parameters(prefix="" if len(self._roots) == 1 else str(index))
 
     def _name_of(self, parameter: nn.Parameter) -> str:
-        return next((name for name, p in self._named_parameters() if p is parameter), "(in no model of the session)")
+        added = (name for name, p in self._named_parameters() if p is parameter)
+        return self._names.get(id(parameter)) or next(added, "(in no model of the session)")
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -455,12 +464,13 @@ class Session:
         last = self._last.get(loss_id)
         skipped = last is not None and bool(last.skipped)
         now = self._scales.read(loss_id)
+        reshard(self._roots)
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         bad = [
             names.get(id(p), "a parameter")
             for part in (self._parts if last is None else last.parts)
             for p in part.parameters()
-            if p.grad is not None and bool(read([p.grad]).found)
+            if p.grad is not None and bool(read([local(p.grad)]).found)
         ]
         first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
         return StepFacts(
@@ -481,11 +491,15 @@ class Session:
         return list(self._store)
 
     def status(self) -> Status:
-        """Returns what the session is doing, read on the host (this waits for the device)."""
+        """Returns what the session is doing, read on the host (this waits for the device).
+
+        Of sharded parameters it looks at, and counts the bytes of, the parts that lie here.
+        """
+        reshard(self._roots)
         bad = [
             name
             for name, p in self._named_parameters()
-            if p.is_floating_point() and not bool(torch.isfinite(p.detach()).all())
+            if p.is_floating_point() and not bool(torch.isfinite(local(p).detach()).all())
         ]
         parameters = {id(p): p for root in self._roots for p in root.parameters()}.values()
         optimizers = [part.optimizer for part in self._parts]

@@ -1,10 +1,11 @@
 """How a session goes backward and steps: under its plan, or, where that runs everything as written, as the loop would.
 
-Both keep their promises without a word of the plan's kind in the session, which has one of them.
+A session has one of these objects, which decides what `backward`, `unscale_` and `step` do; it does not ask the plan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,16 +21,17 @@ from halfstep.observe.probe import Probes
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.update_watch import UpdateWatch
-from halfstep.processes import Replicas
+from halfstep.processes.replicas import Replicas
+from halfstep.processes.shards import Unreduced, is_sharded, reshard
 from halfstep.records import StepRecord
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.ledger import Collected
 from halfstep.scale.loss import overflowed, poisoned, scaled
-from halfstep.scale.norm import read
+from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
-from halfstep.session.parts import Flags, LastStep, Part, Update, last_steps, step_each
-from halfstep.session.replicas import Agreed, Hearing, agree
+from halfstep.session.parts import Flags, LastStep, Part, Update, check_present, last_steps, step_each
+from halfstep.session.replicas import Agreed, Hearing, agree, read_by_shards, share_of_square
 from halfstep.stack import begin_pass
 
 
@@ -91,6 +93,7 @@ class PlainTraining:
     def __post_init__(self) -> None:
         self._false = torch.zeros((), dtype=torch.bool, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
+        self._nothing = Collected([], [], self._one, None, (), {}, {}, true=True)  # an optimizer's own step reads none
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of a loss."""
@@ -110,21 +113,18 @@ class PlainTraining:
     ) -> Stepped:
         """Clips as torch does, and steps each optimizer by its own `step`."""
         norm = None
-        collected = [part.ledger.collect() for part in parts] if self.probes.looking else []
-        for held in collected:
-            self.probes.read(held.params, held.grads, held.carried)
+        if all(p.grad is None for part in parts for p in part.parameters()):
+            check_present(self.roots, parts)
+        collected = [part.ledger.collect() if self.probes.looking else self._nothing for part in parts]
+        read_for(self.probes, collected)
         if max_norm is not None:
+            reshard(self.roots)
             mine = {id(p) for part in parts for p in part.parameters()}
             ordered = [p for root in self.roots for p in root.parameters() if id(p) in mine]
             norm = nn.utils.clip_grad_norm_(ordered, max_norm)  # in the model's order, on which the sum's bits depend
-        if collected:
-            updates = [
-                watched(self.probes, part, held, None, self._false, MasterStore("none", torch.float32))
-                for part, held in zip(parts, collected, strict=True)
-            ]
-        else:
-            updates = [partial(part.stepper.step, [], [], None, self._false) for part in parts]
-        count, failed = step_each(updates)
+            norm = norm.full_tensor() if is_sharded(norm) else norm
+        store = MasterStore("none", torch.float32)
+        count, failed = step_each(updates_of(self.probes, parts, collected, [None] * len(parts), self._false, store))
         record = StepRecord(number, self._false.clone(), self._one, norm, loss=loss)
         return Stepped(record, parts[:count], failed)
 
@@ -133,6 +133,7 @@ class PlainTraining:
 class MixedTraining:
     """Runs backward and step under a plan: scales the loss, and skips the step if a gradient is not finite."""
 
+    roots: Sequence[nn.Module]
     parts: Sequence[Part]
     casting: Casting
     scales: LossScales
@@ -146,6 +147,7 @@ class MixedTraining:
     def __post_init__(self) -> None:
         self._scratch = Scratch()  # of the read of the gradients
         self._hearing = Hearing(self.replicas)
+        self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Runs the backward pass of a loss times its scale."""
@@ -165,16 +167,25 @@ class MixedTraining:
         """Returns a context around a backward pass that the caller makes, from the scale that it gives."""
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
+        bad = [overflowed(loss) for loss in losses]
+        found = bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None
         try:
             with self.casting.backward():
-                yield scale.value
+                yield self._sent(scale.value, found)
         except BaseException:
             self._undo()
             raise
-        bad = [overflowed(loss) for loss in losses]
-        self._after(loss_id, scale, bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None, unscale)
+        self._after(loss_id, scale, found, unscale)
+
+    def _sent(self, scale: Tensor, not_finite: Tensor | None) -> Tensor:
+        """Returns the scale to multiply losses by; NaN where one is not finite and no sum would tell the others."""
+        if not_finite is None or not self.replicas.joining:
+            return scale
+        return scale.masked_fill(not_finite.to(scale.device), math.nan)
 
     def _before(self, loss_id: int, scale: Scale) -> None:
+        if self._unreduced is not None:
+            self._unreduced.before_backward(scale.value)
         for part in self.parts:
             part.ledger.before_backward(loss_id, scale.value)
 
@@ -198,6 +209,8 @@ class MixedTraining:
         """Reads the gradients once, and updates the weights in one pass where all of them are finite."""
         self.casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
+        if not any([held.grads for held in collected]):
+            check_present(self.roots, parts)
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self.name_of)
@@ -210,19 +223,8 @@ class MixedTraining:
         if max_norm is not None:
             clip = (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
             factors = [clip if factor is None else factor * clip for factor in factors]
-        if self.probes.looking:
-            for held in collected:
-                self.probes.read(held.params, held.grads, held.carried)
-            updates = [
-                watched(self.probes, part, held, factor, found, self.store)
-                for part, held, factor in zip(parts, collected, factors, strict=True)
-            ]
-        else:
-            updates = [
-                partial(part.stepper.step, held.params, held.grads, factor, found)
-                for part, held, factor in zip(parts, collected, factors, strict=True)
-            ]
-        count, failed = step_each(updates)
+        read_for(self.probes, collected)
+        count, failed = step_each(updates_of(self.probes, parts, collected, factors, found, self.store))
         heard = self._hearing.hear(agreed)  # always: it may ask the other processes
         parts, collected = parts[:count], collected[:count]
         for part in parts:
@@ -244,16 +246,24 @@ class MixedTraining:
         self, parts: list[Part], collected: list[Collected], *, stop: bool
     ) -> tuple[Agreed, list[Tensor | None]]:
         """Returns what one read of the gradients finds, in all processes together, and what unscales each part's."""
-        readings = [read(held.grads, device=self.device, scratch=self._scratch) for held in collected]
-        factors: list[Tensor | None] = [None] * len(parts)
-        norms = [reading.norm for reading in readings]
-        if self.scales.active:
-            inverses = [held.inverse.to(self.device) for held in collected]
-            norms = [norm * inverse for norm, inverse in zip(norms, inverses, strict=True)]
-            factors = [*inverses]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        if self.replicas.summing():
-            return agree(self.replicas, parts, collected, readings, norm, stop=stop), factors
+        summing, sharded = self.replicas.summing(), self.replicas.sharded
+        readings: list[Reading] = []
+        norms: list[tuple[int, Tensor]] = []  # with the number of different shards
+        factors: list[Tensor | None] = []
+        for held in collected:
+            if sharded:
+                reading, own = read_by_shards(held, self.device, self._scratch)
+            else:
+                reading = read(held.grads, device=self.device, scratch=self._scratch)
+                own = [(1, reading.norm)]
+            factor = held.inverse.to(self.device) if self.scales.active else None
+            readings.append(reading)
+            factors.append(factor)
+            norms += own if factor is None else [(number, norm * factor) for number, norm in own]
+        norm = norms[0][1] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]))
+        if summing:
+            square = share_of_square(norms if sharded else [(1, norm)], self.replicas.size)
+            return agree(self.replicas, parts, collected, readings, square, stop=stop), factors
         flags = [(held.params, reading.flags) for held, reading in zip(collected, readings, strict=True)]
         return Agreed(collected, readings, norm, flags), factors
 
@@ -265,6 +275,28 @@ class TrueGradients(MixedTraining):
         super()._after(loss_id, scale, not_finite)
         if unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true already
             self.unscale_()
+
+
+def read_for(probes: Probes, collected: Sequence[Collected]) -> None:
+    """Shows the gradients of a step to the probes that look at it."""
+    if probes.looking:
+        for held in collected:
+            probes.read(held.params, held.grads, held.carried)
+
+
+def updates_of(
+    probes: Probes,
+    parts: Sequence[Part],
+    collected: Sequence[Collected],
+    factors: Sequence[Tensor | None],
+    found: Tensor,
+    store: MasterStore,
+) -> list[Update]:
+    """Returns the update of each part, watched where probes look at the step."""
+    triples = zip(parts, collected, factors, strict=True)
+    if probes.looking:
+        return [watched(probes, part, held, factor, found, store) for part, held, factor in triples]
+    return [partial(part.stepper.step, held.params, held.grads, factor, found) for part, held, factor in triples]
 
 
 def watched(

@@ -4,34 +4,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
 from halfstep import SessionError, SetupError
-from tests.contracts.cases import backward_and_step
 
 
 @pytest.fixture
 def mesh(process_group):
     return init_device_mesh("cpu", (1,))
-
-
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("kind", ["FSDP2", "DTensor"])
-def test_a_sharded_model_is_refused_and_trains_at_o0(name, kind, mesh):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    if kind == "FSDP2":
-        fully_shard(model, mesh=mesh)
-    else:
-        model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
-    opt = torch.optim.AdamW(model.parameters())
-    with pytest.raises(SetupError, match=r"sharded over processes.*1.weight \(DTensor\).*use O0"):
-        halfstep.initialize(model, opt, name, low="bf16")
-    if kind == "FSDP2":
-        session = halfstep.initialize(model, opt, "O0")
-        backward_and_step(session, model(torch.ones(2, 4)).sum())
-        session.close()
 
 
 def test_a_gradient_that_does_not_lie_in_its_memory_is_named(mesh):

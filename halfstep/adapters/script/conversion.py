@@ -30,7 +30,7 @@ from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import first_device
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
-from halfstep.processes import own_rank
+from halfstep.processes.replicas import own_rank
 from halfstep.records import StepRecord
 from halfstep.scale.leaves import unscaled_leaves
 from halfstep.session.session import Session, Sink

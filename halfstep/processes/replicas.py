@@ -1,14 +1,10 @@
-"""Several processes that train one model: who reduces their gradients, what they agree on, and the one sum of a step.
-
-The only file that knows DistributedDataParallel and collective operations.
-"""
+"""Processes that train one model: who reduces their gradients, what they agree on, and the one sum of a step."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,79 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
+from halfstep.processes.findings import Findings
+from halfstep.processes.shards import group_is_open, group_of, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
-LAG = 8  # steps
-LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below this
 SAMPLE = 4096  # values of a parameter that a step compares, at most
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What one process knows of a step's gradients and losses, or, once it is summed, all of them together.
-
-    `norm` is the L2 norm of the true gradients (0-dim fp32). The others are bool: `gradients` has a flag for each
-    parameter of the step whose gradient is not finite, `losses` (`LOSSES` long) one for each loss that overflowed,
-    `processes` one for each process in which a loss did, and `stops` one for each process that wants all to stop.
-    `same` (2 x processes) has in the place of each process what all must have alike: a number of the loss scales that
-    its gradients carry, and one of its weights (float64, 0 in the place of others); once summed, whether the process
-    has another one than the first (bool).
-    """
-
-    norm: Tensor
-    gradients: Tensor
-    losses: Tensor
-    processes: Tensor
-    stops: Tensor
-    same: Tensor
-
-    def packed(self) -> Tensor:
-        """Returns one float64 vector: the norm's share of the mean square, then the flags.
-
-        Where all norms are the same fp32 number, what `unpacked` takes from the sum is that number: its square is
-        exact in float64, and n shares and their sum are off by less than n units in 2**53.
-        """
-        share = self.norm.double().square().div_(len(self.processes)).view(1)
-        return torch.cat((share, self.gradients, self.losses, self.processes, self.stops, self.same.flatten()))
-
-    def unpacked(self, total: Tensor) -> Findings:
-        """Returns what a sum of `packed` vectors says; norms that differ count with the root of their mean square."""
-        flags = (self.gradients, self.losses, self.processes, self.stops)
-        square, *sums, same = torch.split(total, [1, *map(len, flags), self.same.numel()])
-        same = same.view_as(self.same)
-        gradients, losses, processes, stops = (each > 0 for each in sums)
-        return Findings(square.view(()).sqrt().float(), gradients, losses, processes, stops, same != same[:, :1])
-
-
-class LateNumbers:
-    """Which flags are set, read on the host in the same step in every process, and without waiting for that step.
-
-    On a CPU that is at once; elsewhere `LAG` steps later, which is further than a host runs ahead of its device.
-    """
-
-    def __init__(self) -> None:
-        self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-
-    def read(self, flags: Tensor) -> list[int]:
-        """Takes the flags of a step and returns the numbers of those set in the step that has come."""
-        if flags.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return []
-            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            host.copy_(flags, non_blocking=True)
-            event.record()
-            self._coming.append((host, event))
-            if len(self._coming) <= LAG:
-                return []
-            flags, event = self._coming.popleft()
-            event.synchronize()
-        found = [number for number, flag in enumerate(flags.tolist()) if flag]
-        if found:
-            self._coming.clear()  # who wanted it has been heard
-        return found
 
 
 class Replica(Protocol):
@@ -144,6 +74,7 @@ class Replicas:
         self._roots = list(roots)
         self._replica = replica
         self._group: dist.ProcessGroup | None = None
+        self.sharded = False  # whether parameters are; then they are not replicas
         self._join: weakref.ref[DistributedDataParallel] | None = None  # who has begun one
         self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
         self._alike: list[nn.Parameter] = []  # what wrappers keep alike
@@ -152,7 +83,13 @@ class Replicas:
         self._undo = ExitStack()
 
     def open(self, *, search: bool) -> None:
-        """Takes note of wrappers from now on; `search` looks for those that were made before, too."""
+        """Takes note of wrappers from now on; `search` looks for those that were made before, too.
+
+        For models that are sharded this is a collective call.
+
+        Raises:
+            SessionError: what is trained differs between the processes that hold the shards.
+        """
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -163,6 +100,9 @@ class Replicas:
         handle = register_module_module_registration_hook(registered)
         self._undo.callback(handle.remove)
         weakref.finalize(self, handle.remove).atexit = False  # of a session that is never closed
+        if own_shards := sharded_parameters(self._roots):
+            self._group, self.sharded = group_of(own_shards), True
+            self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
         if search:
             for wrapper in living_wrappers_of(self._roots):
                 self._attach(wrapper, self._shared(wrapper, wrapper.module))
@@ -174,7 +114,12 @@ class Replicas:
     @property
     def reduced(self) -> bool:
         """Whether gradients are reduced over processes, in the format in which their parameters are stored."""
-        return self._group is not None
+        return self._group is not None and not self.sharded
+
+    @property
+    def size(self) -> int:
+        """How many processes a step asks, where it asks some."""
+        return dist.get_world_size(self._group)
 
     @property
     def joining(self) -> bool:
@@ -194,20 +139,37 @@ class Replicas:
         return self._is_own
 
     def summing(self) -> bool:
-        """Tells whether a step asks the other processes."""
+        """Tells whether a step asks the other processes.
+
+        Raises:
+            SessionError: parameters are sharded, and the process group is gone.
+        """
+        if self.sharded and not group_is_open():
+            raise SessionError(
+                "the model is sharded, and its process group was destroyed; save and close the session before "
+                "torch.distributed.destroy_process_group()"
+            )
         return self._group is not None and not self.joining and group_is_open()
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step that updates these parameters: one all-reduce.
 
         Raises:
-            SessionError: what they train differs between processes; looked at when parameters first come.
+            SessionError: what they train differs between processes; looked at when parameters first come. Or one of
+                them is gone.
         """
         if (key := tuple(map(id, parameters))) not in self._agreed:
             self._compare(parameters)
             self._agreed.add(key)
         total = own.packed()
-        dist.all_reduce(total, group=self._group)
+        try:
+            dist.all_reduce(total, group=self._group)
+        except RuntimeError as error:
+            raise SessionError(
+                f"process {dist.get_rank()} got no answer from all {self.size} processes of the step ({error}): one "
+                "has ended, has raised, or makes other steps (fewer batches); its own last lines say why. Nothing was "
+                "updated here: start all of them again from the last checkpoint"
+            ) from error
         return own.unpacked(total)
 
     def sampled(self, device: torch.device) -> Tensor:
@@ -248,6 +210,12 @@ class Replicas:
                 self._hand_on(shared, 0, sent_again=True)
 
     def _attach(self, wrapper: DistributedDataParallel, shared: Sequence[nn.Parameter]) -> None:
+        if self.sharded:
+            raise SetupError(
+                "the model is sharded over processes and wrapped in DistributedDataParallel as well; leave the wrapper "
+                "out and give fully_shard a mesh of two dimensions (replicate, shard): fully_shard(model, "
+                "mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')))"
+            )
         if self._group is not None and self._group != wrapper.process_group:
             raise SetupError(
                 "the models of one session are wrapped in DistributedDataParallel over different process groups; give "
@@ -422,11 +390,6 @@ class _Joined(JoinHook):
         """Makes the replicas alike when nobody has data any more."""
         self._hook.post_hook(is_last_joiner)
         self._replicas.end_join(self._wrapper, is_last_joiner)
-
-
-def group_is_open() -> bool:
-    """Tells whether this process is one of a group that trains together."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def own_rank() -> int:

@@ -1,0 +1,164 @@
+"""The weights of sharded models as they arrive in a forward: gathered low by FSDP2, and read in the plan's formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import SetupError
+from halfstep.formats import FP32
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.processes.shards import fsdp_modules, is_sharded
+from halfstep.torch_internals import parameters_of, tree_leaves
+
+Undo = Callable[[], None]
+# Whose products cast the weights anyway: to widen them first would give the same values.
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CASTING = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention)
+
+
+def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
+    """Gives each forward of a sharded module its weights in the plan's formats, and returns the undo.
+
+    What FSDP2 gathered low is widened where the plan has fp32 weights that no product casts; its values are rounded
+    then. Weights that only lie sharded (tensor parallel) are rounded where the plan stores them low. By hooks: FSDP2
+    puts the gathered weights into the modules by hooks of its own, between which these run.
+
+    Raises (in the first forward):
+        SetupError: what arrives contradicts the plan; it names the parameter and the line to write.
+    """
+    fsdp = fsdp_modules(roots)
+    gathered = {id(module) for each in fsdp if isinstance(each, nn.Module) for module in each.modules()}
+    with ExitStack() as stack:
+        for module, formats in pairs:
+            names = [name for name, p in parameters_of(module).items() if is_sharded(p)]
+            if names and formats.compute is not None and not isinstance(module, torch.jit.ScriptModule):
+                stack.callback(_Reading(module, formats, plan, names, gathered=id(module) in gathered).attach())
+        for each in fsdp:
+            if isinstance(each, nn.Module):
+                stack.callback(_Passing(each, plan).attach())
+        return stack.pop_all().close
+
+
+class _Reading:
+    """Puts weights of another format into one module while its forward runs."""
+
+    def __init__(
+        self, module: nn.Module, formats: ModuleFormats, plan: Plan, names: Sequence[str], *, gathered: bool
+    ) -> None:
+        self._module, self._formats, self._plan = module, formats, plan
+        self._names, self._gathered = names, gathered
+        self._low = plan.low.dtype
+        stores_full = formats.param is None or formats.param is FP32
+        self._casts = formats.compute is not FP32 and isinstance(module, _CASTING)  # and so reads the weights low
+        self._widens = stores_full and not self._casts
+        self._narrows = not stores_full
+        self._replaced: list[dict[str, Tensor]] = []  # by each forward that runs
+
+    def attach(self) -> Undo:
+        handles = [
+            self._module.register_forward_pre_hook(self._before),
+            self._module.register_forward_hook(self._after, prepend=True, always_call=True),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        own: Any = parameters_of(module)
+        replaced: dict[str, Tensor] = {}
+        for name in self._names:
+            p = own[name]
+            if p is None or not p.is_floating_point():
+                continue
+            self._check(name, p)
+            dtype = torch.float32 if self._widens else self._low if self._narrows else p.dtype
+            if p.dtype is not dtype:
+                replaced[name] = p
+                own[name] = p.to(dtype)
+        self._replaced.append(replaced)
+
+    def _after(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._replaced:  # else what failed came before
+            own: Any = parameters_of(module)
+            own.update(self._replaced.pop())
+
+    def _check(self, name: str, p: Tensor) -> None:
+        full_is_right = not self._gathered or self._widens
+        if p.dtype is self._low or (p.dtype is torch.float32 and full_is_right):
+            return
+        name = f"{self._formats.name}.{name}" if self._formats.name else name
+        raise SetupError(
+            f"the parameter {name!r} arrives in the forward as {p.dtype}, and {self._plan.name} reads it as "
+            f"{self._low}: the mp_policy of its fully_shard contradicts the plan; write {_line(self._plan)}"
+        )
+
+
+class _Passing:
+    """Looks in the first forward of a module whether FSDP2 casts what is passed into and out of it.
+
+    Not in a compiled one, where hooks are traced.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self._module, self._plan = module, plan
+        self._given: list[torch.dtype] = []
+        self._undo = ExitStack()
+
+    def attach(self) -> Undo:
+        module = self._module
+        for handle in (
+            module.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True),  # before FSDP2's
+            module.register_forward_pre_hook(self._compare_inputs, with_kwargs=True),
+            module.register_forward_hook(self._note_output, prepend=True),
+            module.register_forward_hook(self._compare_output),
+        ):
+            self._undo.callback(handle.remove)
+        return self._undo.close
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._note_output(module, args, (args, kwargs))
+
+    def _compare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._compare(_formats_in((args, kwargs)), "cast_forward_inputs=True", "what its forward is given")
+
+    def _note_output(self, module: nn.Module, args: Any, out: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._given = _formats_in(out)
+
+    def _compare_output(self, module: nn.Module, args: Any, out: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._compare(_formats_in(out), "output_dtype", "what it returns")
+            self._undo.close()
+
+    def _compare(self, found: list[torch.dtype], option: str, what: str) -> None:
+        if found != self._given:
+            raise SetupError(
+                f"the mp_policy of the fully_shard of {type(self._module).__name__} contradicts {self._plan.name}: by "
+                f"{option} it casts {what} ({_pairs(self._given, found)}), which is the plan's to decide; write "
+                f"{_line(self._plan)}"
+            )
+
+
+def _line(plan: Plan) -> str:
+    level = plan.name if plan.name in ("O0", "O1", "O2", "O3") else "plan"
+    first = f'"{level}"' if level != "plan" else level
+    return f'fully_shard(module, mp_policy=halfstep.fsdp_policy({first}, low="{plan.low.name}")) for all of the model'
+
+
+def _formats_in(values: Any) -> list[torch.dtype]:
+    return [t.dtype for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _pairs(before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> str:
+    changed = {f"{one} to {other}" for one, other in zip(before, after, strict=False) if one is not other}
+    return ", ".join(sorted(changed))

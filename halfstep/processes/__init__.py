@@ -1,0 +1,1 @@
+"""The only room that knows several processes: who reduces gradients, where parts lie, and the one sum of a step."""

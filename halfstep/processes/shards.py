@@ -1,0 +1,157 @@
+"""Tensors that are sharded over processes: the parts that lie here, and how often each shard is there.
+
+To import torch's modules for them takes a second, so that is left to who has such tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.errors import SessionError, SetupError
+from halfstep.kernels.batch import is_wrapped
+from halfstep.torch_internals import holds_unreduced, version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(t: Any) -> TypeGuard[DTensor]:
+    """Tells whether a tensor lies in parts over the processes of a mesh: a DTensor, also where all have the whole."""
+    if not isinstance(t, Tensor) or not is_wrapped(t):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(t, DTensor)
+
+
+def local(t: Tensor) -> Tensor:
+    """Returns the part of `t` that lies here, in the same memory and without a graph; a plain tensor itself."""
+    if not is_sharded(t):
+        return t
+    with torch.no_grad():
+        part = t.to_local()
+        return part.wait() if is_wrapped(part) and hasattr(part, "wait") else part
+
+
+def like(t: Tensor, part: Tensor) -> Tensor:
+    """Returns a `part` of this process as one of a tensor that is sharded as `t` is; itself where `t` is plain.
+
+    Shape and stride are given: what torch computes from the parts here is wrong for shards of different sizes.
+    """
+    if not is_sharded(t):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(part, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
+
+
+def spread(value: Tensor, t: Tensor) -> Tensor:
+    """Returns a `value` of the shape of `t` sharded as `t` is; one that is whole in each process is cut, not sent."""
+    if not is_sharded(t) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(t.device), t.device_mesh, t.placements, src_data_rank=None)
+
+
+def part_of(grad: Tensor, p: Tensor) -> Tensor:
+    """Returns the gradient of the part of `p` that lies here; `grad` itself where it is not placed as `p` is."""
+    placed = is_sharded(grad) and is_sharded(p) and grad.placements == p.placements
+    return local(grad) if placed else grad
+
+
+def shards(p: Tensor) -> int:
+    """Returns into how many different parts a tensor is cut: 1 where each process has all of it."""
+    if not is_sharded(p):
+        return 1
+    sizes = zip(p.placements, p.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+def sharded_parameters(roots: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Returns the sharded parameters of models, each once."""
+    found = {id(p): p for root in roots for p in root.parameters() if is_sharded(p)}
+    return list(found.values())  # type: ignore[arg-type]  # a DTensor that is a Parameter is of its own class
+
+
+def fsdp_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Returns the modules that `fully_shard` was called on."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found = {id(module): module for root in roots for module in root.modules() if isinstance(module, FSDPModule)}
+    return list(found.values())
+
+
+def group_is_open() -> bool:
+    """Tells whether this process is one of a group that trains together."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def reshard(roots: Iterable[nn.Module]) -> None:
+    """Gives models their sharded parameters back, which after an evaluation are whole ones."""
+    for module in fsdp_modules(roots):
+        module.reshard()
+
+
+class Unreduced:
+    """Watches that gradients which wait in FSDP2 for their reduction are not added to those under another loss scale.
+
+    They wait after a backward pass with `set_requires_gradient_sync(False)`, where nobody but FSDP2 has them.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._roots = list(roots)
+        self._carried: tuple[Tensor, int] | None = None  # the scale of the last backward pass, and the writes to it
+
+    def before_backward(self, scale: Tensor) -> None:
+        """Takes note of the scale of the backward pass that comes.
+
+        Raises:
+            SessionError: gradients under another scale wait.
+        """
+        before, self._carried = self._carried, (scale, version_of(scale))
+        if before is None or (before[0] is scale and before[1] == self._carried[1]):
+            return
+        if any(holds_unreduced(module) for module in fsdp_modules(self._roots)):
+            self._carried = before
+            raise SessionError(
+                "gradients of an earlier backward pass wait for their reduction (set_requires_gradient_sync(False)), "
+                "and carry another loss scale than this pass: call model.set_requires_gradient_sync(True) before the "
+                "last backward pass of a loss_id, and before each step"
+            )
+
+
+def group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup:
+    """Returns the processes that any of these sharded parameters lie on; the first time a collective call.
+
+    Raises:
+        SetupError: this process is not one of them.
+    """
+    meshes: list[DeviceMesh] = list({id(p.device_mesh): p.device_mesh for p in parameters if is_sharded(p)}.values())
+    ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    if dist.get_rank() not in ranks:
+        raise SetupError(
+            f"the model is sharded over the processes {ranks}, and this one is {dist.get_rank()}; call "
+            "halfstep.initialize in those alone"
+        )
+    world = dist.group.WORLD
+    assert world is not None  # a mesh needs one
+    if len(ranks) == dist.get_world_size():
+        return world
+    for mesh in meshes:
+        if mesh.ndim == 1 and mesh.size() == len(ranks):
+            return mesh.get_group()
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,163 @@
+"""What cannot be trained sharded, or not so: refused with the name and the line to write."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import halfstep
+from halfstep import FULL, Rule, SessionError, SetupError
+
+LINE = r"fully_shard\(module, mp_policy=halfstep.fsdp_policy\(\"O2\", low=\"bf16\"\)\) for all of the model"
+ORDER = r"fully_shard\(.*mp_policy=halfstep.fsdp_policy\(plan, low=...\)\)`, then the optimizer"
+LOW = torch.bfloat16
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def opened(policy=None, plan="O2", *, low="bf16", optimizer=torch.optim.AdamW, **changes):
+    model = fully_shard(network(), mp_policy=halfstep.fsdp_policy("O2", low="bf16") if policy is None else policy)
+    return model, halfstep.initialize(model, optimizer(model.parameters(), lr=0.1), plan, low=low, **changes)
+
+
+def forward(model):
+    return model(torch.ones(2, 4)).sum()
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (MixedPrecisionPolicy(), r"'0.weight' arrives in the forward as torch.float32, and O2 reads it as torch.bf"),
+        (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' arrives .* as torch.float16"),
+        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts what its forward is given .torch.float32 to"),
+        (MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False), "output_dtype it casts what it ret"),
+    ],
+)
+def test_a_policy_that_contradicts_the_plan(policy, says):
+    model, _ = opened(policy)
+    with pytest.raises(SetupError, match=f"{says}.*{LINE}"):
+        forward(model)
+
+
+def test_after_the_error_the_weights_are_those_that_were_sharded():
+    model, session = opened(MixedPrecisionPolicy())
+    with pytest.raises(SetupError, match="arrives"):
+        forward(model)
+    session.close()
+    forward(model).backward()  # after which FSDP2 has put back what the forward that raised has left whole
+    assert all(isinstance(p, DTensor) and p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_what_the_plan_reads_in_fp32_may_be_gathered_so():
+    model = network()
+    fully_shard(model[1], mp_policy=halfstep.fsdp_policy("O0"))
+    fully_shard(model[2], mp_policy=halfstep.fsdp_policy("O0"))
+    fully_shard(model, mp_policy=halfstep.fsdp_policy("O2", low="bf16"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with halfstep.initialize(model, optimizer, "O2", low="bf16", rules=[Rule("2", FULL)]) as session:
+        session.backward(forward(model))
+        assert not bool(session.step().skipped)
+
+
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_a_model_that_is_sharded_in_a_session(name):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = halfstep.initialize(model, optimizer, name, low="bf16")
+    if name == "O0":
+        fully_shard(model)
+        session.backward(forward(model))
+        with pytest.raises(SessionError, match=f"no longer in the model.*{ORDER}"):
+            session.step()
+    else:
+        with pytest.raises((SessionError, AssertionError), match=ORDER):
+            fully_shard(model)
+
+
+def test_an_optimizer_that_was_made_before_the_shards():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    with pytest.raises(SetupError, match=r"not the model's.*after any .to\(device\) or fully_shard"):
+        halfstep.initialize(model, optimizer, "O2", low="bf16")
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fsdp1():
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SetupError, match=f"FSDP1.*the model.*{ORDER}"):
+        halfstep.initialize(model, optimizer, "O1", low="bf16")
+
+
+def test_shards_that_are_low():
+    model = fully_shard(network().bfloat16())
+    with pytest.raises(SetupError, match=r"already low: 0.weight, .*before fully_shard"):
+        halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
+
+
+def test_an_optimizer_that_needs_whole_weights():
+    with pytest.raises(SetupError, match="Lamb needs the norms of whole weights"):
+        opened(optimizer=halfstep.Lamb)
+
+
+def test_shards_in_a_wrapper():
+    model, _ = opened()
+    with pytest.raises(SetupError, match=r"wrapped in DistributedDataParallel as well.*mesh=init_device_mesh"):
+        nn.parallel.DistributedDataParallel(model)
+
+
+def test_a_partial_gradient():
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16") as session:
+        session.backward(model.weight.sum() + model.bias.sum())
+        model.weight.grad = DTensor.from_local(torch.ones(2, 4), mesh, [Partial()])
+        with pytest.raises(SessionError, match=r"'weight' is placed .*Partial.*p.grad.redistribute\(p.device_mesh"):
+            session.step()
+
+
+def test_a_gradient_that_is_sharded_otherwise():
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16") as session:
+        session.backward(model.weight.sum() + model.bias.sum())
+        model.weight.grad = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])
+        with pytest.raises(SessionError, match=r"'weight' is placed .*redistribute"):
+            session.step()
+
+
+def test_a_process_group_that_is_gone(monkeypatch):
+    model, session = opened()
+    session.backward(forward(model))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(SessionError, match="process group was destroyed; save and close the session before"):
+        session.step()
+
+
+def test_gradients_that_wait_under_another_loss_scale():
+    model, session = opened(halfstep.fsdp_policy("O2", low="fp16"), low="fp16")
+    model.set_requires_gradient_sync(False)
+    session.backward(forward(model) * 0.01)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(SessionError, match=r"wait for their reduction.*set_requires_gradient_sync\(True\)"):
+        session.backward(forward(model) * 0.01, loss_id=1)
+    session.backward(forward(model) * 0.01)  # under the same
+    session.backward(forward(model) * 0.01, loss_id=1)
+    assert not bool(session.step().skipped)
+
+
+def test_slices_of_a_sharded_sequence_are_plain_ones():
+    model, _ = opened()
+    assert type(model[:2]) is nn.Sequential

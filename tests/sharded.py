@@ -1,0 +1,509 @@
+"""Cases of sharded training that several processes run together; each returns what has to be alike, or true."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import NumericsError
+from halfstep.errors import HalfstepError, SessionError
+from halfstep.processes.shards import is_sharded
+from tests.replicas import Sent, digest
+
+LEVELS = ("O1", "O2", "O3")
+LOWS = ("bf16", "fp16")
+VOCABULARY, WIDTH, LENGTH, BATCH = 37, 24, 6, 8
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, *, tied=False, hidden=65):  # 65 rows: uneven over 2 and 4
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(hidden) for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)  # 1 row, 1 bias: empty parts
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x * torch.sigmoid(self.gate(x)))
+
+
+class Rounded(nn.Module):
+    """A model that reads low-rounded weights, unsharded: the reference for what is gathered low."""
+
+    def __init__(self, net, low, *, exact=()):
+        super().__init__()
+        self.net, self.low, self.exact = net, low, exact
+
+    def forward(self, ids):
+        read = {name: p if name in self.exact else p.to(self.low).float() for name, p in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, read, (ids,), tie_weights=True)
+
+
+def data(step):
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
+    return ids, (ids * 7 + 3) % VOCABULARY
+
+
+def made(*, tied=False, frozen=False, hidden=65):
+    torch.manual_seed(0)
+    net = Net(tied=tied, hidden=hidden)
+    if frozen:
+        net.blocks[0].up.weight.requires_grad_(False)
+        net.embed.weight.requires_grad_(False)
+    return net
+
+
+def shard(net, level, low, *, exact=False, **options):
+    policy = halfstep.fsdp_policy(level, low=low)
+    if exact:
+        norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
+        fully_shard(norms, mp_policy=halfstep.fsdp_policy("O0"), **options)
+    for block in net.blocks:
+        fully_shard(block, mp_policy=policy, **options)
+    fully_shard(net, mp_policy=policy, **options)
+    return net
+
+
+def adamw(net):
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=3e-3)
+
+
+def loss_of(model, step, rank, size, share=0, shares=1):
+    """Returns the loss of one of `shares` micro-batches of what one of `size` processes has of a batch."""
+    ids, targets = (t.chunk(size * shares)[rank * shares + share] for t in data(step))
+    return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+
+def mean(value, size):
+    total = value.detach().clone()
+    if size > 1:
+        dist.all_reduce(total)
+    return (total / size).item()
+
+
+def train(model, optimizer, session, steps, *, rank=0, size=1, shares=1, start=0, sync=None, alone=False):
+    """Trains; returns the mean loss of all processes, or this one's `alone`, and the norm of each step."""
+    losses, norms = [], []
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for share in range(shares):
+            if sync is not None:
+                model.set_requires_gradient_sync(sync or share == shares - 1)
+            loss = loss_of(model, step, rank, size, share, shares)
+            session.backward(loss / shares)
+            total = total + loss.detach() / shares
+        record = session.step(max_norm=1.0)
+        losses.append(mean(total, 1 if alone else size))
+        norms.append(float(record.grad_norm))
+    return losses, norms
+
+
+AS_STORED = {  # unsharded levels with fp32 masters, which therefore read low-rounded weights
+    "O2": {"plan": "O2", "master": "copy"},
+    "O3": {"plan": "O2", "norms": "low", "master": "copy", "loss_scale": 1.0},
+}
+
+
+class Foreign(torch.optim.AdamW):
+    """An optimizer that halfstep has no update for."""
+
+
+def foreign(net):
+    return Foreign([p for p in net.parameters() if p.requires_grad], lr=3e-3)
+
+
+def plain(level, low, steps, *, optimizer=adamw, **options):
+    """Trains the unsharded reference, which reads its weights low-rounded; at O2 but for the norms'."""
+    net = made(**options)
+    stepped = optimizer(net)
+    model, plan = net, dict(AS_STORED.get(level, ()))
+    if not plan:
+        model, plan = Rounded(net, halfstep.level("O1", low).low.dtype), {"plan": level}
+    elif low == "bf16":
+        plan.pop("loss_scale", None)
+    with halfstep.initialize(model, stepped, low=low, **plan) as session:
+        found = train(model, stepped, session, steps)
+    return *found, digest(whole(net))
+
+
+def whole(net):
+    """Returns the weights, whole in each process."""
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in net.state_dict().values()]
+
+
+def checkpointed(net):
+    for block in net.blocks:
+        own = block.forward
+        block.forward = functools.partial(checkpoint, own, use_reentrant=False)
+    return net
+
+
+def trained(
+    rank,
+    level,
+    low,
+    steps,
+    *,
+    shares=1,
+    sync=None,
+    made_with=None,
+    optimizer=adamw,
+    again=False,
+    compiled=None,
+    loss_scale=None,
+    **options,
+):
+    """Trains a sharded model; returns losses, norms, and what the weights are in the end.
+
+    `again` has its blocks computed again in the backward pass, `compiled` has them compiled so.
+    """
+    size = dist.get_world_size()
+    net = made(**(made_with or {}))
+    for block in net.blocks if compiled else ():
+        block.compile(backend=compiled)
+    net = shard(checkpointed(net) if again else net, level, low, **options)
+    stepped = optimizer(net)
+    session = halfstep.initialize(net, stepped, level, low=low, loss_scale=loss_scale)
+    losses, norms = train(net, stepped, session, steps, rank=rank, size=size, shares=shares, sync=sync)
+    scales, skipped = session.status().scales, session.status().skipped
+    session.close()
+    return losses, norms, digest(whole(net)), scales, skipped
+
+
+def halved(rank, level, low, steps, **kwargs):
+    """Trains where halves of losses have the halves of gradients: at O3 in fp16 most would be subnormal."""
+    return trained(rank, level, low, steps, loss_scale=8192.0 if (level, low) == ("O3", "fp16") else None, **kwargs)
+
+
+def variant(rank, level, low, kwargs):
+    return trained(rank, level, low, 4, **kwargs)
+
+
+def sent(rank, level, low):
+    """Returns what a step sends, what a training step in all gathers and reduces, and how many parameters there are."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    train(net, optimizer, session, 1, rank=rank, size=size)
+    optimizer.zero_grad()
+    with Sent() as around, Scalars() as read:
+        session.backward(loss_of(net, 5, rank, size))
+    with Sent() as in_step, Scalars() as read:
+        session.step(max_norm=1.0)
+    memory = session.status().memory
+    here = sum(p.to_local().numel() for p in net.parameters())
+    session.close()
+    return in_step.seen, around.seen, len(list(net.parameters())), read.count, memory, here
+
+
+class Scalars(TorchDispatchMode):
+    """Counts reads of device values by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "_local_scalar" in func._schema.name or "is_nonzero" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def between(rank, level, low):
+    """Evaluates before and between steps, closes, and trains on as torch would; returns what has to be alike."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    evaluated = []
+
+    def evaluate():
+        net.eval()
+        with torch.no_grad():
+            evaluated.append(float(mean(loss_of(net, 77, rank, size), size)))
+        net.train()
+
+    evaluate()
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    for step in range(3):
+        evaluate()
+        train(net, optimizer, session, 1, rank=rank, size=size, start=step)
+    evaluate()
+    names = session.status().nonfinite_parameters
+    session.close()
+    weights = digest(whole(net))
+    before = {id(p) for p in optimizer.param_groups[0]["params"]}
+    optimizer.zero_grad()
+    loss_of(net, 50, rank, size).backward()
+    optimizer.step()
+    after = {p.dtype for p in net.parameters()}
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules() if isinstance(m, nn.LayerNorm)]
+    fresh = shard(made(), level, low)
+    twin = adamw(fresh)
+    session = halfstep.initialize(fresh, twin, level, low=low)
+    train(fresh, twin, session, 3, rank=rank, size=size)
+    session.close()
+    changed = digest(whole(net)) != weights
+    alike = before == {id(p) for p in net.parameters()}
+    return [digest(whole(fresh)) == weights, changed, alike, after == {torch.float32}, not any(hooks), names], evaluated
+
+
+class Spoiled(torch.autograd.Function):
+    """Passes a loss on, and NaN in place of its gradient."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.nan
+
+
+def faulty(rank, level, low, what):
+    """Trains 4 steps, in the second of which something is wrong in process 1 alone; returns what all must agree on."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    skips, bad = [], None
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(net, step, rank, size)
+        wrong = step == 1 and rank == size - 1
+        before = digest(whole(net))
+        if wrong and what == "loss":
+            loss = loss + torch.inf  # whose gradients are finite
+        elif wrong and what == "batch":
+            loss = loss * torch.nan
+        elif wrong and what == "gradient":
+            loss = Spoiled.apply(loss)
+        session.backward(loss)
+        if wrong and what == "shard":
+            net.blocks[1].up.weight.grad.to_local().view(-1)[-1] = torch.inf
+        record = session.step(max_norm=1.0)
+        skips.append(bool(record.skipped))
+        if step == 1:
+            status = session.status()
+            bad = status.nonfinite_gradients, status.spoiled_by, digest(whole(net)) == before
+    found = skips, bad, session.status().scales, digest(whole(net))
+    session.close()
+    return found
+
+
+def said(run):
+    """Returns what is raised; None where nothing is."""
+    try:
+        run()
+    except HalfstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def hybrid(rank, level, low):
+    """Trains on a mesh of replicas by shards; half of the processes hold the same."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return trained(rank, level, low, 4, mesh=mesh)
+
+
+def parallel(rank, level, low, kind):
+    """Trains with tensor parallelism in the blocks, alone or under FSDP2 over the other half of a mesh."""
+    size = dist.get_world_size()
+    net = made(hidden=64)
+    copies, shape = (1, (size,)) if kind == "alone" else (2, (2, size // 2))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[-len(shape) :])
+    for block in net.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if copies > 1:
+        shard(net, level, low, mesh=mesh["data"])
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    share = rank // (size // copies)
+    losses, norms = train(net, optimizer, session, 4, rank=share, size=copies, alone=True)
+    optimizer.zero_grad()
+    loss = loss_of(net, 9, share, copies)
+    session.backward(loss + torch.inf if rank == size - 1 else loss)
+    skipped = bool(session.step().skipped), session.status().spoiled_by
+    state = digest(whole(net))
+    session.close()
+    return losses, norms, state, skipped
+
+
+def states(net, optimizer):
+    """Returns a number of the whole fp32 weights and optimizer states, which is that of no other bits."""
+    model, optim = get_state_dict(net, optimizer)
+    values = [t for _, t in sorted(model.items())]
+    for _, state in sorted(optim["state"].items()):
+        values += [torch.as_tensor(value).float() for _, value in sorted(state.items())]
+    formats = {t.dtype for t in values}
+    return len(values), formats == {torch.float32}, digest([t.full_tensor() if is_sharded(t) else t for t in values])
+
+
+def saved(rank, level, low, folder):
+    """Trains, saves in two formats, and trains on; returns what was saved, and what came of it."""
+    size = dist.get_world_size()
+    net = shard(made(), level, low)
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, level, low=low)
+    train(net, optimizer, session, 3, rank=rank, size=size)
+    model, optim = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optim": optim, "session": session.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_state_dict(net, optimizer, options=whole_state)
+    if rank == 0:
+        torch.save([*full, session.state_dict()], f"{folder}/full.pt")
+    dist.barrier()
+    before = states(net, optimizer)
+    after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
+    found = before, after, states(net, optimizer)
+    session.close()
+    return found
+
+
+def loaded(rank, level, low, folder, form, kind):
+    """Loads into other weights, of a `kind` of training; returns what came, and what came of further training."""
+    size = dist.get_world_size()
+    net = made()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+    net = shard(net, level, low) if kind == "sharded" else net
+    optimizer = adamw(net)
+    session = None if kind == "torch" else halfstep.initialize(net, optimizer, level, low=low)
+    if form == "full":
+        model, optim, state = torch.load(f"{folder}/full.pt", weights_only=False)
+        given = ({}, {}) if rank and kind == "sharded" else (model, optim)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=kind == "sharded")
+        set_model_state_dict(net, given[0], options=options)
+        set_optimizer_state_dict(net, optimizer, given[1], options=options)
+    else:
+        with torch.no_grad():
+            loss_of(net, 70, rank, size)  # leaves the root whole
+        model, optim = get_state_dict(net, optimizer)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=f"{folder}/dcp")
+        set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
+        state = torch.load(f"{folder}/full.pt", weights_only=False)[2]
+    before = states(net, optimizer)
+    if session is None:
+        return before, None, None
+    session.load_state_dict(state)
+    after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
+    found = before, after, states(net, optimizer)
+    session.close()
+    return found
+
+
+def stopping(rank):
+    """Trains on a loss that is infinite in process 1 alone; returns the step that raised, and the verdict's kind."""
+    size = dist.get_world_size()
+    net = shard(made(), "O1", "bf16")
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, "O1", low="bf16")
+    try:
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(net, 0, rank, size)
+            session.backward(loss + torch.log(torch.zeros(())) if rank == 1 else loss)
+            session.step()
+    except NumericsError as error:
+        return session.status().steps, error.verdict.kind
+    finally:
+        session.close()
+    return None
+
+
+def differing(rank, what):
+    """Opens sessions that are not alike in the processes; returns the error."""
+    net = shard(made(), "O1", "bf16")
+    optimizer = torch.optim.AdamW(list(net.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
+    low, level = "bf16", "O2" if what == "plan" and rank else "O1"
+    opened = []
+
+    def run():
+        opened.append(halfstep.initialize(net, optimizer, level, low=low))
+        opened[0].backward(loss_of(net, 0, rank, dist.get_world_size()))
+        opened[0].step()
+
+    found = said(run)
+    for session in opened:
+        session.close()
+    return found
+
+
+def refused(rank, what):
+    """Asks a session for what needs a copy of its sharded model; returns the error."""
+    net = shard(made(), "O1", "bf16")
+    session = halfstep.initialize(net, adamw(net), "O1", low="bf16")
+    ask = {"blame": halfstep.blame, "check": halfstep.check}[what]
+    found = said(lambda: ask(session, lambda: loss_of(net, 0, rank, dist.get_world_size())))
+    session.close()
+    return found
+
+
+def leaving(rank, folder, size, how):
+    """Trains under a short timeout until the last process leaves in a step; the others write what they get."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
+    )
+    model = made() if how == "replicas" else shard(made(), "O1", "bf16")
+    optimizer = adamw(model)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    wrapped = nn.parallel.DistributedDataParallel(model) if how == "replicas" else model
+    for step in range(3):
+        optimizer.zero_grad()
+        session.backward(loss_of(wrapped, step, rank, size))
+        if step == 1 and rank == size - 1:
+            if how == "fewer":
+                time.sleep(20)  # later than the timeout
+            os._exit(0)
+        before = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
+        try:
+            session.step()
+        except SessionError as error:
+            after = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
+            (Path(folder) / f"{rank}.json").write_text(json.dumps([step, after == before, str(error)]))
+            os._exit(0)
+    os._exit(1)
