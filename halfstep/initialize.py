@@ -103,8 +103,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Has the guardian watch the steps of a session that scales or casts."""
-    if session.optimizers and session.plan.ops != "none":
+    """Has the guardian watch the steps of a session that scales or casts, also with optimizers that come later."""
+    if session.plan.ops != "none":
         session.watchers.append(Guardian(session.stage, session.tell, on_failure=on_failure))
     return session
 
