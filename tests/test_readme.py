@@ -20,6 +20,7 @@ NAMES = {
     "diagnosis.md": ("before", "blame"),
     "guide.md": ("plan", "average", "schedule"),
     "seeing.md": ("observe", "seeing"),
+    "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),  # run by tests/trainers/test_page.py
 }
 
 
