@@ -26,6 +26,7 @@ from halfstep.plan.fit import (
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.session.decide import Stepping, decide
+from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
 
 _LOG = logging.getLogger("halfstep")
@@ -59,7 +60,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     for a reason that no lower loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"`
     logs it once and goes on. With `stepping="optimizer"` a loop keeps its own `optimizer.step()`: each backward pass
     leaves true fp32 gradients in `p.grad`, to be read and clipped as always, and the optimizer's `step` is skipped
-    where one is not finite.
+    where one is not finite. Parameters that come in bf16 or fp16, as from a hub, get fp32 values that start from them:
+    at O2 as masters, at O1 they become fp32; what that is and takes is said.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
@@ -87,24 +89,31 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     inside = owners(module for model in models for module in unwrap(model).modules())
     earlier = [owner for owner in inside if isinstance(owner, Session)]
     made_low = [p for session in earlier for p in session.low_parameters()]
-    decision = decide(models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low)
+    with widened(models, chosen, made_low):
+        decision = decide(
+            models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low
+        )
+        _close(earlier)
+        if notice:
+            _LOG.warning(notice)
+        if chosen.param == "low" or (decision.mixed and decision.device.type != "cpu"):
+            for optimizer in decision.foreign:
+                _say_that_it_steps_itself(type(optimizer).__name__)
+        return _guarded(Session(decision, sinks=sinks), on_failure)
+
+
+def _close(earlier: Iterable[Session]) -> None:
     for session in earlier:
         _LOG.warning(
             "the model was still in a session (%s), now closed; the weights keep their training so far",
             session.plan.name,
         )
         session.close()
-    if notice:
-        _LOG.warning(notice)
-    if chosen.param == "low" or (decision.mixed and decision.device.type != "cpu"):
-        for optimizer in decision.foreign:
-            _say_that_it_steps_itself(type(optimizer).__name__)
-    return _guarded(Session(decision, sinks=sinks), on_failure)
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Has the guardian watch the steps of a session that scales or casts."""
-    if session.optimizers and session.plan.ops != "none":
+    """Has the guardian watch the steps of a session that scales or casts, also with optimizers that come later."""
+    if session.plan.ops != "none":
         session.watchers.append(Guardian(session.stage, session.tell, on_failure=on_failure))
     return session
 

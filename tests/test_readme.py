@@ -21,6 +21,7 @@ NAMES = {
     "guide.md": ("plan", "average", "schedule"),
     "processes.md": ("sharded",),
     "seeing.md": ("observe", "seeing"),
+    "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),  # run by tests/trainers/test_page.py
 }
 
 

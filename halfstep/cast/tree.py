@@ -169,10 +169,14 @@ def _rebuild_sequence(obj: Any, items: list[Any]) -> Any:
 def _rebuild_mapping(obj: Any, changed: dict[Any, Any]) -> Any:
     if type(obj) is dict:
         return {**obj, **changed}
+    values = {**obj, **changed}
     if type(obj) is OrderedDict:  # which torch.compile of 2.15 cannot copy
-        return OrderedDict({**obj, **changed})
+        return OrderedDict(values)
     if not hasattr(type(obj), "__setitem__"):  # read-only views and frozen dicts are built from a dict
-        return type(obj)({**obj, **changed})
+        return type(obj)(values)
+    kind: Any = type(obj)
+    if torch.compiler.is_compiling() and dataclasses.is_dataclass(obj):  # whose copy loses keys there
+        return kind(**values)
     result = copy.copy(obj)
     for key, value in changed.items():
         result[key] = value

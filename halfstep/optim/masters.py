@@ -232,6 +232,13 @@ def _without_remainder(weight: Tensor) -> Tensor:
     return (weight == 0) | ~weight.isfinite()
 
 
+@torch.no_grad()
+def give_dtype(p: Parameter, dtype: torch.dtype) -> None:
+    """Stores `p`, the same object, in a dtype; its gradient too."""
+    if p.dtype is not dtype:
+        _set_data(p, p.detach().to(dtype))
+
+
 def is_low(t: Tensor) -> bool:
     """Returns whether `t` is of a floating dtype narrower than fp32."""
     return t.is_floating_point() and t.dtype.itemsize < 4

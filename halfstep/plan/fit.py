@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SetupError, StateError
+from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import is_wrapped
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import is_sharded
@@ -132,6 +133,16 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
             )
         if plan.param == "low":
             _refuse_wrapped(model, plan)
+
+
+def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns trainable parameters that came in bf16 or fp16, as from a hub, to a plan that is to train them.
+
+    `made_low` are those that are low because somebody made them so.
+    """
+    known = {id(p) for p in made_low}
+    every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
+    return [] if plan.ops == "none" else [p for p in every.values() if p.dtype in LOW_DTYPES]
 
 
 def _refuse_lazy(model: nn.Module) -> None:

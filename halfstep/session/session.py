@@ -28,7 +28,7 @@ from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import needs_closure
-from halfstep.plan.fit import STATE_SCHEMA, check_state
+from halfstep.plan.fit import STATE_SCHEMA, check_closures, check_optimizers, check_parameters, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
@@ -485,6 +485,20 @@ class Session:
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that the session was given."""
         return tuple(part.optimizer for part in self._parts)
+
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Trains with further optimizers, for loops that make them once the model is on its device and wrapped.
+
+        Raises:
+            SetupError: as of `initialize`; nothing was changed.
+        """
+        self._check_open()
+        check_optimizers([*self.optimizers, *optimizers], self._roots)
+        check_parameters(optimizers, self._roots, self.plan)
+        check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], self.plan)
+        parts = [self._make_part(optimizer) for optimizer in optimizers]
+        self._parts += parts  # in place: those who step and scale hold the list
+        self._stepping += [part for part in parts if not part.needs_closure]
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose stored form this session made low."""

@@ -1,0 +1,245 @@
+"""halfstep inside Lightning: a precision plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`.
+
+Needs the extra [lightning]. A run is one Session whose optimizers step themselves; what is computed, and when, is
+Lightning's own loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.adapters.versions import check_version
+from halfstep.errors import SessionError, SetupError
+from halfstep.initialize import initialize
+from halfstep.plan.fit import unwrap
+from halfstep.plan.plan import Plan
+from halfstep.records import StepRecord
+from halfstep.scale.loss import wide
+from halfstep.session.session import Session, Sink
+
+try:
+    import lightning
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import Precision as FabricPrecision
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        f"halfstep.adapters.lightning needs {error.name or 'lightning'}; run: pip install 'halfstep[lightning]'"
+    ) from error
+
+FIRST, BELOW = "2.6", "2.7"
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # of Trainer and of Fabric, which have one class of each
+
+
+class Halfstep(Precision):
+    """Trains under a plan of halfstep's: `Trainer(plugins=[Halfstep("O2", low="bf16")])`, without `precision=`.
+
+    `plan` and `settings` are those of `halfstep.initialize`. The session is there while a fit, validation, test or
+    prediction runs; before and after, the model is an ordinary fp32 one, and checkpoints always are. For Fabric,
+    `setup` takes the place of `fabric.setup`, which does not tell plugins its optimizers, and `close` ends the session.
+    Loggers of a Trainer get `halfstep/scale`, `halfstep/skipped` and `halfstep/grad_norm`, every `log_every_n_steps`.
+
+    Raises:
+        SetupError: this version of Lightning is not supported.
+        TypeError: `halfstep.initialize` has no such setting.
+    """
+
+    def __init__(self, plan: Plan | str = "O1", **settings: Any) -> None:
+        check_version("lightning", lightning.__version__, first=FIRST, below=BELOW)
+        inspect.signature(initialize).bind(None, None, plan, stepping="optimizer", **settings)
+        self._plan, self._settings = plan, settings
+        self._session: Session | None = None
+        self._loop: type[FabricPrecision] = Precision  # whose base of a plugin, that of a Trainer or of Fabric
+        self._norm: Tensor | None = None  # of the gradients that were clipped for the step to come
+        self._last: dict[str, Any] = {}  # the state of the last session, for a checkpoint that is saved after it
+
+    def __repr__(self) -> str:
+        given = [repr(self._plan), *(f"{name}={value!r}" for name, value in self._settings.items())]
+        return f"Halfstep({', '.join(given)})"
+
+    @property
+    def session(self) -> Session:
+        """The session that runs.
+
+        Raises:
+            SessionError: none does.
+        """
+        if self._session is None:
+            raise SessionError(
+                "no halfstep session is open; Trainer opens one while it fits or evaluates, and for Fabric replace "
+                "`fabric.setup(model, optimizer)` by `plugin.setup(fabric, model, optimizer)`"
+            )
+        return self._session
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Opens the session of a Trainer, on its model as it lies on the device."""
+        module = unwrap(model)
+        assert isinstance(module, LightningModule)
+        trainer = module.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._session is None:
+            self._open([module], optimizers if fitting else [], partial(self._log, module))
+        elif fitting:  # opened before the model was wrapped
+            self._session.add_optimizers(optimizers)
+        _refuse_averaging(trainer, self.session.plan)
+        return model, optimizers, lr_schedulers
+
+    def setup(self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> Any:
+        """Sets up all models and optimizers of a Fabric loop; returns what `fabric.setup` would, in one tuple.
+
+        Raises:
+            PlanError, SetupError: as `halfstep.initialize`.
+        """
+        _check_strategy("Fabric", fabric.strategy)
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        for each in models:
+            fabric.to_device(each)
+        self._loop = FabricPrecision
+        self._open(models, optimizers)
+        wrapped = [fabric.setup_module(each) for each in models]
+        stepped = [fabric.setup_optimizers(each) for each in optimizers]
+        return (*wrapped, *stepped) if len(wrapped) + len(stepped) > 1 else wrapped[0]
+
+    def _open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *sinks: Sink) -> None:
+        self.close()
+        self._norm = None
+        settings = {**self._settings, "sinks": [*self._settings.get("sinks", ()), *sinks], "stepping": "optimizer"}
+        with _as_in_their_classes(models):
+            self._session = initialize(models, optimizers or None, self._plan, **settings)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Opens the session of a Trainer that is about to wrap the model, and refuses what it cannot be opened on."""
+        trainer = _trainer_of(module)
+        if trainer is not None:
+            strategy = trainer.strategy
+            _check_strategy("Trainer", strategy)
+            self.close()
+            if type(strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
+                strategy.model_to_device()
+                self._open([module], [], partial(self._log, module))
+        elif self._session is None:
+            self.session  # noqa: B018  # says what to call
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Returns what extends the plan to code outside of models: `fabric.autocast()`."""
+        return self.session.autocast()
+
+    def train_step_context(self) -> AbstractContextManager[Any]:
+        """Returns a context that does nothing: a step of a LightningModule is the body of a loop.
+
+        What it calls runs under the plan and returns fp32; losses that it computes are full.
+        """
+        return nullcontext()
+
+    val_step_context = test_step_context = predict_step_context = train_step_context
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Calls the hooks of a Trainer."""
+        return self._loop.pre_backward(self, tensor, module)
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Runs the backward pass of a loss times its scale; true gradients lie in `p.grad` after it."""
+        with self.session.scaling(tensor) as scale:
+            self._loop.backward(self, wide(tensor) * scale, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Calls the hooks of a Trainer, which see true gradients."""
+        return self._loop.post_backward(self, tensor, module)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes the step of an optimizer of the session.
+
+        Raises:
+            SetupError: it is another one.
+        """
+        own = self.session.optimizers
+        if not any(optimizer is each for each in own):
+            raise SetupError(
+                f"the {type(optimizer).__name__} that steps is none of those that halfstep was given "
+                f"({', '.join(type(each).__name__ for each in own)}): it was replaced after the session was opened. "
+                "Return it from configure_optimizers, or give it to plugin.setup(fabric, model, optimizer)"
+            )
+        return self._loop.optimizer_step(self, optimizer, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips as Lightning does, and keeps the norm that the gradients had for the loggers."""
+        self._norm = nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def _log(self, module: LightningModule, record: StepRecord) -> None:
+        """Hands what a step did to the loggers of the Trainer, which read it when they log."""
+        norm, self._norm = record.grad_norm if self._norm is None else self._norm, None
+        values = {"scale": record.scale, "skipped": record.skipped.float(), "grad_norm": norm}
+        given = {f"halfstep/{name}": value for name, value in values.items() if value is not None}
+        module.log_dict(given, on_step=True, on_epoch=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the loss scale and counters, which Lightning writes into its checkpoints."""
+        return self._last if self._session is None else self._session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them back."""
+        self.session.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Ends the session: the model is an ordinary fp32 one."""
+        if self._session is not None:
+            self._last = self._session.state_dict()
+            self._session.close()
+            self._session = None
+
+    def teardown(self) -> None:
+        """Ends the session."""
+        self.close()
+
+
+def _trainer_of(module: nn.Module) -> Trainer | None:
+    try:
+        trainer = module.trainer if isinstance(module, LightningModule) else None
+    except RuntimeError:  # it has none
+        return None
+    return trainer if isinstance(trainer, Trainer) else None  # Fabric puts a stand-in there
+
+
+def _check_strategy(trainer: str, strategy: object) -> None:
+    name = type(strategy).__name__
+    if name not in STRATEGIES:
+        raise SetupError(
+            f"halfstep does not work with {trainer}(strategy=...) of {name}; "
+            f"leave strategy out for one device, or give strategy='ddp'"
+        )
+
+
+def _refuse_averaging(trainer: Trainer, plan: Plan) -> None:
+    """Refuses callbacks that write averages into stored weights, which are low, and read them back from there."""
+    averaging = [each for each in trainer.callbacks if isinstance(each, (StochasticWeightAveraging, WeightAveraging))]
+    if averaging and plan.param == "low":
+        raise SetupError(
+            f"{type(averaging[0]).__name__} keeps averages in the model's own weights while it validates, and at "
+            f"{plan.name} those are {plan.low}, which would round the averages: use Halfstep('O1'), or average with "
+            "torch.optim.swa_utils.AveragedModel in on_train_batch_end"
+        )
+
+
+@contextmanager
+def _as_in_their_classes(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Takes the compiled forwards that `Trainer.fit(torch.compile(model))` puts on instances away for a while."""
+    compiled = [vars(each) for each in models if isinstance(each, LightningModule) and "forward" in vars(each)]
+    held = [(attributes, attributes.pop("forward")) for attributes in compiled]
+    try:
+        yield
+    finally:
+        for attributes, forward in held:
+            attributes["forward"] = forward

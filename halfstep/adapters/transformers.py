@@ -1,0 +1,116 @@
+"""halfstep inside Hugging Face's Trainer: a mixin, and a Trainer with it. Needs the extra [transformers].
+
+A run of `train` is one Session on the Accelerator that the Trainer has (`halfstep.adapters.accelerate`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from halfstep.adapters.accelerate import attach, session_of, take_over
+from halfstep.adapters.versions import check_version
+from halfstep.errors import SetupError
+from halfstep.plan.plan import Plan
+from halfstep.records import StepRecord
+
+try:
+    import transformers
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError(
+        f"halfstep.adapters.transformers needs {error.name or 'transformers'}; "
+        "run: pip install 'halfstep[transformers]'"
+    ) from error
+
+FIRST, BELOW = "5.22", "5.24"
+FILTERED = (
+    "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses in place of infinite "
+    "and NaN ones, which hides what halfstep reports; look at halfstep/skipped beside it. With False, one such loss "
+    "makes all that the Trainer logs after it NaN"
+)
+_LOG = logging.getLogger("halfstep")
+
+
+class HalfstepMixin:
+    """Makes a Trainer train under a plan: `class MyTrainer(HalfstepMixin, SFTTrainer)`, or `HalfstepTrainer` as it is.
+
+    `plan` and `halfstep`, a dict of settings, are those of `halfstep.initialize`. The session is there while `train`
+    runs; before and after, the model is an ordinary fp32 one, and what is saved always is. Logs have `halfstep/scale`
+    and `halfstep/skipped` (of the last step) beside the Trainer's own `grad_norm`.
+
+    Raises:
+        SetupError: this version of transformers, or an argument, is not supported.
+    """
+
+    def __init__(
+        self, *args: Any, plan: Plan | str = "O1", halfstep: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        check_version("transformers", transformers.__version__, first=FIRST, below=BELOW)
+        self._plan, self._settings = plan, dict(halfstep or {})
+        self._record: StepRecord | None = None
+        super().__init__(*args, **kwargs)
+        _check_arguments(self.args)  # type: ignore[attr-defined]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the optimizer as the Trainer does, and opens the session."""
+        own: Any = super()
+        optimizer: Optimizer = own.create_optimizer(*args, **kwargs)
+        sinks = [*self._settings.get("sinks", ()), self._keep]
+        trainer: Any = self
+        attach(trainer.accelerator, [trainer.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
+        return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the scheduler as the Trainer does, of an optimizer that the session steps."""
+        own: Any = super()
+        take_over(self.optimizer)  # type: ignore[attr-defined]
+        return own.create_scheduler(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and ends the session."""
+        trainer: Any = self
+        own: Any = super()
+        try:
+            return own.train(*args, **kwargs)
+        finally:
+            if trainer.accelerator.scaler is not None:
+                session_of(trainer.accelerator).close()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs what the Trainer does, and with a loss what the last step did."""
+        own: Any = super()
+        if "loss" in logs and self._record is not None:
+            record = self._record
+            logs |= {"halfstep/scale": float(record.scale), "halfstep/skipped": float(record.skipped)}
+        own.log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Saves as the Trainer does, with a config that says float32, as the weights are."""
+        trainer: Any = self
+        own: Any = super()
+        own.save_model(output_dir, *args, **kwargs)
+        config: Any = getattr(trainer.model, "config", None)
+        if trainer.args.should_save and hasattr(config, "save_pretrained"):
+            config.dtype = torch.float32
+            config.save_pretrained(output_dir or trainer.args.output_dir)
+
+    def _keep(self, record: StepRecord) -> None:
+        self._record = record
+
+
+class HalfstepTrainer(HalfstepMixin, Trainer):
+    """Hugging Face's Trainer under a plan: `HalfstepTrainer(model, args, ..., plan="O2")`."""
+
+
+def _check_arguments(args: Any) -> None:
+    for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name, False):
+            raise SetupError(
+                f"TrainingArguments({name}=True) is on beside halfstep, which casts by its plan; leave {name} out"
+            )
+    if args.logging_nan_inf_filter:
+        _LOG.warning(FILTERED)

@@ -1,0 +1,24 @@
+"""Which releases of a foreign package an adapter works with."""
+
+from __future__ import annotations
+
+from halfstep.errors import SetupError
+
+
+def check_version(package: str, version: str, *, first: str, below: str) -> None:
+    """Raises a SetupError unless `version` is at least `first` and less than `below`, all as "major.minor".
+
+    >>> check_version("lightning", "2.6.6", first="2.5", below="2.7")
+    >>> check_version("lightning", "3.0.0", first="2.5", below="2.7")
+    Traceback (most recent call last):
+    halfstep.errors.SetupError: lightning 3.0.0 is installed ... run: pip install 'lightning>=2.5,<2.7'
+    """
+    if not _numbers(first) <= _numbers(version) < _numbers(below):
+        raise SetupError(
+            f"{package} {version} is installed, and halfstep's adapter is made for {first} up to but not {below}; "
+            f"run: pip install '{package}>={first},<{below}'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

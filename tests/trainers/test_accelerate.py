@@ -1,0 +1,134 @@
+"""halfstep inside Accelerate: the numbers of a loop by hand, resume from its files, and what it refuses."""
+
+import pytest
+import torch
+
+accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed; run ./dev adapters")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from halfstep.adapters.accelerate import prepare, session_of  # noqa: E402
+from halfstep.errors import SessionError, SetupError  # noqa: E402
+from tests.trainers.loops import (  # noqa: E402
+    ACCUMULATE,
+    MAX_NORM,
+    SETTINGS,
+    Trained,
+    bad_at,
+    batches,
+    by_hand,
+    loss_of,
+    network,
+    optimizer_of,
+    same_losses,
+    same_weights,
+    schedule_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def accelerator_of(**settings):
+    return Accelerator(cpu=True, **settings)
+
+
+def opened(level, low, **settings):
+    accelerator = accelerator_of(gradient_accumulation_steps=ACCUMULATE)
+    model = network()
+    optimizer = optimizer_of(model, **settings)
+    prepared = prepare(accelerator, model, optimizer, schedule_of(optimizer), plan=level, low=low)
+    return (accelerator, model, *prepared)
+
+
+def train(level, low, trained, count=100, first=0, load=None, **settings):
+    accelerator, own, model, optimizer, schedule = opened(level, low, **settings)
+    if load is not None:
+        accelerator.load_state(load)
+    for batch in batches(100, bad_at(level))[first:count]:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            trained.losses.append(loss.item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                trained.skipped += accelerator.optimizer_step_was_skipped
+            schedule.step()
+            optimizer.zero_grad()
+    trained.weights = {key: value.clone() for key, value in own.state_dict().items()}
+    trained.rates = schedule.get_last_lr()
+    return accelerator
+
+
+def unscheduled(level, low):
+    """By hand as Accelerate trains: its schedulers leave a skipped step out."""
+    return by_hand(level, low, leave_out=True)
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_a_loop_trains_bit_for_bit_as_the_one_by_hand(level, low):
+    trained, other = Trained(), unscheduled(level, low)
+    accelerator = train(level, low, trained)
+    assert same_losses(trained.losses, other.losses)
+    assert same_weights(trained.weights, other.weights)
+    assert trained.skipped == other.skipped == (0 if level == "O0" else 1)
+    assert trained.rates == [other.rates[-1]]
+    session_of(accelerator).close()
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_a_run_that_is_stopped_and_resumed_from_save_state_is_bit_identical(level, low, tmp_path):
+    trained, other = Trained(), unscheduled(level, low)
+    train(level, low, trained, 60).save_state(tmp_path / "at")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = train(level, low, trained, first=60, load=tmp_path / "at")
+    assert same_losses(trained.losses, other.losses)
+    assert same_weights(trained.weights, other.weights)
+    assert session_of(accelerator).status().steps == 50
+    held = load_file(tmp_path / "at" / "model.safetensors")
+    assert {value.dtype for value in held.values()} == {torch.float32}
+    network().load_state_dict(held)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("AdamW", {"fused": True}), ("RMSprop", {})])
+def test_fused_and_other_optimizers_train_as_by_hand(name, settings):
+    trained = Trained()
+    train("O2", "bf16", trained, name=name, **settings)
+    assert same_weights(trained.weights, by_hand("O2", "bf16", name=name, leave_out=True, **settings).weights)
+
+
+def test_mixed_precision_left_on_is_refused_by_the_line_to_change():
+    accelerator = accelerator_of(mixed_precision="bf16")
+    model = network()
+    with pytest.raises(SetupError, match=r"mixed_precision='bf16' is on beside halfstep.*Accelerator\(\.\.\.\)"):
+        prepare(accelerator, model, optimizer_of(model))
+    assert accelerator.scaler is None
+
+
+def test_a_second_call_and_a_replaced_optimizer_are_refused_before_a_step():
+    accelerator, own, model, _, _ = opened("O1", "bf16")
+    with pytest.raises(SetupError, match="one call of prepare"):
+        prepare(accelerator, network())
+    other = accelerator.prepare(optimizer_of(own, "SGD"))
+    accelerator.backward(loss_of(model, batches(1, None)[0]))
+    with pytest.raises(SetupError, match=r"the SGD that steps is none of those.*prepare\(accelerator"):
+        other.step()
+
+
+def test_an_accelerator_without_a_session_and_another_version_are_told(monkeypatch):
+    with pytest.raises(SessionError, match="prepare"):
+        session_of(accelerator_of())
+    monkeypatch.setattr(accelerate, "__version__", "0.30.1")
+    with pytest.raises(SetupError, match=r"accelerate 0\.30\.1 is installed.*pip install 'accelerate>="):
+        prepare(accelerator_of(), network())

@@ -1,0 +1,414 @@
+"""halfstep inside Lightning's Trainer and Fabric: the numbers of a loop by hand, resume, and what it refuses."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+lightning = pytest.importorskip("lightning", reason="Lightning is not installed; run ./dev adapters")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import Logger  # noqa: E402
+
+import halfstep  # noqa: E402
+from halfstep.adapters.lightning import Halfstep  # noqa: E402
+from halfstep.errors import SessionError, SetupError  # noqa: E402
+from tests.scale.sync import NoSync  # noqa: E402
+from tests.trainers.loops import (  # noqa: E402
+    ACCUMULATE,
+    BAD,
+    MAX_NORM,
+    SETTINGS,
+    bad_at,
+    batches,
+    by_hand,
+    loss_of,
+    network,
+    optimizer_of,
+    same_losses,
+    same_weights,
+    schedule_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises on workers, loggers and folders
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, model=None, optimizer="AdamW", **settings):
+        super().__init__()
+        self.net = network() if model is None else model
+        self.losses, self.norms, self.seen = [], [], []
+        self.optimizer, self.settings = optimizer, settings
+
+    def training_step(self, batch, index):
+        loss = loss_of(self.net, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, index):
+        self.seen.append(self.net(batch[0]).dtype)
+        self.log("val", loss_of(self.net, batch))
+
+    def predict_step(self, batch, index):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        optimizer = optimizer_of(self.net, self.optimizer, **self.settings)
+        return [optimizer], [{"scheduler": schedule_of(optimizer), "interval": "step"}]
+
+
+class Kept(Logger):
+    """Keeps what it is given to log."""
+
+    name, version = "kept", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def log_metrics(self, metrics, step=None):
+        for key, value in metrics.items():
+            self.rows.setdefault(key, {})[step] = value
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+def trainer_of(level, low, **settings):
+    plugins = settings.pop("plugins", None) or [Halfstep(level, low=low)]
+    common = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    clip = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": MAX_NORM}
+    return lightning.Trainer(plugins=plugins, **{**common, **quiet, **clip, **settings})
+
+
+def data(level, count=100):
+    return DataLoader(batches(count, bad_at(level)), batch_size=None)
+
+
+def fitted(level, low, module=None, **settings):
+    module = Module() if module is None else module
+    trainer = trainer_of(level, low, **settings)
+    trainer.fit(module, data(level))
+    return trainer, module
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_a_fit_trains_bit_for_bit_as_the_loop_by_hand(level, low):
+    trainer, module = fitted(level, low)
+    other = by_hand(level, low)
+    assert same_losses(module.losses, other.losses)
+    assert same_weights(module.net.state_dict(), other.weights)
+    assert trainer.global_step == 50
+    assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [other.rates[-1]]
+    assert other.skipped == (0 if level == "O0" else 1)
+    assert trainer.precision_plugin.state_dict()["skipped"] == other.skipped
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9}), ("RMSprop", {})]
+)
+def test_fused_and_other_optimizers_are_clipped_and_step_as_by_hand(level, low, name, settings):
+    _, module = fitted(level, low, Module(optimizer=name, **settings))
+    other = by_hand(level, low, name=name, **settings)
+    assert same_weights(module.net.state_dict(), other.weights)
+
+
+def test_clipping_by_value_sees_true_gradients():
+    seen = []
+
+    class Look(Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            if grads:
+                seen.append(max(float(g.abs().max()) for g in grads))
+
+    fitted("O1", "fp16", gradient_clip_val=0.01, gradient_clip_algorithm="value", callbacks=[Look()])
+    finite = [value for value in seen if value < 1]
+    assert len(finite) > 40
+    assert max(finite) == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_a_run_that_is_stopped_and_resumed_from_lightnings_checkpoint_is_bit_identical(level, low, tmp_path):
+    whole = Module()
+    trainer_of(level, low, max_epochs=2).fit(whole, data(level, 50))
+    first = Module()
+    saver = ModelCheckpoint(tmp_path, filename="at", save_top_k=-1)
+    trainer_of(level, low, enable_checkpointing=True, callbacks=[saver]).fit(first, data(level, 50))
+    second = Module()
+    plugin = Halfstep(level, low=low)
+    trainer = trainer_of(level, low, max_epochs=2, plugins=[plugin])
+    trainer.fit(second, data(level, 50), ckpt_path=tmp_path / "at.ckpt")
+    assert same_losses(first.losses + second.losses, whole.losses)
+    assert same_weights(second.state_dict(), whole.state_dict())
+    assert trainer.global_step == plugin.state_dict()["steps"] == 50
+    assert plugin.state_dict()["skipped"] == (0 if level == "O0" else 2)
+
+
+@pytest.mark.parametrize(("level", "low"), [("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+def test_the_checkpoint_on_disk_holds_fp32_weights_that_a_plain_trainer_takes(level, low, tmp_path):
+    trainer, module = fitted(level, low)
+    trainer.save_checkpoint(tmp_path / "at.ckpt")
+    held = torch.load(tmp_path / "at.ckpt", weights_only=True)
+    assert {value.dtype for value in held["state_dict"].values()} == {torch.float32}
+    assert held["Halfstep"]["steps"] == 50
+    plain = Module()
+    lightning.Trainer(
+        logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False, max_steps=51
+    ).fit(plain, data("O0", 1), ckpt_path=tmp_path / "at.ckpt")
+    plain = Module()
+    plain.load_state_dict(held["state_dict"])
+    assert same_weights(plain.state_dict(), module.state_dict())
+
+
+def test_scale_skips_and_norm_reach_the_logger_under_the_steps_of_the_trainer():
+    logger = Kept()
+    fitted("O1", "fp16", logger=logger, log_every_n_steps=1)
+    skipped = logger.rows["halfstep/skipped"]
+    bad = BAD // ACCUMULATE
+    assert [step for step, value in skipped.items() if value] == [bad]
+    assert sorted(skipped) == list(range(50))
+    assert logger.rows["halfstep/scale"][bad] == 2 * logger.rows["halfstep/scale"][bad + 1]
+    norms = logger.rows["halfstep/grad_norm"]
+    assert norms[0] > MAX_NORM  # before clipping
+    assert not torch.isfinite(torch.tensor(norms[bad]))
+
+
+def test_a_learning_rate_monitor_and_validation_run_under_the_plan():
+    logger = Kept()
+    module = Module()
+    trainer = trainer_of("O2", "bf16", logger=logger, callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+    trainer.fit(module, data("O2"), data("O0", 3))
+    assert set(module.seen) == {torch.float32}
+    assert set(logger.rows["lr-AdamW"].values()) >= {0.01, 0.008}
+    assert "val" in logger.rows
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    predicted = trainer.predict(module, data("O0", 2))
+    assert predicted[0].dtype is torch.float32
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+class Two(lightning.LightningModule):
+    """Two networks, stepped by hand in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(8, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        maker, judge = self.optimizers()
+        judge.zero_grad()
+        self.manual_backward(self.judge(batch[1]).mean() - self.judge(self.maker(batch[0]).detach()).mean())
+        self.clip_gradients(judge, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        judge.step()
+        maker.zero_grad()
+        self.manual_backward(self.judge(self.maker(batch[0])).mean())
+        maker.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.maker.parameters(), lr=0.01), torch.optim.Adam(self.judge.parameters(), lr=0.01)]
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_manual_optimization_with_two_optimizers_is_the_loop_by_hand(level, low):
+    module, other = Two(), Two()
+    trainer_of(level, low, gradient_clip_val=None, accumulate_grad_batches=1).fit(module, data("O0", 20))
+    maker, judge = other.configure_optimizers()
+    session = halfstep.initialize(other, [maker, judge], level, low=low)
+    for batch in batches(20, None):
+        judge.zero_grad()
+        session.backward(other.judge(batch[1]).mean() - other.judge(other.maker(batch[0]).detach()).mean())
+        session.unscale_()
+        nn.utils.clip_grad_norm_(other.judge.parameters(), 0.5)
+        session.step(judge)
+        maker.zero_grad()
+        session.backward(other.judge(other.maker(batch[0])).mean())
+        session.unscale_()
+        session.step(maker)
+    assert same_weights(module.state_dict(), other.state_dict())
+
+
+def test_a_run_whose_steps_keep_being_skipped_ends_with_a_verdict_that_names_the_module():
+    class Broken(nn.Module):
+        def forward(self, inputs):
+            return inputs * torch.inf
+
+    model = nn.Sequential(nn.Linear(8, 8), Broken(), nn.Linear(8, 4))
+    module = Module(model)
+    with pytest.raises(halfstep.NumericsError, match=r"linear in net\.2"):
+        fitted("O1", "bf16", module)
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_compiled_modules_train_as_they_do_uncompiled():
+    _, module = fitted("O1", "bf16", Module(torch.compile(network(), backend="eager")))
+    other = by_hand("O1", "bf16")
+    assert same_weights(module.net._orig_mod.state_dict(), other.weights)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_lightning_module_trains_too():
+    trainer = trainer_of("O2", "bf16")
+
+    class Lean(Module):
+        def training_step(self, batch, index):
+            return loss_of(self.net, batch)
+
+    module = Lean()
+    trainer.fit(torch.compile(module, backend="eager"), data("O2"))
+    assert same_weights(module.net.state_dict(), by_hand("O2", "bf16").weights)
+    torch._dynamo.reset()
+
+
+def test_an_exponential_average_is_kept_at_o1_and_refused_where_weights_are_low():
+    average = EMAWeightAveraging(decay=0.5)
+    _, module = fitted("O1", "fp16", callbacks=[average])
+    assert not same_weights(module.net.state_dict(), by_hand("O1", "fp16").weights)  # the average
+    for callback in (EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.01)):
+        with pytest.raises(SetupError, match="would round the averages: use Halfstep"):
+            fitted("O2", "bf16", callbacks=[callback])
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return batches(40)[index]
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16")])
+def test_two_processes_with_the_same_data_train_as_one(level, low):
+    module = Module()
+    ways = {"strategy": "ddp_spawn", "devices": 2, "use_distributed_sampler": False, "accumulate_grad_batches": 1}
+    trainer_of(level, low, **ways).fit(module, DataLoader(Data(), batch_size=None))
+    torch.testing.assert_close(
+        dict(module.net.state_dict()), by_hand(level, low, 40, accumulate=1).weights, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16")])
+def test_a_step_that_lightning_does_not_log_reads_nothing_on_the_host(level, low):
+    class Lean(Module):
+        def training_step(self, batch, index):
+            return loss_of(self.net, batch)
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            self.mode = NoSync()
+            self.mode.__enter__()
+
+        def on_train_batch_end(self, *args):
+            self.mode.__exit__(None, None, None)
+
+    trainer, _ = fitted(level, low, Lean(), callbacks=[Watch()], logger=Kept(), log_every_n_steps=1000)
+    assert trainer.global_step == 50
+
+
+def test_precision_beside_the_plugin_and_two_plugins_are_refused_by_lightning():
+    with pytest.raises(ValueError, match=r"Received both `precision=bf16-mixed` and `plugins=.*Halfstep\('O1'"):
+        trainer_of("O1", "bf16", precision="bf16-mixed")
+    with pytest.raises(lightning.pytorch.utilities.exceptions.MisconfigurationException, match="multiple values"):
+        trainer_of("O1", "bf16", plugins=[Halfstep(), Halfstep()])
+    with pytest.raises(ValueError, match="Received both"):
+        lightning.Fabric(precision="16-mixed", plugins=[Halfstep()])
+
+
+def test_a_strategy_that_is_not_supported_is_named():
+    class Odd(lightning.pytorch.strategies.SingleDeviceStrategy):
+        pass
+
+    with pytest.raises(SetupError, match=r"Trainer\(strategy=...\) of Odd; leave strategy out"):
+        fitted("O1", "bf16", strategy=Odd(torch.device("cpu")))
+
+
+def test_a_replaced_optimizer_is_found_before_it_steps():
+    module = Module()
+    before = copy.deepcopy(module.state_dict())
+
+    class Replace(Callback):
+        def on_train_start(self, trainer, module):
+            trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=1.0)]
+
+    with pytest.raises(SetupError, match=r"the SGD that steps is none of those .*Return it from configure_optimizers"):
+        fitted("O1", "bf16", module, callbacks=[Replace()])
+    assert same_weights(module.state_dict(), before)
+
+
+def test_settings_are_checked_when_the_plugin_is_made_and_versions_too(monkeypatch):
+    with pytest.raises(TypeError, match="lossscale"):
+        Halfstep("O1", lossscale=4.0)
+    monkeypatch.setattr(lightning, "__version__", "3.0.1")
+    with pytest.raises(SetupError, match=r"lightning 3\.0\.1 is installed.*pip install 'lightning>="):
+        Halfstep()
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_fabric_trains_bit_for_bit_as_the_loop_by_hand_and_resumes(level, low, tmp_path):
+    def opened():
+        plugin = Halfstep(level, low=low)
+        fabric = lightning.Fabric(accelerator="cpu", plugins=[plugin])
+        model = network()
+        own = optimizer_of(model)
+        schedule = schedule_of(own)
+        wrapped, optimizer = plugin.setup(fabric, model, own)
+        return plugin, fabric, model, wrapped, optimizer, schedule
+
+    losses = []
+    plugin, fabric, model, wrapped, optimizer, schedule = opened()
+    for index, batch in enumerate(batches(100, bad_at(level))):
+        if index == 60:
+            state = {"model": wrapped, "optimizer": optimizer, "halfstep": plugin, "schedule": schedule}
+            fabric.save(tmp_path / "at.ckpt", state)
+            plugin, fabric, model, wrapped, optimizer, schedule = opened()
+            state = {"model": wrapped, "optimizer": optimizer, "halfstep": plugin, "schedule": schedule}
+            fabric.load(tmp_path / "at.ckpt", state)
+        loss = loss_of(wrapped, batch)
+        losses.append(loss.item())
+        fabric.backward(loss / ACCUMULATE)
+        if index % ACCUMULATE == ACCUMULATE - 1:
+            fabric.clip_gradients(wrapped, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    plugin.close()
+    other = by_hand(level, low)
+    assert same_losses(losses, other.losses)
+    assert same_weights(model.state_dict(), other.weights)
+
+
+def test_a_fabric_loop_that_forgets_the_plugins_setup_is_told_which_line_to_change():
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[Halfstep("O2", low="bf16")])
+    model = network()
+    with pytest.raises(SessionError, match=r"plugin.setup\(fabric, model, optimizer\)"):
+        fabric.setup(model, optimizer_of(model))
+
+
+def test_fabric_sets_up_several_models_and_extends_the_plan_by_its_autocast():
+    plugin = Halfstep("O1", low="bf16")
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[plugin])
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    first, second, a, b = plugin.setup(fabric, models, *(optimizer_of(model) for model in models))
+    fabric.backward(second(first(torch.ones(2, 4))).mean())
+    a.step()
+    b.step()
+    assert plugin.session.status().steps == 2
+    assert first(torch.ones(2, 4)).dtype is torch.float32
+    with fabric.autocast():
+        assert (torch.ones(2, 4) @ models[0].weight).dtype is torch.bfloat16
+    plugin.close()

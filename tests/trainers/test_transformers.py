@@ -1,0 +1,210 @@
+"""halfstep inside Hugging Face's Trainer: the numbers of a loop by hand, its checkpoints, and what it refuses."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed; run ./dev adapters")
+pytest.importorskip("accelerate", reason="Accelerate is not installed; run ./dev adapters")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments  # noqa: E402
+
+import halfstep  # noqa: E402
+from halfstep.adapters import transformers as adapter  # noqa: E402
+from halfstep.adapters.transformers import HalfstepTrainer  # noqa: E402
+from halfstep.errors import SetupError  # noqa: E402
+from tests.trainers.loops import ACCUMULATE, MAX_NORM, SETTINGS, same_weights  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS, BATCH, SAVED = 50, 2, 30
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Spoiled(GPT2LMHeadModel):
+    """A language model whose loss is infinite in one pass, counted by what it is told (`at`)."""
+
+    at = None
+
+    def forward(self, input_ids=None, labels=None):
+        out = super().forward(input_ids=input_ids, labels=labels)
+        if self.training and self.at is not None:
+            self.at -= 1
+            if self.at < 0:
+                self.at = None
+                out.loss = out.loss * torch.inf
+        return out
+
+
+def language_model(at=None):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = Spoiled(GPT2Config(**sizes, **still))
+    model.at = at
+    return model
+
+
+def samples():
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 64, (STEPS * BATCH * ACCUMULATE, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(folder, **settings):
+    common = {
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": ACCUMULATE,
+        "max_grad_norm": MAX_NORM,
+        "learning_rate": 0.01,
+        "save_steps": SAVED,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "logging_nan_inf_filter": False,
+    }
+    return TrainingArguments(str(folder), **{**common, **settings})
+
+
+def trainer_of(level, low, folder, model=None, settings=None, **options):
+    model = language_model(None if level == "O0" else 20) if model is None else model
+    options = {"train_dataset": samples(), **options}
+    return HalfstepTrainer(model, arguments(folder, **(settings or {})), plan=level, halfstep={"low": low}, **options)
+
+
+def weights(model):
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def by_hand(level, low):
+    """What the Trainer does, written with halfstep, with its linear schedule."""
+    model = language_model(None if level == "O0" else 20)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, STEPS)
+    model.train()
+    rows, losses = samples(), []
+    with halfstep.initialize(model, optimizer, level, low=low) as session:
+        for step in range(STEPS):
+            total = torch.zeros(())
+            for index in range(ACCUMULATE):
+                first = (step * ACCUMULATE + index) * BATCH
+                inputs = torch.stack([row["input_ids"] for row in rows[first : first + BATCH]])
+                loss = model(input_ids=inputs, labels=inputs).loss / ACCUMULATE
+                total += loss.detach()
+                session.backward(loss)
+                session.unscale_()
+            losses.append(total.item())
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            if not session.step().skipped:
+                schedule.step()
+            model.zero_grad()
+        return losses, weights(model)
+
+
+class Losses(TrainerCallback):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.rows.append(dict(logs))
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_the_trainer_trains_bit_for_bit_as_the_loop_by_hand(level, low, tmp_path):
+    kept = Losses()
+    trainer = trainer_of(level, low, tmp_path, callbacks=[kept], settings={"save_strategy": "no"})
+    trainer.train()
+    losses, final = by_hand(level, low)
+    assert same_weights(weights(trainer.model), final)
+    before = 10 if level != "O0" else STEPS  # after an infinite loss the Trainer logs NaN
+    assert [row["loss"] for row in kept.rows[:before]] == pytest.approx(losses[:before], rel=1e-3)
+    skipped = [index for index, row in enumerate(kept.rows) if row["halfstep/skipped"]]
+    assert skipped == ([] if level == "O0" else [10])
+    assert kept.rows[0]["grad_norm"] > MAX_NORM
+    if low == "fp16" and level == "O1":
+        assert kept.rows[10]["halfstep/scale"] == 2 * kept.rows[11]["halfstep/scale"]
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+def test_a_run_resumed_from_the_trainers_checkpoint_is_bit_identical(level, low, tmp_path):
+    whole = trainer_of(level, low, tmp_path)
+    whole.train()
+    folder = tmp_path / f"checkpoint-{SAVED}"
+    resumed = trainer_of(level, low, tmp_path, language_model())
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert same_weights(weights(resumed.model), weights(whole.model))
+    held = load_file(folder / "model.safetensors")
+    assert {value.dtype for value in held.values()} == {torch.float32}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    last = tmp_path / f"checkpoint-{STEPS}"
+    plain = GPT2LMHeadModel.from_pretrained(last)
+    assert same_weights(weights(plain), weights(whole.model))
+
+
+@pytest.mark.parametrize("name", ["fp16_full_eval", "bf16_full_eval", "bf16"])
+def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_path):
+    with pytest.raises(SetupError, match=rf"TrainingArguments\({name}=True\) is on beside halfstep"):
+        trainer_of("O1", "bf16", tmp_path, settings={name: True})
+
+
+def test_a_replaced_optimizer_is_refused_before_it_steps(tmp_path):
+    trainer = trainer_of("O1", "bf16", tmp_path)
+    before = weights(trainer.model)
+
+    class Replace(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            trainer.optimizer = trainer.accelerator.prepare(torch.optim.SGD(trainer.model.parameters(), lr=1.0))
+
+    trainer.add_callback(Replace())
+    with pytest.raises(SetupError, match="the SGD that steps is none of those"):
+        trainer.train()
+    assert same_weights(weights(trainer.model), before)
+
+
+def test_the_filter_of_nan_losses_is_told_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        trainer_of("O1", "bf16", tmp_path, settings={"logging_nan_inf_filter": True})
+    assert "logging_nan_inf_filter=True" in caplog.text
+
+
+def test_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter.transformers, "__version__", "4.57.1")
+    with pytest.raises(SetupError, match=r"transformers 4\.57\.1 is installed.*pip install 'transformers>="):
+        trainer_of("O1", "bf16", tmp_path)
+
+
+def test_training_goes_on_in_a_second_call_and_evaluates_between(tmp_path):
+    trainer = trainer_of("O2", "bf16", tmp_path, settings={"save_strategy": "no", "max_steps": 3})
+    trainer.train()
+    assert trainer.evaluate(samples()[:4])["eval_loss"] > 0
+    before = weights(trainer.model)
+    trainer.train()
+    assert not same_weights(weights(trainer.model), before)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_compiled_model_trains(tmp_path):
+    settings = {"save_strategy": "no", "max_steps": 2, "torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = trainer_of("O2", "bf16", tmp_path, GPT2LMHeadModel(language_model().config), settings)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    torch._dynamo.reset()
