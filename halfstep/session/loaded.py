@@ -15,7 +15,7 @@ from halfstep.errors import SetupError
 from halfstep.optim.masters import give_dtype
 from halfstep.plan.fit import loaded_low, unwrap
 from halfstep.plan.plan import Plan
-from halfstep.processes import living_wrappers_of
+from halfstep.processes.replicas import living_wrappers_of
 from halfstep.torch_internals import parameters_of
 
 _LOG = logging.getLogger("halfstep")
