@@ -60,8 +60,9 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     for a reason that no lower loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"`
     logs it once and goes on. With `stepping="optimizer"` a loop keeps its own `optimizer.step()`: each backward pass
     leaves true fp32 gradients in `p.grad`, to be read and clipped as always, and the optimizer's `step` is skipped
-    where one is not finite. Parameters that come in bf16 or fp16, as from a hub, get fp32 values that start from them:
-    at O2 as masters, at O1 they become fp32; what that is and takes is said.
+    where one is not finite. Trainable parameters that come in bf16 or fp16, as from a hub, start
+    fp32 values: at O1 they become fp32, at O2 the values are their masters, at O3 there are none; a warning says which.
+    For a sharded model this is a collective call.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.

@@ -31,7 +31,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 WORKS_WITH = "2.11 to 2.13"
-"""The releases of torch that halfstep's tests were run with."""
+"""The releases of torch that halfstep is meant for; docs/support.md says which were tried."""
 
 _NAMES: list[str] = []
 

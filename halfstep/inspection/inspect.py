@@ -29,6 +29,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
 
     Raises:
         SessionError: the session is closed, or the closure returns no scalar loss.
+        SetupError: the model is sharded.
     """
     check_given("inspect", session, closure)
     device, scale = session.stage.device, session.last_step().scale

@@ -138,11 +138,12 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Returns trainable parameters that came in bf16 or fp16, as from a hub, to a plan that is to train them.
 
-    `made_low` are those that are low because somebody made them so.
+    `made_low` are those that are low because somebody made them so. Shards and other wrappers are none: their format is
+    that of what they hold, and `check_parameters` refuses low ones.
     """
     known = {id(p) for p in made_low}
     every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
-    return [] if plan.ops == "none" else [p for p in every.values() if p.dtype in LOW_DTYPES]
+    return [] if plan.ops == "none" else [p for p in every.values() if p.dtype in LOW_DTYPES and not is_wrapped(p)]
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ class Findings:
     same: Tensor
 
     def packed(self) -> Tensor:
-        """Returns one float64 vector: the share of the squared norm, then the flags."""
+        """Returns one float64 vector: the share of the squared norm, the flags, then `same`."""
         square = self.square.double().view(1)
         return torch.cat((square, self.gradients, self.losses, self.processes, self.stops, self.same.flatten()))
 

@@ -266,7 +266,7 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
         for loss_id in held.losses:
             if loss_id >= LOSSES:
                 raise SessionError(
-                    f"loss_id is {loss_id}; under DistributedDataParallel it must be below {LOSSES}, since each step "
+                    f"loss_id is {loss_id}; with several processes it must be below {LOSSES}, since each step "
                     "tells all processes which losses overflowed"
                 )
         for loss_id, flag in held.flags.items():
