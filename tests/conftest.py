@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 import weakref
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    os.environ["XDG_CONFIG_HOME"] = "/nowhere"  # what `halfstep doctor --save` measured here is not for tests
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_CONFIG_HOME"] = folder.name  # what `halfstep doctor --save` measured here is not for tests
     wanted = config.getoption("processor")
     if wanted is not None:  # all but what tests start as processes of their own
         known = {row.name: row for row in machine.PROCESSORS}

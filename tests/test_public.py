@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = {
     "blame",
     "check",
+    "fsdp_policy",
     "initialize",
     "inspect",
     "level",

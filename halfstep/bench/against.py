@@ -43,8 +43,12 @@ def load_saved(path: Path) -> Saved:
         fields = json.loads(path.read_text(encoding="utf-8"))
         machine = fields["machine"]
         rows = {str(run["name"]): run for run in fields["runs"]}
+        if not isinstance(fields["settings"], dict):
+            raise TypeError
         for run in rows.values():
             run["times_ms"] = [float(each) for each in run["times_ms"]]
+            if not all(0 < each < math.inf for each in run["times_ms"]):
+                raise ValueError(f"{run['name']} has a step of no time")
         return Saved(
             fields["workload"], fields["settings"], machine["processor"], machine["torch"], machine["halfstep"],
             machine["threads"], rows,

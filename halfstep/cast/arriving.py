@@ -74,17 +74,13 @@ class _Reading:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         own: Any = parameters_of(module)
-        replaced: dict[str, Tensor] = {}
-        for name in self._names:
-            p = own[name]
-            if p is None or not p.is_floating_point():
-                continue
+        arrived = {name: p for name in self._names if (p := own[name]) is not None and p.is_floating_point()}
+        for name, p in arrived.items():
             self._check(name, p)
-            dtype = torch.float32 if self._widens else self._low if self._narrows else p.dtype
-            if p.dtype is not dtype:
-                replaced[name] = p
-                own[name] = p.to(dtype)
-        self._replaced.append(replaced)
+        to = torch.float32 if self._widens else self._low if self._narrows else None
+        cast = {name: p.to(to) for name, p in arrived.items() if to is not None and p.dtype is not to}
+        self._replaced.append({name: arrived[name] for name in cast})
+        own.update(cast)
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
         if self._replaced:  # else what failed came before

@@ -17,7 +17,7 @@ from halfstep.diagnose.rewind import CONTAINERS, attributes, give_attributes, un
 from halfstep.errors import SessionError, SetupError
 from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
-from halfstep.processes.shards import sharded_parameters
+from halfstep.processes.shards import reshard, sharded_parameters
 from halfstep.session.session import Session
 from halfstep.torch_internals import hooks_of, parameters_of
 
@@ -84,6 +84,7 @@ def check_given(function: str, session: object, closure: object) -> None:
         raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
     if not callable(closure):
         raise SessionError(f"{function}() takes a function that returns the loss, not {type(closure).__name__}")
+    reshard(session.stage.roots)  # after an evaluation they hold whole weights
     if sharded_parameters(session.stage.roots):
         raise SetupError(
             f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 does "

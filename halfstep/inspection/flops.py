@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfstep.torch_internals import FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD
+from halfstep.torch_internals import FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD, schema_of
 
 _RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
 
@@ -27,7 +27,8 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
         return _recurrent(args[0].shape, args[1].shape, args[2].shape)
     if func is _RNN_BACKWARD:  # gradients of inputs and of weights, each a product of the same size
         return 2 * _recurrent(args[0].shape, args[1].shape, args[2].shape)
-    count = flop_registry.get(func._overloadpacket)
+    packet = getattr(getattr(torch.ops, func.namespace), schema_of(func).name.rpartition("::")[2])
+    count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 

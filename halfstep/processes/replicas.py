@@ -104,6 +104,11 @@ class Replicas:
             self._group, self.sharded = group_of(own_shards), True
             self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
         if search:
+            self.search()
+
+    def search(self) -> None:
+        """Looks for wrappers that were made before this was opened; nothing where one is known."""
+        if self._group is None:
             for wrapper in living_wrappers_of(self._roots):
                 self._attach(wrapper, self._shared(wrapper, wrapper.module))
 

@@ -83,9 +83,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
     if not already_low:  # else nothing changes its format
         _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
-    check_parameters(optimizers, models, plan)
-    _refuse_whole_rows(optimizers, plan)
-    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
+    check_training(optimizers, models, plan)
     assignment = resolve(plan, roots)
     check_forwards(roots, assignment)
     check_functions(plan.op_changes)
@@ -124,6 +122,17 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
         emulate=decision.emulate and mixed,
         mixed=mixed,
     )
+
+
+def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses optimizers that cannot train their parameters under a plan.
+
+    Raises:
+        SetupError: an optimizer cannot, by its parameters, their shards, or the closure that it needs.
+    """
+    check_parameters(optimizers, models, plan)
+    _refuse_whole_rows(optimizers, plan)
+    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
 
 
 def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:

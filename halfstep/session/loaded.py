@@ -16,6 +16,7 @@ from halfstep.optim.masters import give_dtype
 from halfstep.plan.fit import loaded_low, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.processes.replicas import living_wrappers_of
+from halfstep.processes.shards import reshard
 from halfstep.torch_internals import parameters_of
 
 _LOG = logging.getLogger("halfstep")
@@ -31,6 +32,7 @@ def widened(models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Param
     Raises:
         SetupError: a model with such parameters is wrapped in DistributedDataParallel already.
     """
+    reshard(models)  # else the low weights that FSDP2 gathered for an evaluation would be taken for the model's
     loaded = {id(p): p for p in loaded_low(models, plan, made_low)}
     roots = [unwrap(model) for model in models]
     if loaded and living_wrappers_of(roots):

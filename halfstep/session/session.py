@@ -28,7 +28,7 @@ from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import needs_closure
-from halfstep.plan.fit import STATE_SCHEMA, check_closures, check_optimizers, check_parameters, check_state
+from halfstep.plan.fit import STATE_SCHEMA, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
@@ -48,7 +48,7 @@ from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, true_gradient
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
-from halfstep.session.decide import Decision, decide_for_copies
+from halfstep.session.decide import Decision, check_training, decide_for_copies
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.replicas import SharedState
 from halfstep.session.stage import Stage
@@ -143,7 +143,7 @@ class Session:
         pairs = list(self.modules())
         for module, formats in pairs:
             self._cast_module(module, formats)
-        self._parts = [self._make_part(optimizer) for optimizer in self._decision.optimizers]
+        self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard(self._roots if self._decision.mixed else [])
         caps = self.plan.low is FP16 and self._scales.active
@@ -168,8 +168,7 @@ class Session:
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
         self._undo.callback(self._replicas.close)
-        as_they_are = self.plan.param == "full" or bool(self._decision.already_low)  # else: wrapped after
-        self._replicas.open(search=bool(self._parts) and as_they_are)
+        self._replicas.open(search=bool(self._parts) and self._has_dtypes)
         training = MixedTraining if self._decision.stepping == "session" else TrueGradients
         return training(
             roots=self._roots,
@@ -219,7 +218,12 @@ class Session:
         for parameter in list(self._store):
             self._store.restore(parameter)
 
-    def _make_part(self, optimizer: Optimizer) -> Part:
+    @property
+    def _has_dtypes(self) -> bool:
+        """Whether parameters keep their dtypes in this session: only then can it train what was wrapped before."""
+        return self.plan.param == "full" or bool(self._decision.already_low)
+
+    def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
         part = make_part(
             optimizer,
             self._store,
@@ -228,14 +232,14 @@ class Session:
             reduced=lambda: self._replicas.reduced,
             name_of=self._name_of,
         )
-        self._undo.callback(part.stepper.close)
+        undo.callback(part.stepper.close)
         if self._decision.mixed:
-            self._undo.callback(part.ledger.close)
-            self._undo.callback(exact_state_loading(optimizer))
+            undo.callback(part.ledger.close)
+            undo.callback(exact_state_loading(optimizer))
         if self._decision.stepping == "optimizer" and not part.needs_closure:
-            self._undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
+            undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
         elif self._decision.mixed and not part.needs_closure:
-            self._undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
+            undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         return part
 
     def _own_step(self, part: Part, closure: Callable[[], Any] | None = None) -> Any:
@@ -286,7 +290,7 @@ class Session:
         self._carry(scale.value)
         self._training.backward(loss, loss_id, kwargs)
         self._add_loss(loss, loss_id)
-        self._awaiting = self._parts
+        self._awaiting = list(self._parts)
 
     @contextmanager
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> Iterator[Tensor]:
@@ -310,7 +314,7 @@ class Session:
             yield value
         for loss in losses:
             self._add_loss(loss, loss_id)
-        self._awaiting = self._parts
+        self._awaiting = list(self._parts)
 
     def _carry(self, scale: Tensor) -> None:
         """Tells the watchers and probes the loss scale of the next backward pass."""
@@ -490,13 +494,20 @@ class Session:
         """Trains with further optimizers, for loops that make them once the model is on its device and wrapped.
 
         Raises:
-            SetupError: as of `initialize`; nothing was changed.
+            SessionError: gradients wait for a step, which would take them for the new optimizers' too.
+            SetupError: as of `initialize`. After any error nothing has changed.
         """
         self._check_open()
+        if self._awaiting:
+            raise SessionError("gradients of a backward pass wait for their step; add optimizers after the step")
+        reshard(self._roots)
         check_optimizers([*self.optimizers, *optimizers], self._roots)
-        check_parameters(optimizers, self._roots, self.plan)
-        check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], self.plan)
-        parts = [self._make_part(optimizer) for optimizer in optimizers]
+        check_training(optimizers, self._roots, self.plan)
+        with ExitStack() as stack:
+            parts = [self._make_part(optimizer, stack) for optimizer in optimizers]
+            if self._decision.mixed and self._has_dtypes:
+                self._replicas.search()
+            self._undo.callback(stack.pop_all().close)
         self._parts += parts  # in place: those who step and scale hold the list
         self._stepping += [part for part in parts if not part.needs_closure]
 

@@ -112,7 +112,9 @@ def test_rows_that_cannot_be_compared_say_why(tmp_path):
         ("{", "is no result"),
         ("[]", "is no result"),
         ("{}", "workload|machine"),
-        ('{"machine": {}, "runs": [{"name": 1}]}', "times_ms"),
+        ('{"machine": {}, "settings": {}, "runs": [{"name": 1}]}', "times_ms"),
+        ('{"machine": {}, "settings": [], "runs": []}', "is no result"),
+        ('{"machine": {}, "settings": {}, "runs": [{"name": 1, "times_ms": [0]}]}', "a step of no time"),
     ],
 )
 def test_a_file_that_is_no_result_is_one_error(tmp_path, text, why):

@@ -178,4 +178,4 @@ def test_the_guardian_watches_where_steps_may_be_skipped(plan, watched):
     with halfstep.initialize(model, torch.optim.SGD(model.parameters()), plan, low="bf16") as session:
         assert bool(session.watchers) is watched
     with halfstep.initialize(model, None, plan, low="bf16") as session:
-        assert session.watchers == []
+        assert bool(session.watchers) is watched  # an optimizer may come later

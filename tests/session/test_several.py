@@ -10,6 +10,7 @@ import halfstep
 from halfstep import NumericsError
 from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
+from halfstep.errors import SessionError
 from halfstep.observe.probe import LONGEST
 
 
@@ -199,3 +200,80 @@ def test_weights_are_read_once_a_look_and_no_notice_is_given(caplog):
     assert [each for each in seen if each[1] == "weight"] == [(1, "weight", 0), (1, "weight", 1)]
     assert [each for each in seen if each[1] == "activation"] == [(1, "activation", 0), (2, "activation", 1)]
     assert caplog.text == ""
+
+
+def test_an_optimizer_that_comes_while_gradients_wait_is_refused_and_later_steps():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    session = halfstep.initialize(model, first, "O1", low="fp16", loss_scale=128.0)
+    session.backward(model(torch.ones(2, 4)).mean())
+    before = model[1].weight.detach().clone()
+    with pytest.raises(SessionError, match="add optimizers after the step"):
+        session.add_optimizers([second])
+    session.step()
+    assert torch.equal(model[1].weight, before)
+    first.zero_grad()
+    second.zero_grad()
+    session.add_optimizers([second])
+    session.backward(model(torch.ones(2, 4)).mean())
+    session.step()
+    assert 0 < (model[1].weight - before).abs().max() < 1  # of true gradients, not of scaled ones
+
+
+def test_optimizers_that_cannot_all_be_added_leave_none_behind():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    session = halfstep.initialize(model, None, "O1", low="bf16")
+    made, make = [], session._make_part
+
+    def fail_second(optimizer, undo):
+        made.append(optimizer)
+        if len(made) == 2:
+            raise RuntimeError("planted")
+        return make(optimizer, undo)
+
+    session._make_part = fail_second
+    with pytest.raises(RuntimeError, match="planted"):
+        session.add_optimizers([first, second])
+    assert session.optimizers == ()
+    assert "step" not in vars(first)
+
+
+def test_an_optimizer_that_comes_after_the_wrapper_steps_with_the_other_processes(process_group):
+    model = torch.nn.Linear(4, 1)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    session = halfstep.initialize(wrapped, None, "O1", low="bf16")
+    session.add_optimizers([torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert session.stage.summing()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_sharded_model_that_holds_whole_weights_after_an_evaluation_is_taken_as_it_is(level, process_group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    policy = halfstep.fsdp_policy(level, low="bf16")
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(2, 4))
+    session = halfstep.initialize(model, optimizer, level, low="bf16")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    session.backward(model(torch.ones(2, 4)).square().mean())
+    session.step()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    with pytest.raises(halfstep.errors.SetupError, match="sharded over processes"):
+        halfstep.check(session, lambda: model(torch.ones(2, 4)).square().mean())
+
+
+def test_halfsteps_own_optimizer_of_whole_weights_is_refused_for_shards_when_it_comes_later(process_group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mp_policy=halfstep.fsdp_policy("O1", low="bf16"))
+    session = halfstep.initialize(model, None, "O1", low="bf16")
+    with pytest.raises(halfstep.errors.SetupError, match="Lamb needs the norms of whole weights"):
+        session.add_optimizers([halfstep.Lamb(model.parameters())])
