@@ -255,7 +255,7 @@ def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
         assert "in one process, from a checkpoint" in each[what]
 
 
-@pytest.mark.parametrize("how", ["sharded", "replicas", "fewer"])
+@pytest.mark.parametrize("how", ["sharded", "replicas", pytest.param("fewer", marks=pytest.mark.slow)])
 def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_error_in_time(how, tmp_path):
     begun = time.monotonic()
     torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 2, how), nprocs=2)
@@ -266,7 +266,7 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
 def test_compiled_blocks_train_alike(level, process_group):
     expected, *_ = sharded.trained(0, level, "bf16", 2)
     assert sharded.trained(0, level, "bf16", 2, compiled="aot_eager")[0] == expected
