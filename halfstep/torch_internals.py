@@ -146,6 +146,7 @@ tree_map_only: Callable[[Any, Callable[[Any], Any], Any], Any] = _name("torch.ut
 # Autograd.
 NO_BACKWARD = -1  # the task outside of every backward pass; tried
 backward_task: Callable[[], int] = _name("torch._C._current_graph_task_id")
+saved_tensor_hooks: Callable[[bool], Any] = _name("torch._C._autograd._top_saved_tensors_default_hooks")  # None: none
 running_node: Callable[[], Any] = _name("torch._C._current_autograd_node")
 next_sequence_number: Callable[[], int] = _name("torch._C._autograd._get_sequence_nr")
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")  # of a node; tried

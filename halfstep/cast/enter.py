@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from halfstep.cast.repeated import Calls
 from halfstep.errors import SessionError
 from halfstep.torch_internals import (
     AVERAGING,
@@ -93,7 +94,7 @@ class Gate:
     marker: str = ""
     first: Gate | None = None
     uncompiled: Callable[..., Any] | None = None
-    entered: bool = False  # in eager code, ever
+    calls: Calls = field(default_factory=Calls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self
@@ -175,7 +176,6 @@ def owners(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def _run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    gate.entered = True
     if gate.begin is not None:
         gate.begin()
     if gate.before is not None and module.training and torch.is_grad_enabled():
@@ -416,19 +416,34 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _is_set_by_model(module: nn.Module) -> bool:
-    """Returns whether autocast that is off or in another format inside the plan was set so by the model's own code.
+def _stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
+    """Returns whether a call where autocast is off or in another format runs so: the model's own code has set it.
 
-    In a backward pass the plan's mark is on outside of every forward, too. There a checkpoint may repeat a call of the
-    module from outside, which was entered.
+    That it is `inside` the plan its mark tells, but not in a backward pass, where the mark may be on outside of every
+    forward and off in the repetition of what was inside. A checkpoint repeats a call there as it was made.
     """
-    if torch.compiler.is_compiling() or not in_backward():
-        return True
     gate: Any = module._halfstep_gate
-    return gate is None or not gate.entered
+    if gate is None or torch.compiler.is_compiling():
+        return inside
+    entered: bool | None = gate.calls.repeated(args, kwargs) if in_backward() else None
+    if entered is not None:
+        return not entered
+    gate.calls.note(args, kwargs, entered=not inside)
+    return inside
 
 
-def _as_written(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call inside the plan with the plan's mark on, by which modules inside see autocast as this one does."""
+    if torch.is_autocast_enabled(marker):
+        return call(module, *args, **kwargs)
+    torch.set_autocast_enabled(marker, True)
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(marker, False)
+
+
+def _as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs a forward where the model's own code has switched autocast off."""
     try:
         return forward(module, *args, **kwargs)
@@ -448,10 +463,11 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
         gate: Any = self._halfstep_gate
         if gate is None or not gate.active:
             return base_call(self, *args, **kwargs)
-        if is_on(door.marker) and (
-            (is_on(door.device_type) and dtype_of(door.device_type) is door.low) or _is_set_by_model(self)
-        ):
+        inside = is_on(door.marker)
+        if inside and is_on(door.device_type) and dtype_of(door.device_type) is door.low:
             return base_call(self, *args, **kwargs)
+        if _stays_as_written(self, args, kwargs, inside=inside):
+            return _with_marker(door.marker, base_call, self, args, kwargs)
         if torch.compiler.is_compiling():
             return (gate.uncompiled or _run_traced)(gate, base_call, self, args, kwargs)
         return _run_eager(gate, base_call, self, args, kwargs)
@@ -516,12 +532,13 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
 
         @functools.wraps(base_forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_on(marker) and self._halfstep_stand_in is None:
-                if is_on(device_type):
-                    if dtype_of(device_type) is low or _is_set_by_model(self):
-                        return base_forward(self, *args, **kwargs)
-                elif _is_set_by_model(self):
-                    return _as_written(base_forward, self, args, kwargs)
+            if self._halfstep_stand_in is None:
+                inside, on = is_on(marker), is_on(device_type)
+                if inside and on and dtype_of(device_type) is low:
+                    return base_forward(self, *args, **kwargs)
+                if _stays_as_written(self, args, kwargs, inside=inside):
+                    written = base_forward if on else functools.partial(_as_written, base_forward)
+                    return _with_marker(marker, written, self, args, kwargs)
             return through(self, *args, **kwargs)
 
     namespace = {

@@ -550,3 +550,60 @@ def test_so_does_a_child_whose_forward_is_its_own(low):
     halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O1", low=low)
     model(torch.randn(8, 32))
     assert torch.equal(model.routed, torch.nn.functional.linear(model.given, router.weight, router.bias))
+
+
+class Other(nn.Module):
+    """Runs a block in autocast of its own format, in a checkpoint or not."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head, self.dtype, self.reentrant = Block(8), nn.Linear(8, 4), dtype, None
+
+    def run(self, x):
+        return self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+    def forward(self, x):
+        with torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+            y = self.run(x)
+        return self.head(y.float())
+
+
+def around(model, x):
+    """Also the block alone, from outside of the model: in a checkpoint, with the same input."""
+    model.block(x)
+    return model(x).sum() + model.run(x).float().sum() + model(x).sum()
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["session.backward", "backward"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("run", [lambda model, x: model(x).sum(), around], ids=["inside", "also from outside"])
+@pytest.mark.parametrize(
+    ("level", "low", "dtype"),
+    [
+        ("O1", "bf16", None),
+        ("O1", "bf16", torch.float16),
+        ("O1", "fp16", torch.bfloat16),
+        ("O2", "bf16", torch.float16),
+    ],
+)
+def test_a_checkpoint_repeats_each_call_as_it_was_made(level, low, dtype, run, reentrant, marked):
+    """In the caller's autocast of another format inside the model, under the plan from outside."""
+    model = Other(dtype)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), level, low=low)
+    gradients = []
+    for how in (None, reentrant):
+        model.reentrant = how
+        loss = run(model, torch.ones(4, 8, requires_grad=True)) / 64
+        if marked:
+            session.backward(loss)
+            session.unscale_()
+        else:
+            loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        for p in model.parameters():
+            p.grad = None
+        session.step() if marked else None
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert autocast_bits() == [False] * 6
+    session.close()

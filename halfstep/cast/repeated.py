@@ -1,0 +1,68 @@
+"""Tells how a call was made that a checkpoint repeats in the backward pass: the plan entered by it, or as written.
+
+A checkpoint restores the autocast of a call's surroundings, which the model's own code and a caller outside of the plan
+may have set alike. What it passes again is the memory of the arguments, and by that a call is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from halfstep.torch_internals import saved_tensor_hooks, storage_identity, tree_leaves
+
+_MANY = 64  # calls of one module, before those whose memory is gone are dropped
+
+
+class Calls:
+    """The calls of one module that a checkpoint may repeat: whether each entered the plan, by its arguments' memory.
+
+    Memory is not kept alive. Calls with the same arguments are repeated last first, as a backward pass does.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[int, ...], deque[bool]] = {}
+        self._memory: dict[tuple[int, ...], list[StorageWeakRef]] = {}
+
+    def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
+        """Notes a call, if a checkpoint may be what makes it: one that saves no tensors, or not as usual."""
+        if torch.is_grad_enabled() and saved_tensor_hooks(True) is None:
+            return
+        key, memory = _memory_of(args, kwargs)
+        if len(self._ways) >= _MANY:
+            self._drop_freed()
+        if key not in self._ways or self._is_freed(key):
+            self._ways[key] = deque(maxlen=_MANY)
+            self._memory[key] = [StorageWeakRef(storage) for storage in memory]  # type: ignore[no-untyped-call]
+        self._ways[key].appendleft(entered)
+
+    def repeated(self, args: Any, kwargs: Any) -> bool | None:
+        """Returns whether the call that is repeated with these arguments entered the plan; None where none is known."""
+        key, _ = _memory_of(args, kwargs)
+        ways = self._ways.get(key)
+        if ways is None or self._is_freed(key):
+            return None
+        ways.rotate(-1)  # a graph that is kept is run through again in the same order
+        return ways[-1]
+
+    def _is_freed(self, key: tuple[int, ...]) -> bool:
+        return any(reference.expired() for reference in self._memory[key])  # type: ignore[no-untyped-call]
+
+    def _drop_freed(self) -> None:
+        for key in [key for key in self._ways if self._is_freed(key)]:
+            del self._ways[key], self._memory[key]
+
+
+def _memory_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
+    storages = []
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            try:
+                storages.append(leaf.untyped_storage())
+            except (RuntimeError, NotImplementedError):  # sparse, or a wrapper: it has none of its own
+                continue
+    return tuple(storage_identity(storage) for storage in storages), storages
