@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.cast.enter import owners
+from halfstep.cast.owners import owners
 from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.cast.emulate import Emulation
-from halfstep.cast.enter import Entrances, Gate, Inside
+from halfstep.cast.enter import Entrances
 from halfstep.cast.functions import patch_functions
+from halfstep.cast.gate import Gate, Inside
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switch, Switched
 from halfstep.cast.tree import map_tensors

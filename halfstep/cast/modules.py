@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from halfstep.cast.enter import CheckpointHook, Values, is_marked
+from halfstep.cast.copies import CheckpointHook
+from halfstep.cast.gate import Values
+from halfstep.cast.owners import is_marked
 from halfstep.cast.tree import CASTABLE, cast_floats, first_float_dtype
 from halfstep.errors import SessionError, StateError
 from halfstep.formats import Format

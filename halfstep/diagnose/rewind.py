@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from halfstep.cast.enter import OURS, put_in_place
+from halfstep.cast.copies import OURS
+from halfstep.cast.enter import put_in_place
 from halfstep.processes.replicas import wrappers_of
 from halfstep.torch_internals import buffers_of, post_accumulate_hooks_of, version_of
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.cast.enter import owners
+from halfstep.cast.owners import owners
 from halfstep.diagnose.closure import leaves_kept
 from halfstep.diagnose.cures import FULL_OUT
 from halfstep.diagnose.rewind import untouched

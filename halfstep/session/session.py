@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from halfstep.cast.arriving import read_as_planned
 from halfstep.cast.casting import Casting
-from halfstep.cast.enter import CheckpointHook, mark, plain_copies
+from halfstep.cast.copies import CheckpointHook, plain_copies
 from halfstep.cast.modules import cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
+from halfstep.cast.owners import mark
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe

@@ -18,7 +18,8 @@ from halfstep.adapters.script.directions import paired, times
 from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by, unowned
 from halfstep.adapters.script.patches import CallWatch
 from halfstep.adapters.script.trained import Trained, trained_in
-from halfstep.cast.enter import CheckpointHook, owners
+from halfstep.cast.copies import CheckpointHook
+from halfstep.cast.owners import owners
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
 from halfstep.formats import Format

@@ -1,0 +1,209 @@
+"""The gate around a module's forward: what is done before and after it, and how it is run so."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.cast.repeated import Calls
+from halfstep.torch_internals import in_backward
+
+Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would bypass"
+SWITCHED_OFF = (
+    "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
+    "module in fp32 with a rule, Rule(name, FULL)"
+)
+# torch's words for formats that do not go together
+MIXED = re.compile(
+    r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
+    r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
+)
+_LOG = logging.getLogger("halfstep")
+
+
+@dataclass
+class Gate:
+    """What is done around one module's forward; shared by deep copies of the module, never pickled.
+
+    `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
+    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
+    `around` is a context for eager calls only (emulation), with which torch.compile runs `uncompiled` instead. `before`
+    is called before each eager training forward, and `begin` before any eager one and its casts. `full` gives the fp32
+    value of a parameter whose stored form is low. `first` takes its place where
+    `marker`, which is on inside the plan, is off.
+    """
+
+    region: Callable[[], AbstractContextManager[Any]]
+    enter: Callable[[], Any]
+    leave: Callable[[Any], None]
+    cast_in: Values | None
+    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
+    full: Callable[[nn.Parameter], Tensor]
+    around: Callable[[], AbstractContextManager[Any]] | None = None
+    before: Callable[[], None] | None = None
+    begin: Callable[[], None] | None = None
+    active: bool = True
+    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
+    marker: str = ""
+    first: Gate | None = None
+    uncompiled: Callable[..., Any] | None = None
+    calls: Calls = field(default_factory=Calls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward.
+
+    There a checkpoint switches the device's bit on as its caller had it; the format tells a caller's from the plan's.
+    """
+
+    device_type: str
+    marker: str
+    low: torch.dtype
+
+
+def run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a forward, and all that the gate does around it."""
+    if gate.begin is not None:
+        gate.begin()
+    if gate.before is not None and module.training and torch.is_grad_enabled():
+        gate.before()
+    given = args, kwargs
+    if gate.cast_in is not None:
+        args, kwargs = gate.cast_in(args, kwargs)
+    if gate.around is None:
+        return _run_inside(gate, forward, module, args, kwargs, given)
+    with gate.around():
+        return _run_inside(gate, forward, module, args, kwargs, given)
+
+
+def _run_inside(
+    gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, given: tuple[Any, Any]
+) -> Any:
+    token = gate.enter()
+    try:
+        out = forward(module, *args, **kwargs)
+    finally:
+        gate.leave(token)
+    return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a call under the plan; the forward in it casts, and says that it begins."""
+    with nullcontext() if gate.around is None else gate.around():
+        token = gate.enter()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            gate.leave(token)
+
+
+def run_generator(
+    gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+) -> Generator[Any, Any, Any]:
+    """Does the same around each part of a forward that is a generator, and nothing while its caller has the turn."""
+    parts: Generator[Any, Any, Any]
+
+    def start(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal parts
+        parts = forward(module, *args, **kwargs)
+        return next(parts)
+
+    resume: Callable[[], Any] = functools.partial(run_eager, gate, start, module, args, kwargs)
+    while True:
+        try:
+            value = resume()
+        except StopIteration as end:
+            return end.value
+        try:
+            sent = yield value
+            go_on, given = parts.send, sent
+        except GeneratorExit:
+            parts.close()
+            raise
+        except BaseException as error:
+            go_on, given = parts.throw, error
+        resume = functools.partial(_run_part, gate, go_on, given, (args, kwargs))
+
+
+def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: tuple[Any, Any]) -> Any:
+    with ExitStack() as stack:
+        if gate.around is not None:
+            stack.enter_context(gate.around())
+        stack.callback(gate.leave, gate.enter())
+        out = go_on(given)
+    return out if gate.cast_out is None else gate.cast_out(out, *called_with)
+
+
+def run_uncompiled() -> Callable[..., Any]:
+    """Returns what runs a forward eagerly where it should be compiled, and says so once."""
+    said = False
+
+    def run(*arguments: Any) -> Any:
+        nonlocal said
+        if not said:
+            _LOG.warning("torch.compile is left out for this model: %s", EMULATED)
+            said = True
+        return run_eager(*arguments)
+
+    return run
+
+
+def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a forward in a form that torch.compile traces."""
+    given = args, kwargs
+    if gate.cast_in is not None:
+        args, kwargs = gate.cast_in(args, kwargs)
+    with gate.region():
+        out = forward(module, *args, **kwargs)
+    return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
+    """Returns whether a call where autocast is off or in another format runs so: the model's own code has set it.
+
+    That it is `inside` the plan its mark tells, but not in a backward pass, where the mark may be on outside of every
+    forward and off in the repetition of what was inside. A checkpoint repeats a call there as it was made.
+    """
+    gate: Any = module._halfstep_gate
+    if gate is None or torch.compiler.is_compiling():
+        return inside
+    entered: bool | None = gate.calls.repeated(args, kwargs) if in_backward() else None
+    if entered is not None:
+        return not entered
+    gate.calls.note(args, kwargs, entered=not inside)
+    return inside
+
+
+def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call inside the plan with the plan's mark on, by which modules inside see autocast as this one does."""
+    if torch.is_autocast_enabled(marker):
+        return call(module, *args, **kwargs)
+    torch.set_autocast_enabled(marker, True)
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(marker, False)
+
+
+def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward where the model's own code has switched autocast off."""
+    try:
+        return forward(module, *args, **kwargs)
+    except RuntimeError as error:
+        if not torch.compiler.is_compiling() and MIXED.search(str(error)) and SWITCHED_OFF not in str(error):
+            error.args = (f"{error} ({type(module).__name__}: {SWITCHED_OFF})", *error.args[1:])
+        raise
