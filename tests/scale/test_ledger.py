@@ -461,3 +461,22 @@ def tensors_in(value):
     if isinstance(value, dict):
         value = list(value.values())
     return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_gradients_that_are_reduced_are_made_in_the_format_of_their_buckets_again(dtype):
+    """After `unscale_` they are fp32; an operation that makes fp32 ones for low weights, as an LSTM's, keeps no width."""
+    weight = nn.Parameter(torch.ones(2, dtype=dtype))
+    ledger = GradientLedger(lambda: [weight], True, reduced=lambda: True)
+    one = torch.ones(())
+    for unscaled in (True, False):
+        ledger.before_backward(0, one)
+        assert weight.grad is None or weight.grad.dtype is dtype
+        weight.sum().float().backward()
+        assert weight.grad.dtype is dtype
+        assert weight.grad_dtype is dtype
+        ledger.after_backward(0, one)
+        if unscaled:
+            ledger.unscale_()
+            assert weight.grad.dtype is torch.float32
+    assert weight.grad.tolist() == [2.0, 2.0]
