@@ -261,6 +261,10 @@ class TestFormatOfHeldGradients:
         twin.zero_grad(True)
         twin.ledger.close()
         assert twin.weights[0].grad_dtype in (dtype, None)
+        weight = twin.weights[0]
+        weight.data = weight.data.double()  # as a later model.double() does
+        weight.sum().backward()
+        assert weight.grad.dtype is torch.float64
 
 
 FINE, INFINITE, NAN = [1.0, 1.0], [math.inf, 1.0], [math.nan, 1.0]
