@@ -283,6 +283,9 @@ OVERFLOWS = {
         ("backward", 0, INFINITE), ("unscale",), ("clip",), ("expect", True, {0: True}),
     ],
     "of the loss alone": [("backward", 0, FINE, BOTH, True), ("expect", True, {0: True})],
+    "of the first of several accumulated losses alone": [
+        ("backward", 0, FINE, BOTH, True), ("backward", 0, FINE, BOTH, False), ("expect", True, {0: True}),
+    ],
     "not of a finite loss": [("backward", 0, FINE, BOTH, False), ("expect", False, {0: False})],
     "of a loss that reaches no parameter does not count": [
         ("reach_nothing", 0), ("backward", 1, FINE, BOTH, False), ("expect", False, {1: False}),
