@@ -47,7 +47,7 @@ def pytest_configure(config):
         known = {row.name: row for row in machine.PROCESSORS}
         if wanted not in known:
             raise pytest.UsageError(f"--processor {wanted!r} is unknown; choose one of {', '.join(known)}")
-        machine.read_processor = lambda: known[wanted]
+        machine.table_row = lambda: known[wanted]
     # Workers share the cores: one thread each; alone, two, so that parallel kernels are tested as well.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

@@ -1,6 +1,6 @@
 """Turns, medians, quartiles, ratios."""
 
-import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,26 +12,38 @@ from halfstep.timing import speedup, spread, take_turns
 CPU = torch.device("cpu")
 
 
-def test_every_call_has_its_turn_in_each_round():
-    order = []
-    calls = {name: lambda name=name: (order.append(name), time.sleep(2.1e-3)) for name in "ab"}
-    times = take_turns(calls, device=CPU, seconds=60, most=3)
-    assert [len(times["a"]), len(times["b"])] == [3, 3]
+@pytest.fixture
+def calls_of(monkeypatch):
+    """Makes calls that take so many seconds of a clock that nothing else moves, and note their names."""
+    now, order = [0.0], []
+    monkeypatch.setattr("halfstep.timing.perf_counter", lambda: now[0])
+
+    def take(name, seconds):
+        order.append(name)
+        now[0] += seconds
+
+    return order, lambda **seconds: {name: partial(take, name, took) for name, took in seconds.items()}
+
+
+def test_every_call_has_its_turn_in_each_round(calls_of):
+    order, calls = calls_of
+    times = take_turns(calls(a=0.01, b=0.02), device=CPU, seconds=60, most=3)
+    assert times == {"a": pytest.approx([0.01] * 3), "b": pytest.approx([0.02] * 3)}
     assert "".join(order) == "aabb" + "ab" * 3  # two of each first, which say how many calls make a turn
 
 
-def test_a_short_call_is_made_many_times_a_turn():
-    count = []
-    times = take_turns({"a": lambda: count.append(None)}, device=CPU, seconds=0.0)
-    assert len(times["a"]) == 2
-    assert len(count) > 100
+def test_a_short_call_is_made_many_times_a_turn_after_one_that_is_not_timed(calls_of):
+    order, calls = calls_of
+    assert take_turns(calls(a=0.002), device=CPU, seconds=0.0) == {"a": pytest.approx([0.002] * 2)}
+    assert len(order) == 2 + 2 * (1 + 5)  # ten milliseconds a turn
 
 
-def test_a_slow_call_leaves_the_rounds_after_two_turns():
-    calls = {"slow": lambda: time.sleep(0.05), "quick": lambda: time.sleep(0.0021)}
-    times = take_turns(calls, device=CPU, seconds=0.04 + 0.0, most=2)
+def test_a_slow_call_leaves_the_rounds_after_two_turns(calls_of):
+    _, calls = calls_of
+    times = take_turns(calls(slow=0.05, quick=0.01), device=CPU, seconds=0.04, most=2)
     assert (len(times["slow"]), len(times["quick"])) == (2, 2)
-    assert len(take_turns(calls, device=CPU, seconds=0.09, most=5)["slow"]) == 2
+    times = take_turns(calls(slow=0.05, quick=0.01, other=0.01), device=CPU, seconds=0.15, most=5)
+    assert [len(times[name]) for name in ("slow", "quick", "other")] == [2, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -472,7 +472,7 @@ def tensors_in(value):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gradients_that_are_reduced_are_made_in_the_format_of_their_buckets_again(dtype):
-    """After `unscale_` they are fp32; an operation that makes fp32 ones for low weights, as an LSTM's, keeps no width."""
+    """After `unscale_` they are fp32; those that an LSTM makes for low weights would stay so."""
     weight = nn.Parameter(torch.ones(2, dtype=dtype))
     ledger = GradientLedger(lambda: [weight], True, reduced=lambda: True)
     one = torch.ones(())
