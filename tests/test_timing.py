@@ -42,7 +42,7 @@ def test_a_slow_call_leaves_the_rounds_after_two_turns(calls_of):
     _, calls = calls_of
     times = take_turns(calls(slow=0.05, quick=0.01), device=CPU, seconds=0.04, most=2)
     assert (len(times["slow"]), len(times["quick"])) == (2, 2)
-    times = take_turns(calls(slow=0.05, quick=0.01, other=0.01), device=CPU, seconds=0.15, most=5)
+    times = take_turns(calls(slow=0.06, quick=0.01, other=0.01), device=CPU, seconds=0.165, most=5)
     assert [len(times[name]) for name in ("slow", "quick", "other")] == [2, 3, 3]
 
 
