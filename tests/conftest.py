@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import gc
 import os
 import random
 import sys
@@ -50,6 +51,15 @@ def pytest_configure(config):
         machine.table_row = lambda: known[wanted]
     # Workers share the cores: one thread each; alone, two, so that parallel kernels are tested as well.
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # thousands of tests and torch's modules, which each collection of a test would go through again
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):
