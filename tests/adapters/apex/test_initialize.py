@@ -61,6 +61,24 @@ def test_stored_formats(amp, low, level):
     assert model(batch()[0]).dtype is torch.float32
 
 
+def test_a_batch_norm_that_is_kept_takes_fp32_values_as_they_come(amp):
+    seen = []
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.bn = nn.Linear(8, 4), nn.BatchNorm1d(4)
+            self.bn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+
+        def forward(self, x):
+            out = self.bn(self.fc(x).float() + 2.0**-20)
+            seen.append(out.dtype)
+            return out
+
+    amp.initialize(Wide(), opt_level="O2", verbosity=0)(vectors()[0])
+    assert seen == [torch.float32, torch.float32]
+
+
 KINDS = {
     "affine": lambda: nn.BatchNorm1d(4),
     "synchronized": lambda: nn.SyncBatchNorm(4),
