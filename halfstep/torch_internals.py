@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.compiler.config
 from torch import Tensor, nn
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -286,17 +287,24 @@ class OpenGradScaler(torch.amp.GradScaler):
         self.on_device(dev)
 
 
-class OpenAutocast(torch.autocast):
-    """`torch.autocast` that can tell what it was made with."""
+class OpenAutocast(TorchAutocast):
+    """`torch.autocast` that can tell what it was made with; torch's own in code that torch.compile traces.
+
+    Tracing sets a subclass's state back at its end, and torch's own at once, so that one inside the other fails.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes one."""
+        return TorchAutocast(*args, **kwargs) if torch.compiler.is_compiling() else super().__new__(cls)
 
     @property
     def enabled(self) -> bool:
         """Whether it casts: as asked, but for a device that is not there."""
         return self._enabled
 
-    def again(self, of: type[torch.autocast] = torch.autocast) -> torch.autocast:
+    def again(self) -> torch.autocast:
         """Returns torch's own with the same settings, but for warnings that were given."""
-        return of(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
 _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState").UNSCALED

@@ -15,12 +15,20 @@ from halfstep.scale.grad_scaler import GradScaler
 class CudaAutocast(autocast):
     """`torch.cuda.amp.autocast`, whose device is fixed."""
 
+    def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
+        """Makes torch's own in code that torch.compile traces."""
+        return super().__new__(cls, "cuda", dtype, enabled, cache_enabled)
+
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("cuda", dtype, enabled, cache_enabled)
 
 
 class CpuAutocast(autocast):
     """`torch.cpu.amp.autocast`, whose device is fixed."""
+
+    def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
+        """Makes torch's own in code that torch.compile traces."""
+        return super().__new__(cls, "cpu", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
         super().__init__("cpu", dtype, enabled, cache_enabled)

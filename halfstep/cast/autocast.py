@@ -31,16 +31,13 @@ class autocast(OpenAutocast):
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._entered: dict[int, list[torch.autocast]] = {}  # by thread
-        if not torch.compiler.is_compiling():
-            self.on_made()
+        self.on_made()
 
     def on_made(self) -> None:
         """Called when one is made, but for those in code that torch.compile traces; does nothing."""
 
     def __enter__(self) -> Any:
         """Casts from here on, in this thread."""
-        if torch.compiler.is_compiling():
-            return super().__enter__()  # type: ignore[no-untyped-call]
         once = self.again()
         once.__enter__()  # type: ignore[no-untyped-call]
         self._entered.setdefault(threading.get_ident(), []).append(once)
@@ -50,8 +47,6 @@ class autocast(OpenAutocast):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Any:
         """Puts back what was before."""
-        if torch.compiler.is_compiling():
-            return super().__exit__(kind, error, trace)
         thread = threading.get_ident()
         entered = self._entered[thread]
         once = entered.pop()

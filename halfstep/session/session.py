@@ -241,7 +241,13 @@ class Session:
             undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
         elif self._decision.mixed and not part.needs_closure:
             undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
+        if part.needs_closure:
+            undo.callback(optimizer.register_step_post_hook(self._count_own_step).remove)
         return part
+
+    def _count_own_step(self, *_: Any) -> None:
+        """Counts a step that an optimizer with a closure has made by itself."""
+        self._steps += 1
 
     def _own_step(self, part: Part, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the step that a loop asks an optimizer for, which has the closure's loss to return."""

@@ -143,6 +143,29 @@ def test_two_models_and_weights_written_through_data_equal_their_hand_converted_
     assert differing(found, hand) == []
 
 
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_steps_of_an_optimizer_with_a_closure_are_counted(level, tmp_path):
+    text = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+x, y = torch.randn(8, 4), torch.randn(8, 1)
+losses = []
+def closure():
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    return loss
+for _ in range(4):
+    losses.append(optimizer.step(closure).item())
+torch.save({"losses": losses}, sys.argv[1])
+"""
+    found, ran = converted(writes(tmp_path, text), tmp_path / "out.pt", level, "bf16")
+    assert ran.trained.steps == 4
+    assert found["losses"][3] < found["losses"][0]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_leaf_has_a_true_gradient_whoever_trains_it(level, tmp_path):
     text = """
@@ -258,6 +281,26 @@ torch.save({}, sys.argv[1])
 """
     _, ran = converted(writes(tmp_path, text), tmp_path / "out.pt")
     assert (ran.brings, ran.trained.level, ran.trained.steps) == ("a halfstep session", "O2", 1)
+
+
+@pytest.mark.parametrize(("file", "counts"), [("adapters/accelerate.py", True), ("diagnose/rehearsal.py", False)])
+def test_a_session_that_the_adapter_of_a_trainer_opens_is_the_scripts(file, counts, tmp_path):
+    text = f"""
+import sys, torch, halfstep
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+code = "def prepare(): return halfstep.initialize(model, optimizer, 'O2', low='bf16', stepping='optimizer')"
+exec(compile(code, {str(Path(halfstep.__file__).parent / file)!r}, "exec"))
+session = prepare()
+session.backward(model(torch.ones(3, 4)).square().mean())
+optimizer.step()
+torch.save({{}}, sys.argv[1])
+"""
+    _, ran = converted(writes(tmp_path, text), tmp_path / "out.pt")
+    if counts:
+        assert (ran.brings, ran.trained.level, ran.trained.steps) == ("a halfstep session", "O2", 1)
+    else:
+        assert ran.trained is None
 
 
 APEX_AMP = """

@@ -1,5 +1,6 @@
 """torch.amp's names on halfstep's drop-ins: what scripts written for torch.amp see."""
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -119,6 +120,47 @@ def test_it_is_copied_pickled_and_compiled_as_torchs():
             return x @ x
 
     assert compiled(torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+class Regions(nn.Module):
+    """Has regions of its own in its forward; made before, made there, the deprecated way, and off."""
+
+    def __init__(self, breaks):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.kept = torch.autocast("cpu", torch.bfloat16)
+        self.breaks = breaks
+
+    def forward(self, x):
+        found = []
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.amp.autocast("cpu", dtype=torch.bfloat16):
+            x = self.fc(x)
+            found.append(x.dtype)
+            if self.breaks:
+                torch._dynamo.graph_break()
+            with torch.autocast("cpu", enabled=False):
+                found.append(self.fc(x.to(self.fc.weight.dtype)).dtype)
+        with self.kept, torch.cpu.amp.autocast(dtype=torch.bfloat16):
+            found.append(self.fc(x).dtype)
+        return x, found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch gives after a graph break
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_a_compiled_forward_with_regions_of_its_own_is_as_the_eager_one(level, breaks, installed):
+    torch.manual_seed(0)
+    model, x = Regions(breaks), torch.randn(2, 4)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=not breaks)
+    with contextlib.ExitStack() as stack:
+        if level is not None:
+            stack.enter_context(halfstep.initialize(model, None, level, low="bf16"))
+        (out, formats), (expected, eager) = compiled(x), model(x)
+    stored = torch.bfloat16 if level == "O2" else torch.float32
+    assert formats == eager == [torch.bfloat16, stored, torch.bfloat16]
+    assert torch.equal(out, expected)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 class Cube(torch.autograd.Function):

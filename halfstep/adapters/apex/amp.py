@@ -113,9 +113,9 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
         scaling=make_scaling(properties.loss_scale, min_loss_scale, max_loss_scale),
         changes=STATE._registered,
     )
-    for model in loaded_low:
-        model.float()  # the values are the same, and masters start from them
     session = open_session(chosen, stepping or None, plan, on_failure="warn", stepping="optimizer")
+    for model in loaded_low if opt_level == "O0" else ():  # at the others the session widens what is trained
+        model.float()
     STATE._current = Trained(session, num_losses, casts=bool(properties.patch_torch_functions))
     STATE._trained.add(STATE._current)
     STATE.opt_properties, STATE.min_loss_scale, STATE.max_loss_scale = properties, min_loss_scale, max_loss_scale

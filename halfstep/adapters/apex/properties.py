@@ -205,7 +205,7 @@ def _stored_low(
     if not any(isinstance(module, BatchNorm) for model in models for module in model.modules()):
         return plan
     if properties.keep_batchnorm_fp32:
-        return plan.edit(Rule("type:_BatchNorm", Policy("full", "low", "input"), input="keep"))
+        return plan.edit(Rule("type:_BatchNorm", Policy("full", "low", "input")))
     return plan.edit(Rule("type:_BatchNorm", LOW, buffers="low"))
 
 

@@ -28,6 +28,7 @@ from halfstep.session.session import Session
 from halfstep.torch_internals import FOLDER, in_backward, is_compiling_here, is_tracing
 
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
+ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for
 APEX = {inspect.getfile(amp): "apex.amp", inspect.getfile(fp16_optimizer): "apex's FP16_Optimizer"}
 MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a script makes a drop-in autocast
 
@@ -144,7 +145,8 @@ def _session_made(made: Any, listener: Listener) -> Any:
             frame = frame.f_back
         file = "" if frame is None else frame.f_code.co_filename
         whose = next((name for adapter, name in APEX.items() if file == adapter), None)
-        if whose is None and not file.startswith(HALFSTEP):  # else: the listener's own, or a trial on copies
+        if whose is None and (not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS):
+            # else: the listener's own, or a trial on copies
             whose = "a halfstep session"
         if whose is not None:
             listener.opened(self, whose)

@@ -48,3 +48,17 @@ def test_the_migration_page_casts_batch_norms_as_apex_did(amp, low):
         for norm in (model[1], other[1]):
             assert (norm.weight.dtype, norm.running_mean.dtype) == (low, low)
     assert model[1].weight.dtype is torch.float32
+
+
+def test_the_migration_page_names_what_there_is():
+    text = (PAGE.parent / "migration.md").read_text()
+    assert len(set(re.findall(r"halfstep\.(\w+)", text))) > 5
+    assert [name for name in re.findall(r"halfstep\.(\w+)", text) if not hasattr(halfstep, name)] == []
+    assert [name for name in re.findall(r"session\.(\w+)", text) if not hasattr(halfstep.Session, name)] == []
+    given = re.findall(r"`((?:loss_scale|master|rules|ops|norms|input)=[^`]+)`", text)
+    given = [each.replace('"f"', '"sigmoid"') for each in given if "..." not in each and "module:" not in each]
+    assert len(given) >= 7
+    for keywords in given:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        settings = eval(f"dict({keywords})", {"halfstep": halfstep})
+        halfstep.initialize(model, None, "O2", low="fp16", **settings).close()

@@ -305,3 +305,14 @@ def test_what_does_not_fit_gets_words():
         apex.model_grads_to_master_grads(list(model.parameters()), [nn.Parameter(torch.ones(1))])
     with pytest.raises(halfstep.PlanError, match="scale init is 0; give a number"):
         apex.LossScaler(0.0)
+
+
+@each_low
+def test_zero_grad_zeroes_or_drops_as_it_is_asked(low):
+    model, optimizer = fp16_loop(low)
+    optimizer.backward(model(batch(0)[0]).float().sum())
+    assert any(p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert not any(p.grad.any() for p in model.parameters())
+    optimizer.zero_grad(set_grads_to_None=True)
+    assert [p.grad for p in model.parameters()] == [None] * len(list(model.parameters()))

@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep.adapters.apex import sessions
 from halfstep.adapters.apex.fp16_optimizer import FP16_Optimizer
+from halfstep.errors import SetupError
 from tests.adapters.apex.cases import LEVELS, batch, loss_of, network, same, sgd, small, values, vectors
 
 TABLE = {  # cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
@@ -58,6 +59,24 @@ def test_stored_formats(amp, low, level):
     assert {model.bn.weight.dtype, model.bn.running_var.dtype} == {norm}
     assert {value.dtype for value in model.state_dict().values() if value.is_floating_point()} <= {torch.float32, norm}
     assert model(batch()[0]).dtype is torch.float32
+
+
+def test_a_batch_norm_that_is_kept_takes_fp32_values_as_they_come(amp):
+    seen = []
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.bn = nn.Linear(8, 4), nn.BatchNorm1d(4)
+            self.bn.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+
+        def forward(self, x):
+            out = self.bn(self.fc(x).float() + 2.0**-20)
+            seen.append(out.dtype)
+            return out
+
+    amp.initialize(Wide(), opt_level="O2", verbosity=0)(vectors()[0])
+    assert seen == [torch.float32, torch.float32]
 
 
 KINDS = {
@@ -226,6 +245,26 @@ def test_a_half_model_is_refused_unless_it_is_said_to_be_meant(amp, low, level):
     assert same({k: v.float() for k, v in before.items()}, values(model))
     with amp.scale_loss(loss_of(model, vectors()), optimizer) as scaled:
         scaled.backward()
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_frozen_stays_as_it_came_but_at_o0_and_all_of_it_after_an_error(amp, low, level, scale):
+    model = small().to(low)
+    model[0].requires_grad_(False)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    with pytest.raises(SetupError, match="are not the model's"):
+        amp.initialize(model, sgd(small()), opt_level=level, loss_scale=scale, verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {low}
+    model, optimizer = amp.initialize(model, sgd(model[2]), opt_level=level, loss_scale=scale, verbosity=0)
+    assert model[0].weight.dtype is (torch.float32 if level == "O0" else low)
+    assert model[2].weight.dtype is (torch.float32 if level in ("O0", "O1") else low)
+    before = values(model)["2.weight"]
+    with amp.scale_loss(loss_of(model, vectors()), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert before.dtype is torch.float32
+    assert not torch.equal(before, values(model)["2.weight"])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -36,10 +36,11 @@ def test_it_gives_the_loss_in_fp32_times_the_scale_and_leaves_true_gradients(amp
         assert torch.equal(own * factor, inside)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_low_loss_is_scaled_in_fp32(amp, low, level):
+def test_a_low_loss_is_scaled_in_fp32(amp, low, level, shape):
     model, optimizer = opened(amp, level, cast_model_outputs=low)
-    with amp.scale_loss(model(vectors()[0]).pow(2).mean().to(low), optimizer) as scaled:
+    with amp.scale_loss(model(vectors()[0]).pow(2).mean().to(low).reshape(shape), optimizer) as scaled:
         assert scaled.dtype is torch.float32
         scaled.backward()
     assert all(torch.isfinite(grad).all() for grad in gradients(model))
@@ -269,3 +270,15 @@ def test_a_model_for_inference_scales_nothing(amp):
     assert model(vectors()[0]).dtype is torch.float32
     with pytest.raises((RuntimeError, SessionError)), amp.scale_loss(loss_of(model, vectors()), []):
         pass
+
+
+def test_training_goes_on_where_every_step_is_skipped_and_the_log_says_why(amp, caplog):
+    model, optimizer = opened(amp, "O1")
+    before, (inputs, targets) = values(model), vectors()
+    for _ in range(60):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, (inputs * float("nan"), targets)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert same(before, values(model))
+    assert "was skipped like those before it" in caplog.text

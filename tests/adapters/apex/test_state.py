@@ -77,6 +77,8 @@ def test_a_checkpoint_loads_at_any_level_and_without_amp(amp):
 
 def test_without_a_session_the_state_is_empty(amp):
     assert amp.state_dict() == {}
+    opened(amp, "O1")
+    assert amp.state_dict() != {}
     opened(amp, "O1", enabled=False)
     assert amp.state_dict() == {}
 
