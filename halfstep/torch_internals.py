@@ -268,6 +268,10 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Begins anew, as `update` does at its end."""
         self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
 
+    def is_ready(self, optimizer: Optimizer) -> bool:
+        """Returns whether the gradients of an optimizer were neither unscaled nor stepped since the last `update`."""
+        return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _READY)
+
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Returns whether the gradients of an optimizer were unscaled, and not stepped, since the last `update`."""
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _UNSCALED)
@@ -307,6 +311,7 @@ class OpenAutocast(TorchAutocast):
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
+_READY: Any = _name("torch.amp.grad_scaler.OptState").READY
 _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState").UNSCALED
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
 for _of_scaler in (

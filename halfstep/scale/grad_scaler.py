@@ -77,8 +77,7 @@ class GradScaler(OpenGradScaler):
         Raises:
             RuntimeError: they were already unscaled or stepped since the last `update`.
         """
-        fresh = self.is_enabled() and not self.is_unscaled(optimizer)
-        for param in _with_gradients(optimizer) if fresh else ():
+        for param in _with_gradients(optimizer) if self.is_enabled() and self.is_ready(optimizer) else ():
             if param.grad.dtype is torch.float16:
                 grad, param.grad = param.grad, None
                 param.grad_dtype = torch.float32

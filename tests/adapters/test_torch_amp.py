@@ -277,3 +277,17 @@ def test_fp16_gradients_that_are_not_finite_skip_the_step(value):
     scaler.update()
     assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.float16))
     assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("first", ["step", "unscale_"])
+def test_what_is_refused_leaves_fp16_gradients_as_they_are(first):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler = halfstep.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum().float()).backward()
+    getattr(scaler, first)(optimizer)
+    before = weight.grad.clone()
+    with pytest.raises(RuntimeError, match="unscale_"):
+        scaler.unscale_(optimizer)
+    assert weight.grad.dtype is before.dtype
+    assert torch.equal(weight.grad, before)
