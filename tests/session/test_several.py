@@ -301,6 +301,7 @@ def test_an_optimizer_that_steps_itself_resumes_from_a_session_that_got_it_early
             session.step()
 
     model, optimizer, session = opened(late)
+    assert caplog.text.count("no update of its own for RMSprop") == 1
     train(model, optimizer, session, range(1, 5))
     states = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, session)]
     train(model, optimizer, session, range(5, 9))
@@ -310,4 +311,3 @@ def test_an_optimizer_that_steps_itself_resumes_from_a_session_that_got_it_early
         each.load_state_dict(state)
     train(*resumed, range(5, 9))
     assert torch.equal(resumed[0].state_dict()["weight"], model.state_dict()["weight"])
-    assert caplog.text.count("no update of its own for RMSprop") == 1
