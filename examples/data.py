@@ -1,4 +1,4 @@
-"""Data of the examples, as their publishers give it: Fashion-MNIST (IDX files), IMDB reviews (label, tab, text)."""
+"""Data of the examples, as their publishers give it: Fashion-MNIST (IDX), CIFAR-10, IMDB reviews (label, tab, text)."""
 
 import gzip
 import re
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from halfstep.errors import DataError
+from halfstep.workloads.cifar_resnet import normalize, read_images
 
 FASHION = "https://github.com/zalandoresearch/fashion-mnist"
 IMDB = "https://ai.stanford.edu/~amaas/data/sentiment (a line per review in a gzip file: 1 or 0, a tab, the text)"
@@ -19,6 +22,15 @@ def fashion_mnist(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     pixels = np.frombuffer(_read(images, FASHION), np.uint8, offset=16).reshape(-1, 1, 28, 28)
     classes = np.frombuffer(_read(labels, FASHION), np.uint8, offset=8)
     return torch.from_numpy(pixels / np.float32(127.5) - 1), torch.from_numpy(classes.astype(np.int64))
+
+
+def cifar10(folder: Path) -> tuple[torch.Tensor, ...]:
+    """Returns the training images (N, 3, 32, 32), normalized, and their classes; then those of the test set."""
+    try:
+        images = read_images(folder)
+    except DataError as error:
+        sys.exit(str(error))
+    return normalize(images.x_train), images.y_train, normalize(images.x_test), images.y_test
 
 
 def imdb(folder: Path, *, words: int = 5000, length: int = 100) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
@@ -25,7 +24,7 @@ from halfstep.plan.fit import (
 )
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
-from halfstep.session.decide import Stepping, decide
+from halfstep.session.decide import Stepping, decide, say_what_steps_itself
 from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
 
@@ -90,16 +89,14 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     inside = owners(module for model in models for module in unwrap(model).modules())
     earlier = [owner for owner in inside if isinstance(owner, Session)]
     made_low = [p for session in earlier for p in session.low_parameters()]
-    with widened(models, chosen, made_low):
+    with widened(models, chosen, made_low, training=bool(optimizers)):
         decision = decide(
             models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low
         )
         _close(earlier)
         if notice:
             _LOG.warning(notice)
-        if chosen.param == "low" or (decision.mixed and decision.device.type != "cpu"):
-            for optimizer in decision.foreign:
-                _say_that_it_steps_itself(type(optimizer).__name__)
+        say_what_steps_itself(decision, optimizers)
         return _guarded(Session(decision, sinks=sinks), on_failure)
 
 
@@ -117,14 +114,3 @@ def _guarded(session: Session, on_failure: OnFailure) -> Session:
     if session.plan.ops != "none":
         session.watchers.append(Guardian(session.stage, session.tell, on_failure=on_failure))
     return session
-
-
-@functools.cache
-def _say_that_it_steps_itself(name: str) -> None:
-    """Says, once per process, what an optimizer of this name costs."""
-    _LOG.warning(
-        "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
-        "(2 bytes per parameter more than split masters take), and waits for the device at each step; "
-        "torch.optim.Adam, AdamW and SGD and halfstep's Lion, Lamb and NovoGrad have one",
-        name,
-    )

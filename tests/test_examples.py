@@ -34,7 +34,7 @@ PLAIN = {"char_gpt": ["--steps", "3", "--width", "16", "--text", "DATA/text", "-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Files in the formats of Fashion-MNIST and IMDB, and a text."""
+    """Files in the formats of Fashion-MNIST, IMDB and CIFAR-10, and a text."""
     folder = tmp_path_factory.mktemp("data")
     numbers = np.random.default_rng(0)
     pixels = numbers.integers(0, 256, 200 * 28 * 28, dtype=np.uint8)
@@ -45,6 +45,8 @@ def data(tmp_path_factory):
     }
     for name, content in files.items():
         (folder / name).write_bytes(gzip.compress(content))
+    pixels, classes = numbers.integers(0, 256, (128, 32, 32, 3), dtype=np.uint8), np.arange(128, dtype=np.uint8) % 10
+    np.savez(folder / "cifar10.npz", x_train=pixels, y_train=classes, x_test=pixels, y_test=classes)
     (folder / "text").write_text("to be or not to be, that is the question. " * 20)
     return folder
 

@@ -6,6 +6,7 @@ A run of `train` is one Session on the Accelerator that the Trainer has (`halfst
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from halfstep.records import StepRecord
 
 try:
     import transformers
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
+    from transformers.utils import CONFIG_NAME
 except ImportError as error:
     raise ImportError(
         f"halfstep.adapters.transformers needs {error.name or 'transformers'}; "
@@ -89,14 +91,15 @@ class HalfstepMixin:
         own.log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Saves as the Trainer does, with a config that says float32, as the weights are."""
+        """Saves as the Trainer does; a config that goes with whole weights says float32, as they are."""
         trainer: Any = self
         own: Any = super()
         own.save_model(output_dir, *args, **kwargs)
-        config: Any = getattr(trainer.model, "config", None)
-        if trainer.args.should_save and hasattr(config, "save_pretrained"):
-            config.dtype = torch.float32
-            config.save_pretrained(output_dir or trainer.args.output_dir)
+        folder = Path(output_dir or trainer.args.output_dir)
+        whole = isinstance(trainer.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
+        if trainer.args.should_save and whole:
+            trainer.model.config.dtype = torch.float32
+            trainer.model.config.save_pretrained(folder)
 
     def _keep(self, record: StepRecord) -> None:
         self._record = record

@@ -292,14 +292,21 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         raise StateError(
             f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; plain values are needed"
         )
-    changed = {key for key in plan.keys() | state["plan"].keys() if plan.get(key) != state["plan"].get(key)}
-    differing = sorted(changed, key=str)
+    differing = sorted(
+        (key for key in plan.keys() | state["plan"].keys() if _differs(key, state["plan"], plan)), key=str
+    )
     if differing:
         which = ", ".join(f"{key}: {state['plan'].get(key)!r} there, {plan.get(key)!r} here" for key in differing)
         raise StateError(
             f"this session state belongs to another plan ({which}); initialize with that plan, or do not load the "
             "session state: model and optimizer states load under any plan, only the loss scale and counters restart"
         )
+
+
+def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Returns whether two plans train differently by a field; masters that are kept have the same values however."""
+    values = there.get(key), here.get(key)
+    return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,6 +32,7 @@ from halfstep.plan.resolve import Assignment, resolve
 from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import is_sharded, reshard
 
+_LOG = logging.getLogger("halfstep")
 Stepping = Literal["session", "optimizer"]
 
 
@@ -38,14 +41,13 @@ class Decision:
     """Which models train under which plan, where, and with what of this machine.
 
     `roots` are the models without wrappers, and `assignment` is what the plan gives their modules. `emulate` says that
-    products of the low format are computed in a wider one. `mixed` is False where everything runs as written. `foreign`
-    are the optimizers that halfstep has no update of its own for. `stepping` says who is called for a step. Parameters
-    that are `already_low`, in the plan's format, start from what they are and keep their dtype.
+    products of the low format are computed in a wider one. `mixed` is False where everything runs as written.
+    `stepping` says who is called for a step. Parameters that are `already_low`, in the plan's format, start from what
+    they are and keep their dtype.
     """
 
     roots: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
-    foreign: tuple[Optimizer, ...]
     plan: Plan
     assignment: Assignment
     device: torch.device
@@ -87,8 +89,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
     assignment = resolve(plan, roots)
     check_forwards(roots, assignment)
     check_functions(plan.op_changes)
-    foreign = tuple(optimizer for optimizer in optimizers if row_of(optimizer) is None)
-    if foreign and plan.master == "split":
+    if plan.master == "split" and any(row_of(optimizer) is None for optimizer in optimizers):
         plan = replace(plan, master="copy")
         assignment = resolve(plan, roots)
     mixed = plan.ops != "none"
@@ -97,7 +98,6 @@ def decide(  # noqa: PLR0913  # all that it depends on
     return Decision(
         roots,
         tuple(optimizers),
-        foreign,
         plan,
         assignment,
         device,
@@ -116,11 +116,29 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
         decision,
         roots=tuple(copies),
         optimizers=(),
-        foreign=(),
         plan=plan,
         assignment=resolve(plan, copies),
         emulate=decision.emulate and mixed,
         mixed=mixed,
+    )
+
+
+def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:
+    """Says what the optimizers cost that halfstep has no update of its own for, where they cost more than in fp32."""
+    if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
+        for optimizer in optimizers:
+            if row_of(optimizer) is None:
+                _say_that_it_steps_itself(type(optimizer).__name__)
+
+
+@functools.cache
+def _say_that_it_steps_itself(name: str) -> None:
+    """Says, once per process, what an optimizer of this name costs."""
+    _LOG.warning(
+        "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
+        "(2 bytes per parameter more than split masters take), and waits for the device at each step; "
+        "torch.optim.Adam, AdamW and SGD and halfstep's Lion, Lamb and NovoGrad have one",
+        name,
     )
 
 

@@ -20,14 +20,17 @@ from halfstep.processes.shards import reshard
 from halfstep.torch_internals import parameters_of
 
 _LOG = logging.getLogger("halfstep")
+FOR_INFERENCE = "; for inference alone call model.requires_grad_(False) before, which keeps them as they are"
 
 
 @contextmanager
-def widened(models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter]) -> Iterator[None]:
+def widened(
+    models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter], *, training: bool = True
+) -> Iterator[None]:
     """Turns trainable parameters that came in bf16 or fp16 into fp32 ones, and back if an error comes inside.
 
     Buffers beside them too, as running statistics, which hardly move in a low format. Says what it did. `made_low` are
-    parameters that a session has made low.
+    parameters that a session has made low. `training` is False where no optimizer is there yet.
 
     Raises:
         SetupError: a model with such parameters is wrapped in DistributedDataParallel already.
@@ -41,7 +44,7 @@ def widened(models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Param
             "fp32, which would silently end its gradient reduction. Initialize the plain model first and wrap it after"
         )
     put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
-    message = _what_became(list(loaded.values()), plan)
+    message = _what_became(list(loaded.values()), plan) + ("" if training else FOR_INFERENCE)
     try:
         for module in {id(module): module for root in roots for module in root.modules()}.values():
             own = [p for p in parameters_of(module).values() if p is not None and id(p) in loaded]

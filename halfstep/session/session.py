@@ -49,7 +49,7 @@ from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, true_gradient
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
-from halfstep.session.decide import Decision, check_training, decide_for_copies
+from halfstep.session.decide import Decision, check_training, decide_for_copies, say_what_steps_itself
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.replicas import SharedState
 from halfstep.session.stage import Stage
@@ -515,6 +515,7 @@ class Session:
             if self._decision.mixed and self._has_dtypes:
                 self._replicas.search()
             self._undo.callback(stack.pop_all().close)
+        say_what_steps_itself(self._decision, optimizers)
         self._parts += parts  # in place: those who step and scale hold the list
         self._stepping += [part for part in parts if not part.needs_closure]
 

@@ -35,10 +35,10 @@ def test_steps_are_scalars(tmp_path):
         board(step(1, skipped=True, scale=8, norm=float("inf"), loss=2))
         board(step(2, scale=4, loss=1))
     found = read(tmp_path)
-    assert scalars(found, "step/loss") == [(1, 2.0), (2, 1.0)]
-    assert scalars(found, "step/scale") == [(1, 8.0), (2, 4.0)]
-    assert scalars(found, "step/skipped") == [(1, 1.0), (2, 0.0)]
-    assert scalars(found, "step/grad_norm") == [(1, float("inf"))]
+    assert scalars(found, "halfstep/loss") == [(1, 2.0), (2, 1.0)]
+    assert scalars(found, "halfstep/scale") == [(1, 8.0), (2, 4.0)]
+    assert scalars(found, "halfstep/skipped") == [(1, 1.0), (2, 0.0)]
+    assert scalars(found, "halfstep/grad_norm") == [(1, float("inf"))]
 
 
 def test_observations_are_shares_and_histograms_of_true_magnitudes(tmp_path):
@@ -98,10 +98,7 @@ def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path, monkeypatch, cap
         board(step(2))
         board.record(seen(2, "head", {0: 1}))
     (message,) = caplog.messages
-    assert (
-        message
-        == f"{tmp_path} cannot be written any more (No space left on device); the run goes on without TensorBoard"
-    )
+    assert message == f"{tmp_path} cannot be written any more (No space left on device); the run goes on without it"
 
 
 def test_the_output_of_a_module_has_the_name_of_the_module(tmp_path):

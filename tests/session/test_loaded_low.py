@@ -74,6 +74,10 @@ def test_o1_says_what_widening_takes(caplog):
     with caplog.at_level(logging.WARNING, "halfstep"):
         halfstep.initialize(nn.Linear(1024, 1024, bias=False).half(), None, "O1", low="bf16")
     assert "1 trainable parameters came in float16: they are fp32 now, which takes 2.0 MiB more" in caplog.text
+    assert "for inference alone call model.requires_grad_(False) before, which keeps them as they are" in caplog.text
+    model = nn.Linear(8, 8).half().requires_grad_(False)
+    with halfstep.initialize(model, None, "O1", low="bf16"):
+        assert model.weight.dtype is torch.float16
 
 
 def test_an_error_leaves_it_as_it_came(monkeypatch):

@@ -1,5 +1,6 @@
 """A session of several models, optimizers and losses: each is seen, and what is said of one is not another's."""
 
+import copy
 import logging
 
 import pytest
@@ -12,6 +13,7 @@ from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
 from halfstep.errors import SessionError
 from halfstep.observe.probe import LONGEST
+from halfstep.session.decide import _say_that_it_steps_itself
 
 
 def several(count, on_failure="warn", plan="O1", low="fp16"):
@@ -277,3 +279,35 @@ def test_halfsteps_own_optimizer_of_whole_weights_is_refused_for_shards_when_it_
     session = halfstep.initialize(model, None, "O1", low="bf16")
     with pytest.raises(halfstep.errors.SetupError, match="Lamb needs the norms of whole weights"):
         session.add_optimizers([halfstep.Lamb(model.parameters())])
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_an_optimizer_that_steps_itself_resumes_from_a_session_that_got_it_early_or_late(late, caplog):
+    _say_that_it_steps_itself.cache_clear()
+
+    def opened(late):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        session = halfstep.initialize(model, None if late else optimizer, "O2", low="bf16")
+        if late:
+            session.add_optimizers([optimizer])
+        return model, optimizer, session
+
+    def train(model, optimizer, session, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            session.backward(model(torch.full((2, 8), float(step))).square().mean())
+            session.step()
+
+    model, optimizer, session = opened(late)
+    assert caplog.text.count("no update of its own for RMSprop") == 1
+    train(model, optimizer, session, range(1, 5))
+    states = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, session)]
+    train(model, optimizer, session, range(5, 9))
+    resumed = opened(not late)
+    assert {session.plan.master, resumed[2].plan.master} == {"copy", "split"}
+    for each, state in zip(resumed, states, strict=True):
+        each.load_state_dict(state)
+    train(*resumed, range(5, 9))
+    assert torch.equal(resumed[0].state_dict()["weight"], model.state_dict()["weight"])

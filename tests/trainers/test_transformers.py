@@ -208,3 +208,22 @@ def test_a_compiled_model_trains(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 2
     torch._dynamo.reset()
+
+
+def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed; run ./dev adapters")
+
+    def adapted():
+        return peft.get_peft_model(language_model().bfloat16(), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+
+    settings = {"max_steps": 4, "save_steps": 2, "learning_rate": 0.01}
+    whole = trainer_of("O2", "bf16", tmp_path, adapted(), settings)
+    whole.train()
+    folder = tmp_path / "checkpoint-2"
+    held = load_file(folder / "adapter_model.safetensors")
+    assert {value.dtype for value in held.values()} == {torch.float32}
+    assert not (folder / "config.json").exists()
+    assert whole.model.config.dtype is not torch.float32  # the base is bf16
+    resumed = trainer_of("O2", "bf16", tmp_path, adapted(), settings)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert same_weights(weights(resumed.model), weights(whole.model))

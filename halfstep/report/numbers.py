@@ -1,0 +1,124 @@
+"""What a run logger draws of a session: numbers of its steps and observations, under the same names everywhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from halfstep.formats import FORMATS, FP16, Format
+from halfstep.records import (
+    UPDATE,
+    Finding,
+    Observation,
+    SessionStart,
+    StepRecord,
+    StepValues,
+    Verdict,
+    absorbed_finding,
+)
+from halfstep.report.late import LateReader
+from halfstep.report.log import reason
+
+_LOG = logging.getLogger("halfstep")
+STEP_NUMBERS = ("loss", "grad_norm", "scale", "skipped")
+
+
+class NumbersSink:
+    """A sink that gives loss, gradient norm, loss scale and skips as `halfstep/loss` and so on, and what is observed.
+
+    No step waits for the device. `close()` writes what is left. What cannot be written ends the writing, not the run.
+    A subclass says where to: `write_numbers`, `write_text`, `finish`, and in `errors` what these raise.
+    """
+
+    where = "the logger"
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(self) -> None:
+        self._failed = False
+        self._steps = LateReader()
+        self._last = 0
+        self._low: Format = FP16
+
+    def __call__(self, record: StepRecord) -> None:
+        """Takes what a step did; does not wait for the device."""
+        self._last = record.step
+        self._steps.add(record)
+        for values in self._steps.ready():
+            self._write_step(values)
+
+    def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
+        """Takes any other record."""
+        match record:
+            case SessionStart():
+                self._low = FORMATS.get(str(record.plan.get("low")), FP16)
+            case Observation() if record.absorbed is not None:
+                text = str(absorbed_finding(record))
+                self._use(lambda: self.write_text("finding", text, record.step))
+            case Observation():
+                numbers = shares_of(record, self._low)
+                self._use(lambda: self.write_numbers(numbers, record.step, None))
+                self._use(lambda: self.write_observation(record))
+            case Verdict() | Finding():
+                name = type(record).__name__.lower()
+                self._use(lambda: self.write_text(name, str(record), self._last))
+
+    def close(self) -> None:
+        """Writes what is left, waiting for the device, and ends the writing; idempotent."""
+        for values in self._steps.rest():
+            self._write_step(values)
+        self._use(self.finish)
+
+    def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
+        """Writes numbers of a step by their names; `time` in seconds since 1970, None for now."""
+        raise NotImplementedError
+
+    def write_text(self, name: str, text: str, step: int) -> None:
+        """Writes a verdict or a finding."""
+        raise NotImplementedError
+
+    def write_observation(self, seen: Observation) -> None:
+        """Writes what is no number of an observation, where there is a place for it."""
+
+    def finish(self) -> None:
+        """Ends the writing."""
+
+    def _write_step(self, values: StepValues) -> None:
+        found = {f"halfstep/{name}": getattr(values, name) for name in STEP_NUMBERS}
+        numbers = {name: float(value) for name, value in found.items() if value is not None}
+        self._use(lambda: self.write_numbers(numbers, values.step, values.time))
+
+    def _use(self, write: Callable[[], object]) -> None:
+        """Writes; a disk that is full, or a server that is gone, ends that, not the training."""
+        if self._failed:
+            return
+        try:
+            write()
+        except self.errors as error:
+            self._failed = True
+            why = reason(error) if isinstance(error, OSError) else error
+            _LOG.warning("%s cannot be written any more (%s); the run goes on without it", self.where, why)
+
+    def __enter__(self) -> NumbersSink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def name_of(seen: Observation) -> str:
+    """Returns the name of an observed tensor: its kind, module and own name."""
+    return f"{seen.kind}/{'.'.join(filter(None, [seen.module or 'model', seen.name]))}"
+
+
+def shares_of(seen: Observation, low: Format) -> dict[str, float]:
+    """Returns the share of an observed tensor that a format rounds to zero, and the share beyond it, by name."""
+    shares: dict[str, float] = {}
+    if seen.stats.nonzero:
+        lost = seen.lost_updates
+        shares[f"lost/{name_of(seen)}"] = seen.stats.lost(low) if lost is None else lost
+    if seen.kind != UPDATE:
+        shares[f"saturated/{name_of(seen)}"] = seen.stats.saturated(low)
+    return shares

@@ -1,0 +1,40 @@
+"""A session's steps and observations for Weights & Biases; needs the extra [wandb]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from halfstep.report.numbers import NumbersSink
+
+try:
+    import wandb
+except ImportError as error:
+    raise ImportError(f"halfstep.report.wandb needs {error.name}; run: pip install 'halfstep[wandb]'") from error
+
+STEP = "halfstep/step"
+
+
+class WandB(NumbersSink):
+    """Logs to a run of Weights & Biases: `initialize(..., sinks=[WandB(wandb.init(...))])`.
+
+    The names are TensorBoard's, drawn over `halfstep/step`, so that they stand beside what you log yourself. Verdicts
+    and findings are in the run's summary. `close()` logs what is left; the run itself is yours to finish.
+    """
+
+    where = "the wandb run"
+    errors = (OSError, wandb.Error)
+
+    def __init__(self, run: wandb.Run) -> None:
+        super().__init__()
+        self._run = run
+        run.define_metric(STEP, hidden=True)
+        for names in ("halfstep/*", "lost/*", "saturated/*"):
+            run.define_metric(names, step_metric=STEP)
+
+    def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
+        """Logs numbers beside their step."""
+        self._run.log({STEP: step, **numbers})
+
+    def write_text(self, name: str, text: str, step: int) -> None:
+        """Puts a text into the summary."""
+        self._run.summary[f"halfstep/{name} of step {step}"] = text
