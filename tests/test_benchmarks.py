@@ -248,6 +248,7 @@ def test_the_summary_has_a_row_for_each_accuracy_run_that_time_did_not_reach(sum
     assert "cifar_resnet O2 fp16: validation loss above fp32's" in out
 
 
+@pytest.mark.slow
 def test_the_recommended_scale_trains_a_job_that_scale_1_does_not(tmp_path, data_dir):
     path = tmp_path / "found.json"
     script = FOLDER / "recommended_scale.py"

@@ -99,6 +99,7 @@ def test_a_traced_region_gives_the_eager_dtypes_and_values(kind, table):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * a.abs().max().item())
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_dtypes_of_the_table():
     module, x = Block(), torch.rand(2, 5, 16)
     # No graph from the disk: torch's key for them (2.13) leaves out ATEN_CPU_CAPABILITY. Loops that a process wrote for

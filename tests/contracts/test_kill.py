@@ -48,7 +48,7 @@ def compare(name, low, tmp_path, kills):
     assert differing(whole["end"], resumed["end"]) == []
 
 
-@pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16")])
+@pytest.mark.parametrize(("name", "low"), [pytest.param("O1", "fp16", marks=pytest.mark.slow), ("O2", "bf16")])
 def test_killed_once_the_run_ends_as_if_it_had_not_been(name, low, tmp_path):
     compare(name, low, tmp_path, kills=1)
 

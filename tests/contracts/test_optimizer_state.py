@@ -59,7 +59,9 @@ def spoiled(draw, state):
 
 
 @pytest.mark.parametrize("name", ["O1", "O2"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW", "SGD", *(pytest.param(each, marks=pytest.mark.slow) for each in list(OPTIMIZERS)[2:])]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_spoiled_state_is_taken_and_steps_or_changes_nothing(name, optimizer):
     kept = start(name, optimizer)

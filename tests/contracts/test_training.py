@@ -50,7 +50,9 @@ def test_gradients_below_the_smallest_fp16_number_need_loss_scaling(plan):
     assert constant < 0.25 * first
 
 
-@pytest.mark.parametrize("master", ["none", "copy", "split"])
+@pytest.mark.parametrize(
+    "master", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "copy")), "split"]
+)
 def test_ten_thousand_updates_of_relative_size_2_to_the_minus_13(master):
     """bf16 keeps 8 significant bits: 1 - 2**-13 rounds to 1, so without a master the weight never moves."""
     model = nn.Linear(1, 1, bias=False)

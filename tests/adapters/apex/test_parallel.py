@@ -152,7 +152,7 @@ def two(rank, path, low):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_two_processes_average(tmp_path, low):
     multiprocessing.spawn(two, (str(tmp_path), low), nprocs=2)
     (sent, grads, reduced, after, size), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
@@ -186,7 +186,7 @@ def wrapped_first(rank, path, low):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("low", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_gradients_of_a_network_that_was_wrapped_before_fp16_optimizer_are_reduced(tmp_path, low):
     multiprocessing.spawn(wrapped_first, (str(tmp_path), low), nprocs=2)
     (start, grads, overflows, after), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
