@@ -27,8 +27,8 @@ class BenchRun:
     time of the same step. `peak_bytes` is the most memory that one training step holds, weights included.
     `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
     mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have an entry
-    a seed. `error` says why the run does not exist, or what ended it; the figures are then those from before. None: not
-    measured.
+    a seed. `losses` (in a sweep) has the loss of each step, `joules` the energy of one step. `error` says why the run
+    does not exist, or what ended it; the figures are then those from before. None: not measured.
     """
 
     name: str
@@ -47,6 +47,9 @@ class BenchRun:
     skipped: tuple[int, ...] = ()
     scale: tuple[float, ...] = ()
     error: str | None = None
+    compiled: bool = False
+    losses: tuple[float, ...] = ()
+    joules: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,26 @@ class BenchResult:
     machine: Machine
     command: str
     date: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model and batch size of a sweep, and what each configuration did; `examples` is how many an epoch has."""
+
+    model: str
+    batch: int
+    examples: int | None
+    result: BenchResult
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A benchmark over models and batch sizes: what was asked, as text, and the points measured of `total`."""
+
+    schema: int
+    asked: dict[str, str]
+    total: int
+    points: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.measurements import BenchResult, Examination, Inspection
+from halfstep.measurements import BenchResult, Examination, Inspection, Sweep
 from halfstep.records import Finding, WhatIf
 from halfstep.report.lines import plain
 
@@ -17,9 +17,21 @@ _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 def bench_json(result: BenchResult) -> str:
     """Returns every figure of a benchmark as JSON; a non-finite number is the text "nan", "inf" or "-inf"."""
     fields = plain(result)
-    for run in fields["runs"]:
-        run["times_ms"] = [round(each, 3) for each in run["times_ms"]]  # no clock here is better than a microsecond
+    _round_times(fields)
     return _json(fields)
+
+
+def sweep_json(result: Sweep) -> str:
+    """Returns every figure of a sweep as JSON; one that was read from such JSON gives the same bytes."""
+    fields = plain(result)
+    for point in fields["points"]:
+        _round_times(point["result"])
+    return _json(fields)
+
+
+def _round_times(result: dict[str, Any]) -> None:
+    for run in result["runs"]:
+        run["times_ms"] = [round(each, 3) for each in run["times_ms"]]  # no clock here is better than a microsecond
 
 
 def whatif_json(result: WhatIf) -> str:
