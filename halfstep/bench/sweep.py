@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -33,6 +33,7 @@ Progress = Callable[[str, int, int], None]
 class Asked:
     """What a sweep was asked for: models by name (`MODELS`, or workloads), batch sizes (none: the model's own), rows.
 
+    A model that ends with "@16" is trained at that batch size alone.
     Every configuration makes `steps` timed steps from the same seed; `settings` go to each model.
     """
 
@@ -58,12 +59,14 @@ class Asked:
             )
         if "batch" in self.settings and self.batches:
             raise WorkloadError("--set batch and --batch-size both say the batch size; give one of them")
-        sized: list[dict[str, str]] = [{"batch": str(batch)} for batch in self.batches] or [{}]
-        return [
-            (name, load_model(name, {**self.settings, **size}, data=self.data))
-            for name in self.models
-            for size in sized
-        ]
+        return [point for model in self.models for point in self._points(*model.partition("@"))]
+
+    def _points(self, name: str, at: str, own: str) -> Iterator[tuple[str, Workload]]:
+        if at and not own.isdecimal():
+            raise WorkloadError(f"model {name}: @{own} is no batch size; write for example {name}@16")
+        batches = [own] if at else [str(batch) for batch in self.batches]
+        for size in [{"batch": batch} for batch in batches] or [{}]:
+            yield name, load_model(name, {**self.settings, **size}, data=self.data)
 
     def words(self) -> dict[str, str]:
         """Returns what was asked as text: two sweeps with equal words can be made one."""

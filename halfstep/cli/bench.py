@@ -50,7 +50,11 @@ Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of ea
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, from 0 on.")]
 Peer = Annotated[bool, typer.Option("--peer/--no-peer", help="Also train a plain torch.amp loop.")]
 Models = Annotated[
-    str, typer.Option("--model", help=f"Sweep: models, separated by commas: {', '.join(MODELS)}, or workloads.")
+    str,
+    typer.Option(
+        "--model",
+        help=f"Sweep: models, separated by commas: {', '.join(MODELS)}, workloads; resnet50@8 has its own size.",
+    ),
 ]
 Batches = Annotated[str, typer.Option("--batch-size", help="Sweep: batch sizes, separated by commas.")]
 Compile = Annotated[str, typer.Option("--compile", help="Sweep: torch.compile off, on or both.")]
