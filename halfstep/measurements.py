@@ -96,6 +96,21 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Largest:
+    """The largest batch of a model in one configuration that trains within `limit` bytes; 0: not even one example.
+
+    `tried` has each batch size that was tried and whether it fitted; `error` says why there is no figure.
+    """
+
+    model: str
+    name: str
+    limit: int
+    batch: int | None = None
+    tried: tuple[tuple[int, bool], ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class BenchChange:
     """How one row of a benchmark differs from a saved one.
 

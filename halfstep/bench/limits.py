@@ -14,8 +14,8 @@ from halfstep.errors import WorkloadError
 def limit_memory(size: int, device: torch.device) -> None:
     """Lets this process take `size` bytes more than it holds now; beyond that it gets an out-of-memory error.
 
-    On a CPU the limit is on the data segment, private memory that can be written (`RLIMIT_DATA`); on CUDA on what the
-    caching allocator reserves.
+    On a CPU the limit is on the data segment, private memory that can be written (`RLIMIT_DATA`), which has also what
+    libraries take at the first step, some 60 MiB; on CUDA on what the caching allocator reserves.
 
     Raises:
         WorkloadError: the system has no such limit.

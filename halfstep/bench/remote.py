@@ -87,6 +87,6 @@ class Remote:
         last = " ".join(self._errors.read().decode(errors="replace").strip().splitlines()[-_LINES:])
         if code == -signal.SIGKILL and os.name == "posix":
             return OutOfMemory("out of memory: the system killed the process")
-        if self._task.limit is not None and code < 0:
-            return OutOfMemory(f"out of memory: the process ended with {signal.Signals(-code).name} under its limit")
+        if self._task.limit is not None:  # libraries such as OpenMP's end a process that gets no memory
+            return OutOfMemory(f"out of memory: the process ended with code {code} under its limit; it said: {last}")
         return WorkloadError(f"the process ended with code {code}; it said: {last or 'nothing'}")

@@ -23,7 +23,13 @@ from halfstep.timing import synchronize
 from halfstep.workloads.load import load_model
 
 COUNTED, UNTIMED = 2, 1  # steps: the first makes the optimizer's state, the second has the peak; one warms up
-_OUT = ("not enough memory", "bad_alloc", "out of memory", "could not allocate", "could not create a memory")
+_OUT = (  # what torch's allocator, C++ and oneDNN say
+    "not enough memory",
+    "allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "could not create a memory",
+)
 
 
 class Task(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from halfstep.cli.options import (
     Data,
     Device,
     Settings,
+    bytes_of,
     check_writable,
     device_of,
     names,
@@ -27,7 +28,7 @@ from halfstep.cli.options import (
     write_json,
 )
 from halfstep.cli.screen import progress_bar, stdout
-from halfstep.cli.sweep import run_sweep
+from halfstep.cli.sweep import run_largest, run_sweep
 from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.machine import read_facts
@@ -59,6 +60,10 @@ Models = Annotated[
 Batches = Annotated[str, typer.Option("--batch-size", help="Sweep: batch sizes, separated by commas.")]
 Compile = Annotated[str, typer.Option("--compile", help="Sweep: torch.compile off, on or both.")]
 PageFile = Annotated[Path | None, typer.Option("--page", help="Sweep: write one HTML page with charts to this file.")]
+LargestBatch = Annotated[
+    str | None,
+    typer.Option("--largest-batch", metavar="MEMORY", help="Find the largest batch that fits, as in 2GiB."),
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write every figure, with machine and versions, to this file.")
 ]
@@ -87,6 +92,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     batch_size: Batches = "",
     compile: Compile = "off",
     page: PageFile = None,
+    largest_batch: LargestBatch = None,
 ) -> None:
     """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table.
 
@@ -97,7 +103,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
     if json is not None:
         check_writable(json)
-    if model or batch_size or compile != "off" or page is not None:
+    if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
         if seeds != 1 or against is not None:
             raise WorkloadError("a sweep takes one seed and no --against; leave out --seeds and --against")
         if model and workload is not None:
@@ -108,7 +114,10 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             tuple(names(model)) or (workload or DEFAULT,), sizes(batch_size), _compiled(rows, compile), steps, place,
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
-        run_sweep(asked, json=json, page=page)
+        if largest_batch is not None:
+            run_largest(asked, bytes_of(largest_batch), json=json, page=page)
+        else:
+            run_sweep(asked, json=json, page=page)
         return
     job = load_workload(workload or DEFAULT, parse_settings(settings), data=data)
     _side_by_side(job, rows, steps=steps, seeds=range(seeds), device=place, json=json, against=against)

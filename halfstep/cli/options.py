@@ -13,6 +13,7 @@ from halfstep.errors import WorkloadError
 from halfstep.report.charts import Chart
 from halfstep.workloads.load import WORKLOADS
 
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DEVICES = ("auto", "cpu", "cuda")
 
 Name = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
@@ -47,6 +48,21 @@ def sizes(text: str) -> tuple[int, ...]:
     if wrong:
         raise WorkloadError(f"{text!r} holds {wrong[0]!r}, which is no size; give whole numbers above 0, as in 16,32")
     return tuple(dict.fromkeys(map(int, found)))
+
+
+def bytes_of(text: str) -> int:
+    """Returns an amount of memory in bytes.
+
+    Raises:
+        WorkloadError: it is none.
+
+    >>> bytes_of("1.5GiB"), bytes_of("300 MiB")
+    (1610612736, 314572800)
+    """
+    amount, unit = text[:-3].strip(), text[-3:]
+    if unit not in UNITS or not amount.replace(".", "", 1).isdecimal():
+        raise WorkloadError(f"{text!r} is no amount of memory; give for example 512MiB or 2GiB")
+    return int(float(amount) * UNITS[unit])
 
 
 def device_of(name: str) -> torch.device:

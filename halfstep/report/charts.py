@@ -30,9 +30,15 @@ def bars(
     axis: str,
     line: float | None = None,
 ) -> Chart:
-    """Returns bars beside each other at each place; places have two rows of names. `line` is drawn across."""
+    """Returns bars beside each other at each place; places have one or two rows of names. `line` is drawn across."""
     traces = [
-        {"type": "bar", "name": key, "x": list(places), "y": _drawn(row), "marker": {"color": _colour(at)}}
+        {
+            "type": "bar",
+            "name": key,
+            "x": list(places) if len(places) > 1 else list(places[0]),
+            "y": _drawn(row),
+            "marker": {"color": _colour(at)},
+        }
         for at, (key, row) in enumerate(values.items())
     ]
     layout: dict[str, Any] = {"barmode": "group", "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}

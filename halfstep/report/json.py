@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.measurements import BenchResult, Examination, Inspection, Sweep
+from halfstep.measurements import BenchResult, Examination, Inspection, Largest, Sweep
 from halfstep.records import Finding, WhatIf
 from halfstep.report.lines import plain
 
@@ -27,6 +27,11 @@ def sweep_json(result: Sweep) -> str:
     for point in fields["points"]:
         _round_times(point["result"])
     return _json(fields)
+
+
+def largest_json(found: Sequence[Largest], *, asked: Mapping[str, str], command: str) -> str:
+    """Returns the largest batches, with what was asked and what was tried, as JSON."""
+    return _json({"command": command, "asked": dict(asked), "largest": plain(found)})
 
 
 def _round_times(result: dict[str, Any]) -> None:
