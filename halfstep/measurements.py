@@ -154,6 +154,16 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Footprint:
+    """The bytes that things take in one format: a matrix, the weights of a model, and its forward pass with them."""
+
+    format: str
+    matrix: int
+    weights: int
+    forward: int
+
+
+@dataclass(frozen=True)
 class Setting:
     """A setting of torch or the machine: its value, whether it costs speed or accuracy, and what to do about it."""
 

@@ -16,6 +16,7 @@ from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.bench import settings_of
 from halfstep.bench.sweep import Asked
 from halfstep.bench.variants import Entry, compiled, entries
+from halfstep.cli.compute import KINDS, run_compute
 from halfstep.cli.options import (
     Data,
     Device,
@@ -77,6 +78,7 @@ Against = Annotated[
 
 
 def bench(  # noqa: PLR0913  # each is an option of the command, described above
+    context: typer.Context,
     workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
     low: Lows = "bf16,fp16",
@@ -100,6 +102,12 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     sweep: run the same command again to go on where it stopped.
     """
     place = device_of(device)
+    if workload in KINDS:
+        _refuse(context, workload, {"workload", "device", "json", "page"})
+        if json is not None:
+            check_writable(json)
+        run_compute(workload, place, command=_command(), json=json, page=page)
+        return
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
     if json is not None:
         check_writable(json)
@@ -154,6 +162,17 @@ def _side_by_side(
         raise typer.Exit(INTERRUPTED)
     if any(change.is_worse for change in changes):
         raise typer.Exit(WORSE)
+
+
+def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
+    """Refuses options that are given and do nothing."""
+    given = [
+        name
+        for name in context.params
+        if name not in taken and (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise WorkloadError(f"{workload} takes no --{given[0].replace('_', '-')}; leave it out")
 
 
 def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:

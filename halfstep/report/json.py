@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.measurements import BenchResult, Examination, Inspection, Largest, Sweep
+from halfstep.machine import Machine
+from halfstep.measurements import BenchResult, Examination, Footprint, Inspection, Largest, Rate, Sweep
 from halfstep.records import Finding, WhatIf
 from halfstep.report.lines import plain
 
@@ -32,6 +33,11 @@ def sweep_json(result: Sweep) -> str:
 def largest_json(found: Sequence[Largest], *, asked: Mapping[str, str], command: str) -> str:
     """Returns the largest batches, with what was asked and what was tried, as JSON."""
     return _json({"command": command, "asked": dict(asked), "largest": plain(found)})
+
+
+def compute_json(found: Sequence[Rate | Footprint], *, machine: Machine, command: str) -> str:
+    """Returns what formats cost by themselves as JSON."""
+    return _json({"command": command, "machine": plain(machine), "rows": plain(found)})
 
 
 def _round_times(result: dict[str, Any]) -> None:
