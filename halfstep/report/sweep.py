@@ -16,7 +16,8 @@ from halfstep.measurements import BenchRun, Point, Sweep
 from halfstep.report.bench import ABSENT, ALIKE, MIB
 from halfstep.report.charts import Chart, bars, lines
 
-WORSE_LOSS = 0.1  # of O0's loss after the same few steps: what ends higher is not recommended
+JUDGED = 50  # steps from which on a loss is no chance
+WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
 Seen = tuple[Point, BenchRun]
 
 COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] = (
@@ -119,7 +120,7 @@ def recommendation(sweep: Sweep) -> str:
             rows.setdefault(run.name, []).append((point, run))
     whole = {name: seen for name, seen in rows.items() if len(seen) == len(sweep.points)}
     if not whole:
-        return "Nothing to recommend: no level ran beside O0 in every model and batch size and ended near its loss."
+        return "Nothing to recommend: no level trained beside O0 in every model and batch size."
     speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in whole.items()}
     best = max(speeds, key=lambda name: speeds[name])
     shares = [share for each in whole[best] if (share := memory_share(*each)) is not None]
@@ -132,11 +133,13 @@ def recommendation(sweep: Sweep) -> str:
 
 
 def _learns(point: Point, run: BenchRun) -> bool:
-    """Tells whether a run's loss ended near that of O0 or below."""
+    """Tells whether a run's loss stayed finite and, if it is long enough to say so, ended near that of O0 or below."""
     full = _baseline(point)
-    if full is None or not full.losses or not run.losses:
+    if not all(map(isfinite, run.losses)):
+        return False
+    if full is None or len(run.losses) < JUDGED:
         return True
-    return isfinite(run.losses[-1]) and run.losses[-1] <= full.losses[-1] + WORSE_LOSS * abs(full.losses[-1])
+    return fmean(run.train_loss) <= fmean(full.train_loss) + WORSE_LOSS * abs(fmean(full.train_loss))
 
 
 def _range(values: Sequence[float]) -> str:
