@@ -238,6 +238,22 @@ class CastRow:
 
 
 @dataclass(frozen=True)
+class ModuleRow:
+    """What the plan gives a module, and the rule or row that decided it.
+
+    `param` is the format of its own weights ("-": it has none), `compute` that of its operations where the op table
+    leaves a choice, `output` that of its results ("-": as they come, "input": as its first floating input).
+    """
+
+    name: str
+    type: str
+    param: str
+    compute: str
+    output: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Saving:
     """Something that costs time in a step: where, what was seen, what to do, the edits, and the seconds that it saves.
 
@@ -266,5 +282,6 @@ class Inspection:
     seconds: float
     rows: tuple[OpRow, ...]
     casts: tuple[CastRow, ...]
+    modules: tuple[ModuleRow, ...]
     savings: tuple[Saving, ...]
     machine: Machine
