@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import torch
@@ -103,6 +103,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def _say(answer: TextIO, said: dict[str, Any]) -> None:
+    answer.write(json.dumps(said) + "\n")
+    answer.flush()
+
+
 def main() -> None:
     """Reads the task from the first line, and answers each further line; a failure is the last answer."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -111,13 +116,13 @@ def main() -> None:
     try:
         given = answers(task)
         for said in given:
-            print(json.dumps(said), file=answer, flush=True)
+            _say(answer, said)
             if not sys.stdin.readline():
                 return
     except Exception as error:  # whatever a user's workload raises
         memory = is_out_of_memory(error)
         said = {"error": f"out of memory: {error}" if memory else reason(error), "memory": memory}
-        print(json.dumps(said), file=answer, flush=True)
+        _say(answer, said)
 
 
 if __name__ == "__main__":
