@@ -27,8 +27,8 @@ class BenchRun:
     time of the same step. `peak_bytes` is the most memory that one training step holds, weights included.
     `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
     mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have an entry
-    a seed. `error` says why the run does not exist, or what ended it; the figures are then those from before. None: not
-    measured.
+    a seed. `losses` (in a sweep) has the loss of each step, `joules` the energy of one step. `error` says why the run
+    does not exist, or what ended it; the figures are then those from before. None: not measured.
     """
 
     name: str
@@ -47,6 +47,9 @@ class BenchRun:
     skipped: tuple[int, ...] = ()
     scale: tuple[float, ...] = ()
     error: str | None = None
+    compiled: bool = False
+    losses: tuple[float, ...] = ()
+    joules: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,41 @@ class BenchResult:
     machine: Machine
     command: str
     date: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model and batch size of a sweep, and what each configuration did; `examples` is how many an epoch has."""
+
+    model: str
+    batch: int
+    examples: int | None
+    result: BenchResult
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A benchmark over models and batch sizes: what was asked, as text, and the points measured of `total`."""
+
+    schema: int
+    asked: dict[str, str]
+    total: int
+    points: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest batch of a model in one configuration that trains within `limit` bytes; 0: not even one example.
+
+    `tried` has each batch size that was tried and whether it fitted; `error` says why there is no figure.
+    """
+
+    model: str
+    name: str
+    limit: int
+    batch: int | None = None
+    tried: tuple[tuple[int, bool], ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +151,16 @@ class Rate:
     unit: str
     vs_fp32: float | None
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes that things take in one format: a matrix, the weights of a model, and its forward pass with them."""
+
+    format: str
+    matrix: int
+    weights: int
+    forward: int
 
 
 @dataclass(frozen=True)
@@ -190,6 +238,22 @@ class CastRow:
 
 
 @dataclass(frozen=True)
+class ModuleRow:
+    """What the plan gives a module, and the rule or row that decided it.
+
+    `param` is the format of its own weights ("-": it has none), `compute` that of its operations where the op table
+    leaves a choice, `output` that of its results ("-": as they come, "input": as its first floating input).
+    """
+
+    name: str
+    type: str
+    param: str
+    compute: str
+    output: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Saving:
     """Something that costs time in a step: where, what was seen, what to do, the edits, and the seconds that it saves.
 
@@ -218,5 +282,6 @@ class Inspection:
     seconds: float
     rows: tuple[OpRow, ...]
     casts: tuple[CastRow, ...]
+    modules: tuple[ModuleRow, ...]
     savings: tuple[Saving, ...]
     machine: Machine

@@ -38,6 +38,8 @@ class Tally:
     scale: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     peak: int | None = None
+    losses: list[float] = field(default_factory=list)
+    joules: float | None = None
     error: str | None = None
 
     @contextmanager
@@ -80,6 +82,9 @@ class Tally:
             skipped=tuple(self.skipped),
             scale=tuple(self.scale),
             error=self.error,
+            compiled=self.entry.compiled,
+            losses=tuple(self.losses),
+            joules=self.joules,
         )
 
 
@@ -109,7 +114,7 @@ def reason(error: Exception) -> str:
 def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:
     """Returns the record of each row."""
     baseline = next((tally.times_ms for tally in tallies if tally.entry.level == "O0"), [])
-    peers = {tally.entry.low: tally.times_ms for tally in tallies if tally.entry.peer}
+    peers = {tally.entry.low: tally.times_ms for tally in tallies if tally.entry.peer and not tally.entry.compiled}
     return tuple(tally.record(baseline, peers.get(tally.entry.low, []), parameters) for tally in tallies)
 
 

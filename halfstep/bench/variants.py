@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a benchmark: a level in a format, or the peer in a format, and why it is not run, if it is not."""
+    """One row of a benchmark: a level in a format, or the peer in a format, and why it is not run, if it is not.
+
+    `compiled`: by torch.compile.
+    """
 
     level: str
     low: Format
     peer: bool
     emulated: bool = False
     refused: str | None = None
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -47,13 +51,16 @@ class Entry:
         >>> Entry("O1", FP16, peer=False, emulated=True).name
         'O1 fp16 (emulated)'
         """
+        end = " compiled" if self.compiled else ""
         if self.low == FP32:
-            return self.level
-        return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}"
+            return self.level + end
+        return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}{end}"
 
     def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         """Builds the model of a seed on a device and makes it ready to train."""
         model = workload.build(seed).to(device)
+        if self.compiled:
+            model.compile()
         if self.peer:
             return AmpVariant(workload, model, self.low, device)
         return SessionVariant(workload, model, level(self.level, "bf16" if self.low == FP32 else self.low))
@@ -79,6 +86,12 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
             why = f"{low} is emulated on this {facts.kind}, which torch.amp cannot do" if emulated else None
             rows.append(Entry(PEER, low, peer=True, refused=why))
     return rows
+
+
+def compiled(entry: Entry) -> Entry:
+    """Returns an entry that trains through torch.compile; one that is emulated cannot."""
+    why = entry.refused or ("emulation excludes torch.compile" if entry.emulated else None)
+    return replace(entry, compiled=True, refused=why)
 
 
 class SessionVariant:

@@ -4,36 +4,67 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halfstep.bench.against import check_comparable, compare, load_saved
-from halfstep.bench.bench import Progress as Report
 from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.bench import settings_of
-from halfstep.bench.variants import entries
-from halfstep.cli.options import Data, Device, Name, Settings, check_writable, device_of, names, write_json
-from halfstep.cli.screen import stderr, stdout
+from halfstep.bench.sweep import Asked
+from halfstep.bench.variants import Entry, compiled, entries
+from halfstep.cli.compute import KINDS, run_compute
+from halfstep.cli.options import (
+    Data,
+    Device,
+    Settings,
+    bytes_of,
+    check_writable,
+    device_of,
+    names,
+    sizes,
+    write_json,
+)
+from halfstep.cli.screen import progress_bar, stdout
+from halfstep.cli.sweep import run_largest, run_sweep
+from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.machine import read_facts
 from halfstep.report.against import against_table
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
-from halfstep.workloads.load import load_workload, parse_settings
+from halfstep.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
+from halfstep.workloads.workload import Workload
 
+DEFAULT = "char_lm"
+COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
 FAILED = 1
 WORSE = 3
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
+Name = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, from 0 on.")]
+Peer = Annotated[bool, typer.Option("--peer/--no-peer", help="Also train a plain torch.amp loop.")]
+Models = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help=f"Sweep: models, separated by commas: {', '.join(MODELS)}, workloads; resnet50@8 has its own size.",
+    ),
+]
+Batches = Annotated[str, typer.Option("--batch-size", help="Sweep: batch sizes, separated by commas.")]
+Compile = Annotated[str, typer.Option("--compile", help="Sweep: torch.compile off, on or both.")]
+PageFile = Annotated[Path | None, typer.Option("--page", help="Sweep: write one HTML page with charts to this file.")]
+LargestBatch = Annotated[
+    str | None,
+    typer.Option("--largest-batch", metavar="MEMORY", help="Find the largest batch that fits, as in 2GiB."),
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write every figure, with machine and versions, to this file.")
 ]
@@ -47,7 +78,8 @@ Against = Annotated[
 
 
 def bench(  # noqa: PLR0913  # each is an option of the command, described above
-    workload: Name = "char_lm",
+    context: typer.Context,
+    workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
     low: Lows = "bf16,fp16",
     steps: Steps = 100,
@@ -57,26 +89,66 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     device: Device = "auto",
     json: Json = None,
     against: Against = None,
+    peer: Peer = True,
+    model: Models = "",
+    batch_size: Batches = "",
+    compile: Compile = "off",
+    page: PageFile = None,
+    largest_batch: LargestBatch = None,
 ) -> None:
-    """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table."""
+    """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table.
+
+    With a sweep's options each model, batch size and level is a process of its own, and --json FILE is the state of the
+    sweep: run the same command again to go on where it stopped.
+    """
     place = device_of(device)
-    job = load_workload(workload, parse_settings(settings), data=data)
+    if workload in KINDS:
+        _refuse(context, workload, {"workload", "device", "json", "page"})
+        if json is not None:
+            check_writable(json)
+        run_compute(workload, place, command=_command(), json=json, page=page)
+        return
+    rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
+    if json is not None:
+        check_writable(json)
+    if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
+        if seeds != 1 or against is not None:
+            raise WorkloadError("a sweep takes one seed and no --against; leave out --seeds and --against")
+        if model and workload is not None:
+            raise WorkloadError(
+                f"--model {model} and the workload {workload} both say what is trained; give one of them"
+            )
+        asked = Asked(
+            tuple(names(model)) or (workload or DEFAULT,), sizes(batch_size), _compiled(rows, compile), steps, place,
+            parse_settings(settings), data, command=_command(),
+        )  # fmt: skip
+        if largest_batch is not None:
+            run_largest(asked, bytes_of(largest_batch), json=json, page=page)
+        else:
+            run_sweep(asked, json=json, page=page)
+        return
+    job = load_workload(workload or DEFAULT, parse_settings(settings), data=data)
+    _side_by_side(job, rows, steps=steps, seeds=range(seeds), device=place, json=json, against=against)
+
+
+def _side_by_side(
+    job: Workload,
+    rows: Sequence[Entry],
+    *,
+    steps: int,
+    seeds: range,
+    device: torch.device,
+    json: Path | None,
+    against: Path | None,
+) -> None:
+    """Trains one workload in one process, prints the table and what changed since a saved result."""
     saved = None if against is None else load_saved(against)
     if saved is not None:
         check_comparable(saved, job.name, settings_of(job))
-    rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=True)
-    if json is not None:
-        check_writable(json)
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         result = run_bench(
-            job,
-            rows,
-            steps=steps,
-            seeds=range(seeds),
-            device=place,
-            command=shlex.join(["halfstep", *sys.argv[1:]]),
-            progress=progress,
-        )
+            job, rows, steps=steps, seeds=seeds, device=device, command=_command(), progress=progress,
+        )  # fmt: skip
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
     changes = () if saved is None else compare(saved, result)
@@ -92,13 +164,23 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         raise typer.Exit(WORSE)
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Report]:
-    """Gives a function that shows what is going on and how far it is; silent where no one looks."""
-    console = stderr()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, refresh_per_second=1, disable=not console.is_terminal
-    ) as bar:  # rarely, as drawing takes time from what is measured
-        task = bar.add_task("starting", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
+    """Refuses options that are given and do nothing."""
+    given = [
+        name
+        for name in context.params
+        if name not in taken and (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise WorkloadError(f"{workload} takes no --{given[0].replace('_', '-')}; leave it out")
+
+
+def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
+    """Returns the rows, each as written, compiled or both."""
+    if compile not in COMPILE:
+        raise WorkloadError(f"--compile {compile!r} is unknown; choose one of {', '.join(COMPILE)}")
+    return tuple(compiled(row) if on else row for row in rows for on in COMPILE[compile])
+
+
+def _command() -> str:
+    return shlex.join(["halfstep", *sys.argv[1:]])

@@ -9,8 +9,10 @@ import torch
 import typer
 
 from halfstep.errors import WorkloadError
+from halfstep.report.charts import Chart
 from halfstep.workloads.load import WORKLOADS
 
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DEVICES = ("auto", "cpu", "cuda")
 
 Name = Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
@@ -31,6 +33,37 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Returns the sizes in a list that commas part.
+
+    Raises:
+        WorkloadError: one that is no number above 0.
+
+    >>> sizes("16, 32")
+    (16, 32)
+    """
+    found = names(text)
+    wrong = [each for each in found if not each.isdecimal() or int(each) < 1]
+    if wrong:
+        raise WorkloadError(f"{text!r} holds {wrong[0]!r}, which is no size; give whole numbers above 0, as in 16,32")
+    return tuple(dict.fromkeys(map(int, found)))
+
+
+def bytes_of(text: str) -> int:
+    """Returns an amount of memory in bytes.
+
+    Raises:
+        WorkloadError: it is none.
+
+    >>> bytes_of("1.5GiB"), bytes_of("300 MiB")
+    (1610612736, 314572800)
+    """
+    amount, unit = text[:-3].strip(), text[-3:]
+    if unit not in UNITS or not amount.replace(".", "", 1).isdecimal():
+        raise WorkloadError(f"{text!r} is no amount of memory; give for example 512MiB or 2GiB")
+    return int(float(amount) * UNITS[unit])
+
+
 def device_of(name: str) -> torch.device:
     """Returns the device that an option names.
 
@@ -44,7 +77,7 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind.
 
     Raises:
@@ -52,14 +85,14 @@ def check_writable(path: Path) -> None:
     """
     try:
         if not path.absolute().parent.is_dir():
-            raise WorkloadError(f"--json {path}: there is no folder {path.absolute().parent}; make it first")
+            raise WorkloadError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
         existed = path.exists()
         with path.open("a", encoding="utf-8"):
             pass
         if not existed:
             path.unlink()
     except OSError as error:
-        raise WorkloadError(f"--json {path} cannot be written: {error.strerror}; name another file") from error
+        raise WorkloadError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def write_json(path: Path, text: str) -> None:
@@ -72,3 +105,38 @@ def write_json(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WorkloadError(f"--json {path} could not be written: {error.strerror}") from error
+
+
+def check_page() -> None:
+    """Refuses a page where the packages that make it are not installed.
+
+    Raises:
+        WorkloadError: which one is missing.
+    """
+    try:
+        from halfstep.report.html import charts_html  # noqa: F401  # the extra [report]
+    except ModuleNotFoundError as error:
+        raise WorkloadError(f"--page needs {error.name}; run: pip install 'halfstep[report]'") from None
+
+
+def write_page(
+    path: Path,
+    title: str,
+    headline: str,
+    table: tuple[list[str], list[list[str]]],
+    charts: list[Chart],
+    *,
+    notes: list[str],
+    facts: list[tuple[str, str]],
+) -> None:
+    """Writes the page of a measurement.
+
+    Raises:
+        WorkloadError: the disk is full, or the folder is gone since.
+    """
+    from halfstep.report.html import charts_html  # the extra [report]
+
+    try:
+        path.write_text(charts_html(title, headline, table, charts, notes=notes, facts=facts), encoding="utf-8")
+    except OSError as error:
+        raise WorkloadError(f"--page {path} could not be written: {error.strerror}") from error

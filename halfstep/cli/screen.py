@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 WIDE = 200  # a file or pipe has no width; a table keeps its lines there
 
@@ -16,3 +20,26 @@ def stdout() -> Console:
 def stderr() -> Console:
     """Returns the console for progress."""
     return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress_bar(unit: str = "steps") -> Iterator[Callable[[str, int, int], None]]:
+    """Gives a function that shows what is going on, how far it is and the time left; silent where no one looks."""
+    console = stderr()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=1,  # rarely, as drawing takes time from what is measured
+        speed_estimate_period=600,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

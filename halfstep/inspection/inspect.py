@@ -13,8 +13,9 @@ from halfstep.formats import as_format
 from halfstep.inspection.meter import Call, Meter
 from halfstep.inspection.savings import Step, savings
 from halfstep.machine import read_machine
-from halfstep.measurements import CastRow, Inspection, OpRow
+from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
 from halfstep.observe.places import Places
+from halfstep.plan.resolve import ModuleFormats
 from halfstep.session.session import Session
 
 _WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
@@ -52,6 +53,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         seconds=step.seconds,
         rows=_rows(meter, step.seconds),
         casts=_casts(meter.calls),
+        modules=tuple(_module(name, each) for name, each in formats.items()),
         savings=found,
         machine=read_machine(device),
     )
@@ -76,6 +78,11 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
         for (operator, phase, formats), calls in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _module(name: str, given: ModuleFormats) -> ModuleRow:
+    param, compute, output = ("-" if each is None else str(each) for each in (given.param, given.compute, given.output))
+    return ModuleRow(name, given.type_name, param, compute, output, given.reason)
 
 
 def _casts(calls: Sequence[Call]) -> tuple[CastRow, ...]:

@@ -1,7 +1,8 @@
-"""The page of a run: one HTML file with its charts, its data and plotly.js in it, which opens without a network."""
+"""Pages of runs and of measurements: one HTML file with charts, data and plotly.js, which opens without a network."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -10,6 +11,7 @@ import torch
 from plotly.offline import get_plotlyjs
 
 from halfstep.formats import Format
+from halfstep.report.charts import Chart
 from halfstep.report.page import page_of
 from halfstep.report.run import Run
 
@@ -24,11 +26,32 @@ def page_html(run: Run, low: Format | torch.dtype | str | None = None) -> str:
         LogError: `run` is no Run.
     """
     page = page_of(run, low)
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    return _render("page.html", page.charts, page=page, script=script)
+
+
+def charts_html(
+    title: str,
+    headline: str,
+    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    charts: Sequence[Chart],
+    *,
+    notes: Sequence[str] = (),
+    facts: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Returns the page of a measurement: its headline, its table (header and rows), its notes and its charts."""
+    header, rows = table
+    return _render(
+        "charts.html", charts, title=title, headline=headline, header=header, rows=rows, notes=notes, charts=charts,
+        facts=facts,
+    )  # fmt: skip
+
+
+def _render(template: str, data: object, **values: object) -> str:
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
-    return pages.get_template("page.html").render(
-        page=page,
-        data=msgspec.json.encode(page.charts).decode().replace("<", "\\u003c"),  # so that no name can end the script
+    return pages.get_template(template).render(
+        data=msgspec.json.encode(data).decode().replace("<", "\\u003c"),  # so that no name can end the script
         plotly=get_plotlyjs(),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        script=(_HERE / "page.js").read_text(encoding="utf-8"),
+        **values,
     )

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from halfstep.measurements import Inspection
 
-ROWS = 20
+ROWS, NAMED = 20, 3
 MIB, GIGA = 2**20, 1e9
 
 
@@ -57,12 +57,24 @@ def _counted(names: Sequence[str]) -> str:
     return ", ".join(found)
 
 
+def _modules(found: Inspection) -> Iterator[str]:
+    """Yields what modules are given and why, a line for all that are alike."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for each in found.modules:
+        groups.setdefault((each.type, each.param, each.compute, each.output, each.reason), []).append(each.name)
+    for (kind, param, compute, output, reason), names in groups.items():
+        named = ", ".join(name or "the model" for name in names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+        yield f"{len(names)} {kind} ({named}): weights {param}, computes {compute}, gives {output}; {reason}"
+
+
 def _lines(found: Inspection) -> Iterator[str]:
     for cast in found.casts:
         yield (
             f"casts {cast.source} to {cast.target}: {cast.calls:,}, {cast.bytes / MIB:,.1f} MiB, "
             f"{1e3 * cast.seconds:,.2f} ms; {cast.of_parameters:,} of parameters"
         )
+    yield ""
+    yield from _modules(found)
     yield ""
     if not found.savings:
         yield "Nothing found that would save a hundredth of the step."

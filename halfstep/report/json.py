@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.measurements import BenchResult, Examination, Inspection
+from halfstep.machine import Machine
+from halfstep.measurements import BenchResult, Examination, Footprint, Inspection, Largest, Rate, Sweep
 from halfstep.records import Finding, WhatIf
 from halfstep.report.lines import plain
 
@@ -17,9 +18,31 @@ _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 def bench_json(result: BenchResult) -> str:
     """Returns every figure of a benchmark as JSON; a non-finite number is the text "nan", "inf" or "-inf"."""
     fields = plain(result)
-    for run in fields["runs"]:
-        run["times_ms"] = [round(each, 3) for each in run["times_ms"]]  # no clock here is better than a microsecond
+    _round_times(fields)
     return _json(fields)
+
+
+def sweep_json(result: Sweep) -> str:
+    """Returns every figure of a sweep as JSON; one that was read from such JSON gives the same bytes."""
+    fields = plain(result)
+    for point in fields["points"]:
+        _round_times(point["result"])
+    return _json(fields)
+
+
+def largest_json(found: Sequence[Largest], *, asked: Mapping[str, str], command: str) -> str:
+    """Returns the largest batches, with what was asked and what was tried, as JSON."""
+    return _json({"command": command, "asked": dict(asked), "largest": plain(found)})
+
+
+def compute_json(found: Sequence[Rate | Footprint], *, machine: Machine, command: str) -> str:
+    """Returns what formats cost by themselves as JSON."""
+    return _json({"command": command, "machine": plain(machine), "rows": plain(found)})
+
+
+def _round_times(result: dict[str, Any]) -> None:
+    for run in result["runs"]:
+        run["times_ms"] = [round(each, 3) for each in run["times_ms"]]  # no clock here is better than a microsecond
 
 
 def whatif_json(result: WhatIf) -> str:

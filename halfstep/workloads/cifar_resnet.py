@@ -163,6 +163,10 @@ class CifarResNet(Workload):
         for chosen in shuffled(len(images.x_train), self.batch, seed):
             yield augment(images.x_train[chosen], generator), images.y_train[chosen]
 
+    def examples(self) -> int:
+        """Returns the number of training images."""
+        return len(self._images.x_train)
+
     def validation(self) -> Iterable[Batch]:
         """Yields the first `eval_images` test images."""
         images, count = self._images, self.eval_images

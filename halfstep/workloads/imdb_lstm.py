@@ -96,6 +96,10 @@ class ImdbLSTM(Workload):
         for chosen in shuffled(len(reviews.x_train), self.batch, seed):
             yield reviews.x_train[chosen], reviews.y_train[chosen]
 
+    def examples(self) -> int:
+        """Returns the number of training reviews."""
+        return len(self._reviews.x_train)
+
     def validation(self) -> Iterable[Batch]:
         """Yields the first `eval_reviews` test reviews."""
         reviews, count = self._reviews, self.eval_reviews

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from halfstep.errors import DataError, WorkloadError
+from halfstep.validate import near_miss
 from halfstep.workloads.char_lm import CharLM
-from halfstep.workloads.cifar_resnet import CifarResNet
+from halfstep.workloads.cifar_resnet import DEPTHS, CifarResNet
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 from halfstep.workloads.workload import Workload
 
 WORKLOADS: dict[str, type[Workload]] = {kind.name: kind for kind in (CharLM, CifarResNet, ImdbLSTM, Regression)}
+MODELS: dict[str, tuple[str, dict[str, str]]] = {  # models of a known size, as workloads with these settings
+    f"resnet{depth}": (CifarResNet.name, {"depth": str(depth), "width": "64"}) for depth in DEPTHS
+}
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -52,6 +56,22 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
         readers = ", ".join(other.name for other in WORKLOADS.values() if other.reads_data)
         raise WorkloadError(f"{name} reads no data, but {data} was given; leave it out, or choose one of {readers}")
     return kind(data=data, **values)
+
+
+def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
+    """Returns the workload of a model in `MODELS`, or of a workload's name; `settings` go before the model's own.
+
+    Raises:
+        WorkloadError, DataError: as `load_workload`.
+
+    >>> load_model("resnet50", {"width": "8"}).depth
+    50
+    """
+    if name not in (*MODELS, *WORKLOADS) and ":" not in name:
+        known = ", ".join((*MODELS, *WORKLOADS))
+        raise WorkloadError(f"unknown model {name!r}{near_miss(name, MODELS)}; known are {known} and path.py:function")
+    workload, own = MODELS.get(name, (name, {}))
+    return load_workload(workload, {**own, **(settings or {})}, data=data)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, str]:

@@ -70,6 +70,10 @@ class Workload(ABC):
         """Returns the fraction of a batch that is right, as a 0-dim tensor; None where the job knows no accuracy."""
         return None
 
+    def examples(self) -> int | None:
+        """Returns how many training examples an epoch has; None where the job has no epochs."""
+        return None
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Returns the mean validation loss of `model` and, where the job knows one, its accuracy between 0 and 1."""
         losses: list[Tensor] = []

@@ -1,12 +1,17 @@
 """Peak memory, counted."""
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from halfstep.bench.memory import AllocatorBytes, LiveBytes, counting, peak_method
+from halfstep.machine import read_machine
 
 
 def test_views_and_in_place_ops_cost_nothing():
@@ -114,3 +119,64 @@ def test_a_custom_operation_that_counts_on_autocast_is_counted():
     with LiveBytes() as count, torch.autocast("cpu", torch.float16):
         kept = product(a, b)
     assert (kept.dtype, count.live) == (torch.float16, 32)
+
+
+TRAINED = """
+import sys
+from pathlib import Path
+
+import torch
+
+from halfstep.machine import read_machine
+from halfstep.bench.memory import LiveBytes
+from halfstep.bench.variants import Entry
+from halfstep.formats import as_format
+from halfstep.workloads.load import load_model
+
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def train(entry, steps, count=None, **settings):
+    job = load_model("regression", {key: str(value) for key, value in settings.items()})
+    variant, batch = entry.start(job, 0, torch.device("cpu")), next(iter(job.batches(0)))
+    for _ in range(steps):
+        variant.train(*batch)
+    if count is not None:
+        count.restart()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of the process starts anew
+        variant.train(*batch)
+        print(count.peak, status("VmHWM") - before)
+    variant.close()
+
+
+level, low = sys.argv[1:]
+entry = Entry(level, as_format(low), peer=False)
+train(entry, 3, d_in=64, d_out=64)  # what libraries take
+before = status("VmRSS")
+with LiveBytes() as count:
+    train(entry, 2, count, d_in=7000, d_out=7000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read as Linux has it")
+@pytest.mark.parametrize(("level", "low"), [("O0", "fp32"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16")])
+def test_the_figure_is_the_growth_of_the_process(level, low, tmp_path):
+    """Two layers of 7000 x 7000: 374 MiB of fp32 weights. The allocator gives back what is freed at once.
+
+    Where a CPU has no bf16 units, oneDNN holds up to one weight of a bf16 product as fp32 while it multiplies, which no
+    counter of tensors sees.
+    """
+    (tmp_path / "trained.py").write_text(TRAINED, encoding="utf-8")
+    thresholds = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    said = subprocess.run(
+        [sys.executable, str(tmp_path / "trained.py"), level, low],
+        check=True, capture_output=True, text=True, env={**os.environ, **thresholds},
+    ).stdout  # fmt: skip
+    counted, grown = map(int, said.split())
+    inside = 4 * 7000**2 if low == "bf16" and "bf16" not in read_machine(torch.device("cpu")).fast else 0
+    assert 0.9 * grown - inside <= counted <= 1.1 * grown
+    assert counted > 200 * 10**6

@@ -258,6 +258,21 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     assert len(fields["rows"]) == len(found.rows)
 
 
+def test_each_module_has_its_policy_and_what_decided_it(session_of):
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model, "O2", rules=[Rule("a", FULL)]) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    rows = {row.name: row for row in found.modules}
+    assert list(rows) == ["", "conv", "a", "b"]
+    assert [(rows[name].param, rows[name].compute) for name in ("conv", "a", "b")] == [
+        ("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "bf16"),
+    ]  # fmt: skip
+    assert [(rows[name].type, rows[name].reason) for name in ("a", "b")] == [("Linear", "rule 'a'"), ("Linear", "O2")]
+    lines = [str(part) for part in inspection_report(found, what="Net").renderables]
+    assert "1 Linear (a): weights fp32, computes fp32, gives input; rule 'a'" in lines
+    assert "1 Linear (b): weights bf16, computes bf16, gives -; O2" in lines
+
+
 def test_bad_input_is_one_error(session_of):
     model = Net()
     session = session_of(model)

@@ -1,0 +1,62 @@
+"""What formats cost by themselves: matrix products by format and size, and memory by format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+
+from halfstep.bench.memory import counting
+from halfstep.measurements import Footprint, Rate
+from halfstep.timing import speedup, spread, take_turns
+from halfstep.workloads.cifar_resnet import CifarResNet
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIZES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+TENSOR, IMAGES, WIDTH = (1000, 1000), 8, 64
+GIGA = 1e9
+
+
+def matrix_products(
+    device: torch.device,
+    sizes: Sequence[int] = (),
+    *,
+    seconds: float = 4.0,
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[Rate, ...]:
+    """Returns the rate of a product of two square matrices in each format; the formats of a size take turns.
+
+    About `seconds` for each size; `rate` is in GFLOP/s, a multiply-add as two.
+    """
+    found: list[Rate] = []
+    for size in sizes or SIZES[device.type]:
+        progress(f"matrix product {size} x {size}")
+        generator = torch.Generator(device=device).manual_seed(0)
+        a, b = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
+        calls = {name: partial(torch.mm, a.to(dtype), b.to(dtype)) for name, dtype in DTYPES.items()}
+        times = take_turns(calls, device=device, seconds=seconds)
+        for name, taken in times.items():
+            vs_fp32 = None if name == "fp32" else speedup(times["fp32"], taken)
+            rate = 2.0 * size**3 / median(taken) / GIGA
+            found.append(Rate(str(size), name, "native", spread(taken), rate, "GFLOP/s", vs_fp32))
+    return tuple(found)
+
+
+def memory_by_format(
+    device: torch.device, *, progress: Callable[[str], None] = lambda what: None
+) -> tuple[Footprint, ...]:
+    """Returns what a matrix, the weights of ResNet-18 and its forward pass over 8 images take, all in one format."""
+    found = []
+    for name, dtype in DTYPES.items():
+        progress(f"memory in {name}")
+        of_matrix = torch.zeros(TENSOR, dtype=dtype, device=device).nbytes
+        with torch.no_grad(), counting(device) as count:
+            model = CifarResNet(width=WIDTH).build(0).to(device, dtype).eval()
+            images = torch.zeros(IMAGES, 3, 32, 32, dtype=dtype, device=device)
+            weights = sum(each.nbytes for each in model.parameters())
+            count.restart()
+            model(images)
+            found.append(Footprint(name, of_matrix, weights, count.peak))
+    return tuple(found)

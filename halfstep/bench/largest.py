@@ -1,0 +1,97 @@
+"""The largest batch that fits into a memory limit, for each model and configuration, each try in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from halfstep.bench.remote import OutOfMemory, Remote
+from halfstep.bench.sweep import Asked
+from halfstep.bench.worker import COUNTED, Task
+from halfstep.errors import WorkloadError
+from halfstep.measurements import Largest
+
+MOST = 2**20  # examples: where a workload has no end of them
+
+
+def largest_batches(
+    asked: Asked, limit: int, *, progress: Callable[[str], None] = lambda what: None
+) -> tuple[Largest, ...]:
+    """Returns for each model and row the largest batch whose first steps fit into `limit` bytes.
+
+    The limit is on what a process takes from when its model is built, weights included; see `limit_memory`. A failure
+    of another kind is a row with an error.
+
+    Raises:
+        WorkloadError: nothing to do, or batch sizes were given.
+        DataError: the data of a model is not there.
+    """
+    if asked.batches or "batch" in asked.settings:
+        raise WorkloadError("the largest batch is looked for; leave out --batch-size and --set batch")
+    if limit < 1:
+        raise WorkloadError(f"a limit of {limit} bytes leaves nothing; give one such as 2GiB")
+    return tuple(_rows(asked, limit, progress))
+
+
+def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator[Largest]:
+    for model, workload in asked.points():
+        most = workload.examples() or MOST
+        for row in asked.rows:
+            if row.refused is not None:
+                yield Largest(model, row.name, limit, error=row.refused)
+                continue
+            search = Search(asked.task(model, workload, row), limit, f"{model} {row.name}", progress)
+            try:
+                yield Largest(model, row.name, limit, largest(search.fits, most=most), tuple(search.tried.items()))
+            except WorkloadError as error:
+                yield Largest(model, row.name, limit, None, tuple(search.tried.items()), str(error))
+
+
+class Search:
+    """Tries of one configuration in several batch sizes; `tried` says of each whether it fitted."""
+
+    def __init__(self, task: Task, limit: int, what: str, progress: Callable[[str], None]) -> None:
+        self.tried: dict[int, bool] = {}
+        self._task = msgspec.structs.replace(task, limit=limit)
+        self._what, self._progress = what, progress
+
+    def fits(self, batch: int) -> bool:
+        """Tells whether the steps in which a configuration takes most do not run out of memory.
+
+        Raises:
+            WorkloadError: it failed for another reason.
+        """
+        self._progress(f"{self._what}: batch {batch}")
+        sized = msgspec.structs.replace(self._task, settings={**self._task.settings, "batch": str(batch)})
+        self.tried[batch] = _trains(sized)
+        return self.tried[batch]
+
+
+def _trains(task: Task) -> bool:
+    try:
+        with Remote(task) as remote:
+            remote.started()
+            for _ in range(COUNTED):
+                remote.step()
+    except OutOfMemory:
+        return False
+    return True
+
+
+def largest(fits: Callable[[int], bool], *, most: int) -> int:
+    """Returns the largest size up to `most` that fits, by doubling and bisection; 0 where not even 1 does.
+
+    >>> [largest(lambda size: size <= edge, most=40) for edge in (0, 1, 21, 39, 40, 50)]
+    [0, 1, 21, 39, 40, 40]
+    """
+    low, high = 0, 1  # low fits, as far as is known
+    while fits(high):
+        low = high
+        if low == most:
+            return low
+        high = min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

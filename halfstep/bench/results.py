@@ -1,0 +1,60 @@
+"""The file of a sweep's results: read whole or refused, replaced in one move."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from halfstep.bench.sweep import SCHEMA
+from halfstep.errors import WorkloadError
+from halfstep.measurements import Sweep
+
+
+def read_sweep(path: Path) -> Sweep | None:
+    """Returns the sweep that a file holds; None where there is none.
+
+    Raises:
+        WorkloadError: the file cannot be read, is no sweep, or is one of another version of halfstep.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        fields = json.loads(text)
+        schema = fields["schema"]
+        if schema == SCHEMA:
+            return msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
+        why = f"its schema is {schema}, this halfstep's is {SCHEMA}"
+    except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise WorkloadError(
+        f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with --json"
+    )
+
+
+def write_sweep(path: Path, text: str) -> None:
+    """Puts a text in place of a file at once, so that whatever ends the process leaves a whole file.
+
+    Raises:
+        WorkloadError: no space, or the folder is gone; the file is as it was.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise WorkloadError(
+            f"{path} could not be written: {error.strerror}; it has the points before: make room and run the same again"
+        ) from error

@@ -1,0 +1,210 @@
+"""Benchmarks over models and batch sizes: a process for each configuration, the steps of a point dealt in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.bench.bench import settings_of
+from halfstep.bench.memory import peak_method
+from halfstep.bench.remote import Remote
+from halfstep.bench.tally import Tally, notes, records
+from halfstep.bench.variants import Entry
+from halfstep.bench.worker import COUNTED, UNTIMED, Task
+from halfstep.errors import WorkloadError
+from halfstep.machine import read_machine
+from halfstep.measurements import BenchResult, Point, Sweep
+from halfstep.version import __version__
+from halfstep.workloads.load import load_model
+from halfstep.workloads.workload import Workload
+
+SCHEMA = 1
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a sweep was asked for: models by name (`MODELS`, or workloads), batch sizes (none: the model's own), rows.
+
+    A model that ends with "@16" is trained at that batch size alone.
+    Every configuration makes `steps` timed steps from the same seed; `settings` go to each model.
+    """
+
+    models: tuple[str, ...]
+    batches: tuple[int, ...]
+    rows: tuple[Entry, ...]
+    steps: int
+    device: torch.device
+    settings: Mapping[str, str] = field(default_factory=dict)
+    data: Path | None = None
+    seed: int = 0
+    command: str = ""
+
+    def points(self) -> list[tuple[str, Workload]]:
+        """Returns the model and the workload of each point, in the order in which they are measured.
+
+        Raises:
+            WorkloadError: nothing to do, an unknown model, or a setting or batch size that a workload refuses.
+        """
+        if self.steps < 1 or not self.models or not self.rows:
+            raise WorkloadError(
+                "a sweep needs a model, a level and a timed step at least; give --model, --levels, --steps"
+            )
+        if "batch" in self.settings and self.batches:
+            raise WorkloadError("--set batch and --batch-size both say the batch size; give one of them")
+        return [point for model in self.models for point in self._points(*model.partition("@"))]
+
+    def _points(self, name: str, at: str, own: str) -> Iterator[tuple[str, Workload]]:
+        if at and not own.isdecimal():
+            raise WorkloadError(f"model {name}: @{own} is no batch size; write for example {name}@16")
+        batches = [own] if at else [str(batch) for batch in self.batches]
+        for size in [{"batch": batch} for batch in batches] or [{}]:
+            yield name, load_model(name, {**self.settings, **size}, data=self.data)
+
+    def words(self) -> dict[str, str]:
+        """Returns what was asked as text: two sweeps with equal words can be made one."""
+        machine = read_machine(self.device)
+        return {
+            "models": ", ".join(self.models),
+            "batch sizes": ", ".join(map(str, self.batches)) or "the models' own",
+            "rows": ", ".join(row.name for row in self.rows),
+            "steps": str(self.steps),
+            "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
+            "seed": str(self.seed),
+            "device": machine.device,
+            "processor": machine.processor,
+            "threads": str(machine.threads),
+            "torch": machine.torch,
+            "halfstep": __version__,
+        }
+
+    def task(self, model: str, workload: Workload, row: Entry) -> Task:
+        """Returns what the process of one configuration is told."""
+        return Task(
+            model, {**self.settings, "batch": str(workload.batch)}, None if self.data is None else str(self.data),
+            str(self.device), row.level, row.low.name, row.peer, row.emulated, row.compiled, self.seed, self.steps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def sweep(
+    asked: Asked,
+    *,
+    done: Sweep | None = None,
+    keep: Callable[[Sweep], None] = lambda result: None,
+    progress: Progress = lambda what, done, total: None,
+) -> Sweep:
+    """Returns what each configuration did, after the points that `done` has; `keep` is given the sweep at each point.
+
+    `progress` is called with what is going on, the examples trained and those in all. A `KeyboardInterrupt` ends the
+    sweep with the points that are whole.
+
+    Raises:
+        WorkloadError: nothing to do, an unknown model or setting, or `done` was asked for otherwise.
+        DataError: the data of a model is not there.
+    """
+    points, words = asked.points(), asked.words()
+    result = Sweep(SCHEMA, words, len(points)) if done is None else done
+    check_same(result.asked, words)
+    for _, workload in points:
+        next(iter(workload.batches(asked.seed)))  # missing data ends it here, before anything was measured
+    runs = sum(row.refused is None for row in asked.rows)
+    each = runs * (COUNTED + UNTIMED + asked.steps)
+    sizes = [each * workload.batch for _, workload in points]
+    for at in range(len(result.points), len(points)):
+        model, workload = points[at]
+        count = sum(sizes[:at])
+
+        def tick(what: str) -> None:
+            nonlocal count
+            count += workload.batch  # noqa: B023  # called in this round alone
+            progress(f"{model}, batch {workload.batch}: {what}", count, sum(sizes))  # noqa: B023
+
+        try:
+            point = _measure(asked, model, workload, tick)
+        except KeyboardInterrupt:
+            break
+        result = replace(result, points=(*result.points, point))
+        keep(result)
+    return result
+
+
+def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuses to go on with a sweep that was asked for otherwise.
+
+    Raises:
+        WorkloadError: what differs.
+    """
+    differs = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if differs:
+        said = "; ".join(f"{key}: {before.get(key, '-')} there, {now.get(key, '-')} here" for key in differs)
+        raise WorkloadError(f"the results file is of another sweep ({said}); name another file, or ask for the same")
+
+
+def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
+    """Returns a point: all its processes at a time, a step of each in turn."""
+    tallies = [Tally(row, error=row.refused) for row in asked.rows]
+    built: dict[str, Any] = {}
+    with ExitStack() as stack:
+        lanes: list[tuple[Tally, Remote]] = []
+        for tally in tallies:
+            if tally.error is None:
+                with tally.failing("start"):
+                    lanes.append((tally, stack.enter_context(Remote(asked.task(model, workload, tally.entry)))))
+        for tally, remote in lanes:
+            with tally.failing("start"):
+                built = remote.started()
+        for step in range(COUNTED + UNTIMED + asked.steps):
+            turn = step % max(1, len(lanes))  # so that none always follows the same other
+            for tally, remote in lanes[turn:] + lanes[:turn]:
+                if tally.error is None:
+                    with tally.failing(f"step {step + 1}"):
+                        _take(tally, remote.step())
+                tick(tally.entry.name)
+        for tally, remote in lanes:
+            if tally.error is None:
+                with tally.failing("the end"):
+                    _end(tally, remote.step())
+    parameters = built.get("parameters") or 0
+    for tally in tallies:
+        tally.add_losses(tally.losses)
+    result = BenchResult(
+        workload=workload.name,
+        settings=settings_of(workload),
+        parameters=parameters,
+        steps=asked.steps,
+        warmup=COUNTED + UNTIMED,
+        seeds=(asked.seed,),
+        runs=records(tallies, parameters),
+        peak_method=peak_method(asked.device),
+        notes=notes(tallies),
+        complete=True,
+        machine=read_machine(asked.device),
+        command=asked.command,
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+    return Point(model, workload.batch, built.get("examples"), result)
+
+
+def _take(tally: Tally, said: dict[str, Any]) -> None:
+    """Notes a step: its loss, and what is known of it if it was timed."""
+    loss, took, joules = said["loss"], said["ms"], said["joules"]
+    tally.losses.append(loss)
+    if took is not None:
+        tally.times_ms.append(took)
+    if joules is not None:
+        count = len(tally.times_ms)
+        tally.joules = ((tally.joules or 0.0) * (count - 1) + joules) / count
+
+
+def _end(tally: Tally, said: dict[str, Any]) -> None:
+    tally.peak, tally.memory = said["peak"], said["memory"]
+    tally.skipped.append(said["skipped"])
+    tally.scale.append(said["scale"])

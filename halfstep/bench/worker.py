@@ -1,0 +1,129 @@
+"""The process of one configuration of a sweep: makes a training step for each line that it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TextIO
+
+import msgspec
+import torch
+
+from halfstep.bench.limits import energy_meter, limit_memory
+from halfstep.bench.memory import counting
+from halfstep.bench.tally import reason
+from halfstep.bench.variants import Entry
+from halfstep.formats import as_format
+from halfstep.timing import synchronize
+from halfstep.workloads.load import load_model
+
+COUNTED, UNTIMED = 2, 1  # steps: the first makes the optimizer's state, the second has the peak; one warms up
+_OUT = (  # what torch's allocator, C++ and oneDNN say
+    "not enough memory",
+    "allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "could not create a memory",
+)
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a process trains: a model with its settings, under an entry's level and format, for so many timed steps.
+
+    `limit` is the most bytes that it may take from when the model is built; None: what there is.
+    """
+
+    model: str
+    settings: dict[str, str]
+    data: str | None
+    device: str
+    level: str
+    low: str
+    peer: bool
+    emulated: bool
+    compiled: bool
+    seed: int
+    steps: int
+    threads: int
+    limit: int | None = None
+
+    @property
+    def entry(self) -> Entry:
+        """The row that it makes."""
+        return Entry(self.level, as_format(self.low), self.peer, self.emulated, compiled=self.compiled)
+
+
+def answers(task: Task) -> Iterator[dict[str, Any]]:
+    """Yields what was built, then for each step its loss and milliseconds, then what is held at the end."""
+    torch.set_num_threads(task.threads)
+    device = torch.device(task.device)
+    workload = load_model(task.model, task.settings, data=None if task.data is None else Path(task.data))
+    batches = workload.batches(task.seed)
+    first = next(batches)  # data in memory is not the step's
+    if task.limit is not None:
+        limit_memory(task.limit, device)
+    energy = energy_meter(device)
+    peak, facts, total = None, None, COUNTED + UNTIMED + task.steps
+    with ExitStack() as stack, ExitStack() as counted:
+        count = counted.enter_context(counting(device))
+        variant = task.entry.start(workload, task.seed, device)
+        stack.callback(variant.close)
+        base_lr = [group["lr"] for group in variant.optimizer.param_groups]
+        yield {"parameters": sum(p.numel() for p in variant.model.parameters()), "examples": workload.examples()}
+        for step in range(total):
+            batch = tuple(each.to(device) for each in (first if step == 0 else next(batches)))
+            for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
+                group["lr"] = lr * workload.lr_factor(step, total)
+            count.restart()
+            synchronize(device)
+            with energy:
+                start = perf_counter()
+                loss = variant.train(*batch)
+                synchronize(device)
+                took = 1e3 * (perf_counter() - start)
+            variant.observe()
+            if step == COUNTED - 1:
+                peak, facts = count.peak, variant.facts()
+                counted.close()
+            timed = step >= COUNTED + UNTIMED
+            yield {"loss": float(loss), "ms": took if timed else None, "joules": energy.joules if timed else None}
+        end = variant.facts()
+        yield {"peak": peak, "memory": facts and facts.memory, "skipped": end.skipped, "scale": end.scale}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether an exception says that memory was not to be had."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in str(error).lower() for words in _OUT
+    )
+
+
+def _say(answer: TextIO, said: dict[str, Any]) -> None:
+    answer.write(json.dumps(said) + "\n")
+    answer.flush()
+
+
+def main() -> None:
+    """Reads the task from the first line, and answers each further line; a failure is the last answer."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a workload prints is no answer
+    task = msgspec.json.decode(sys.stdin.readline(), type=Task)
+    try:
+        given = answers(task)
+        for said in given:
+            _say(answer, said)
+            if not sys.stdin.readline():
+                return
+    except Exception as error:  # whatever a user's workload raises
+        memory = is_out_of_memory(error)
+        said = {"error": f"out of memory: {error}" if memory else reason(error), "memory": memory}
+        _say(answer, said)
+
+
+if __name__ == "__main__":
+    main()

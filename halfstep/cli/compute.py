@@ -1,0 +1,48 @@
+"""`halfstep bench matmul` and `halfstep bench memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from halfstep.bench.compute import matrix_products, memory_by_format
+from halfstep.cli.options import check_page, check_writable, write_json, write_page
+from halfstep.cli.screen import stderr, stdout
+from halfstep.machine import read_machine
+from halfstep.report import compute
+from halfstep.report.json import compute_json
+
+# What measures, then the table, the sentence and the charts of what it returns.
+KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., str], Callable[..., Any]]] = {
+    "matmul": (matrix_products, compute.products_rows, compute.products_headline, compute.products_charts),
+    "memory": (memory_by_format, compute.memory_rows, compute.memory_headline, compute.memory_charts),
+}
+
+
+def run_compute(name: str, device: torch.device, *, command: str, json: Path | None, page: Path | None) -> None:
+    """Measures what formats cost by themselves, and prints it with one sentence."""
+    measure, rows_of, headline_of, charts_of = KINDS[name]
+    if page is not None:
+        check_writable(page, "--page")
+        check_page()
+    with stderr().status("starting") as status:
+        found = measure(device, progress=status.update)
+    header, rows = rows_of(found)
+    table = Table(box=None, padding=(0, 1))
+    for column in header:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    stdout().print(table, "", headline_of(found), sep="\n")
+    machine = read_machine(device)
+    if json is not None:
+        write_json(json, compute_json(found, machine=machine, command=command))
+    if page is not None:
+        facts = [("command", command), ("machine", f"{machine.device}, {machine.processor}"),
+                 ("threads", str(machine.threads)), ("torch", machine.torch)]  # fmt: skip
+        write_page(page, command, headline_of(found), (header, rows), charts_of(found), notes=[], facts=facts)

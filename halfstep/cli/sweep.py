@@ -1,0 +1,71 @@
+"""`halfstep bench` over several models or batch sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from halfstep.bench.largest import largest_batches
+from halfstep.bench.results import read_sweep, write_sweep
+from halfstep.bench.sweep import Asked, sweep
+from halfstep.cli.options import check_page, check_writable, write_json, write_page
+from halfstep.cli.screen import progress_bar, stderr, stdout
+from halfstep.measurements import Sweep
+from halfstep.report.json import largest_json, sweep_json
+from halfstep.report.largest import HEADER, largest_charts, largest_headline, largest_rows, largest_table, largest_words
+from halfstep.report.sweep import (
+    recommendation,
+    sweep_charts,
+    sweep_facts,
+    sweep_rows,
+    sweep_table,
+    title,
+    words,
+)
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
+    """Measures what a results file does not have yet, and prints the whole; each point is kept as it is made."""
+    _check(page)
+    done = None if json is None else read_sweep(json)
+    if done is not None:
+        stderr().print(f"{json} has {len(done.points)} of {done.total} points, which are not measured again")
+
+    def keep(result: Sweep) -> None:
+        if json is not None:
+            write_sweep(json, sweep_json(result))
+
+    with progress_bar(unit="examples") as progress:
+        found = sweep(asked, done=done, keep=keep, progress=progress)
+    stdout().print(sweep_table(found))
+    if page is not None:
+        write_page(page, title(found), recommendation(found), sweep_rows(found), sweep_charts(found),
+                   notes=list(words(found)), facts=sweep_facts(found))  # fmt: skip
+    if len(found.points) < found.total:
+        raise typer.Exit(INTERRUPTED)
+    if all(run.error is not None for point in found.points for run in point.result.runs):
+        raise typer.Exit(FAILED)
+
+
+def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
+    """Looks for the largest batch of each model and row, and prints them."""
+    _check(page)
+    with stderr().status("starting") as status:
+        found = largest_batches(asked, limit, progress=status.update)
+    stdout().print(largest_table(found))
+    if json is not None:
+        write_json(json, largest_json(found, asked=asked.words(), command=asked.command))
+    if page is not None:
+        write_page(page, asked.command, largest_headline(found), (HEADER, largest_rows(found)), largest_charts(found),
+                   notes=largest_words(found), facts=list(asked.words().items()))  # fmt: skip
+    if all(each.error is not None for each in found):
+        raise typer.Exit(FAILED)
+
+
+def _check(page: Path | None) -> None:
+    if page is not None:
+        check_writable(page, "--page")
+        check_page()

@@ -1,0 +1,186 @@
+"""A sweep over models and batch sizes: its table for the terminal, its sentence, and what its charts draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import exp, isfinite, log
+from statistics import fmean
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.measurements import BenchRun, Point, Sweep
+from halfstep.report.bench import ABSENT, ALIKE, MIB
+from halfstep.report.charts import Chart, bars, lines
+
+JUDGED = 50  # steps from which on a loss is no chance
+WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
+Seen = tuple[Point, BenchRun]
+
+COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] = (
+    ("step\nms", lambda _, run: None if run.step_ms is None else run.step_ms.median, ",.1f"),
+    ("speed\nx O0", lambda _, run: run.vs_o0, ".2f"),
+    ("examples\nper s", lambda point, run: throughput(point, run), ",.1f"),
+    ("minutes\nan epoch", lambda point, run: epoch_minutes(point, run), ",.1f"),
+    ("peak\nMiB", lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
+    ("memory\nx O0", lambda point, run: memory_share(point, run), ".2f"),
+    ("joules\na step", lambda _, run: run.joules, ",.1f"),
+    ("last\nloss", lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
+)
+
+
+def throughput(point: Point, run: BenchRun) -> float | None:
+    """Returns the examples that a run trains in a second."""
+    return None if run.step_ms is None else 1e3 * point.batch / run.step_ms.median
+
+
+def epoch_minutes(point: Point, run: BenchRun) -> float | None:
+    """Returns the minutes of an epoch, where the workload has epochs."""
+    rate = throughput(point, run)
+    return None if rate is None or point.examples is None else point.examples / rate / 60
+
+
+def memory_share(point: Point, run: BenchRun) -> float | None:
+    """Returns a run's peak memory over that of O0."""
+    full = _baseline(point)
+    if full is None or not full.peak_bytes or run.peak_bytes is None:
+        return None
+    return run.peak_bytes / full.peak_bytes
+
+
+def _baseline(point: Point) -> BenchRun | None:
+    return next((run for run in point.result.runs if run.level == "O0" and not run.compiled), None)
+
+
+def sweep_table(sweep: Sweep) -> Group:
+    """Returns a row for each configuration, why some have no figures, what the figures mean, and the recommendation."""
+    header, rows = sweep_rows(sweep)
+    table = Table(box=None, padding=(0, 1))
+    for at, name in enumerate(header):
+        table.add_column(name, justify="left" if at in (0, 2) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return Group(Text(title(sweep)), Text(), table, Text(), *map(Text, words(sweep)), Text(recommendation(sweep)))
+
+
+def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """Returns the header and the cells of the table; a column that has no figure at all is left out."""
+    seen = list(_seen(sweep))
+    columns = [each for each in COLUMNS if any(each[1](*one) is not None for one in seen)]
+    rows = [
+        [point.model, str(point.batch), run.name, *(_cell(figure(point, run), form) for _, figure, form in columns)]
+        for point, run in seen
+    ]
+    return ["model", "batch", "", *(name for name, _, _ in columns)], rows
+
+
+def _seen(sweep: Sweep) -> Iterator[Seen]:
+    return ((point, run) for point in sweep.points for run in point.result.runs)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return ABSENT if value is None else format(value, form)
+
+
+def title(sweep: Sweep) -> str:
+    """Returns what was measured where."""
+    asked = sweep.asked
+    part = "" if len(sweep.points) == sweep.total else f", {len(sweep.points)} of {sweep.total} points so far"
+    return (
+        f"{asked['models']}; batch {asked['batch sizes']}; {asked['steps']} timed steps{part}; "
+        f"{asked['device']}, {asked['processor']}, {asked['threads']} threads"
+    )
+
+
+def words(sweep: Sweep) -> Iterator[str]:
+    """Yields why some runs have no figures, and what the figures mean."""
+    for point, run in _seen(sweep):
+        if run.error is not None:
+            yield f"{point.model}, batch {point.batch}, {run.name}: {run.error}"
+    if sweep.points:
+        result = sweep.points[0].result
+        yield (
+            "Speed: how many times as fast, the median over rounds in which every configuration of a model and batch"
+            f" size makes a step in turn, each in its own process ({result.warmup} steps come before)."
+        )
+        yield f"Peak memory: {result.peak_method} in the second step, weights included."
+        if not any(run.joules is not None for _, run in _seen(sweep)):
+            yield f"Energy: this {result.machine.device} reports none."
+        yield from result.notes
+
+
+def recommendation(sweep: Sweep) -> str:
+    """Returns one sentence: what to train with here, and the figures that say so."""
+    rows: dict[str, list[Seen]] = {}
+    for point, run in _seen(sweep):
+        if run.vs_o0 is not None and run.error is None and run.level != "O0" and not run.peer and _learns(point, run):
+            rows.setdefault(run.name, []).append((point, run))
+    whole = {name: seen for name, seen in rows.items() if len(seen) == len(sweep.points)}
+    if not whole:
+        return "Nothing to recommend: no level trained beside O0 in every model and batch size."
+    speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in whole.items()}
+    best = max(speeds, key=lambda name: speeds[name])
+    shares = [share for each in whole[best] if (share := memory_share(*each)) is not None]
+    memory = f", with {_range(shares)} of its peak memory" if shares else ""
+    fast = [run.vs_o0 or 1.0 for _, run in whole[best]]
+    if speeds[best] >= 1 + ALIKE:
+        return f"Train at {best}: {_range(fast)} times as fast as O0{memory}."
+    slower = "about as fast as O0" if speeds[best] >= 1 - ALIKE else f"{_range(fast)} times as fast as O0"
+    return f"Train at O0 where its memory is there: the fastest other, {best}, is {slower}{memory}."
+
+
+def _learns(point: Point, run: BenchRun) -> bool:
+    """Tells whether a run's loss stayed finite and, if it is long enough to say so, ended near that of O0 or below."""
+    full = _baseline(point)
+    if not all(map(isfinite, run.losses)):
+        return False
+    if full is None or len(run.losses) < JUDGED:
+        return True
+    return fmean(run.train_loss) <= fmean(full.train_loss) + WORSE_LOSS * abs(fmean(full.train_loss))
+
+
+def _range(values: Sequence[float]) -> str:
+    """Returns the smallest and the largest value, once where they read alike.
+
+    >>> _range([1.5, 2.25]), _range([0.5, 0.501])
+    ('1.50 to 2.25', '0.50')
+    """
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def sweep_charts(sweep: Sweep) -> list[Chart]:
+    """Returns speed, throughput and memory by model and batch, and the losses of each model over each other."""
+    names = list(dict.fromkeys(run.name for _, run in _seen(sweep)))
+    places = [[point.model for point in sweep.points], [f"batch {point.batch}" for point in sweep.points]]
+
+    def by_name(figure: Callable[[Point, BenchRun], float | None]) -> dict[str, list[float | None]]:
+        found = {(id(point), run.name): figure(point, run) for point, run in _seen(sweep)}
+        return {name: [found.get((id(point), name)) for point in sweep.points] for name in names}
+
+    charts = [
+        bars("speed", "Speed, times that of O0", places, by_name(lambda _, run: run.vs_o0), axis="x O0", line=1.0),
+        bars("throughput", "Examples trained per second", places, by_name(throughput), axis="examples / s"),
+        bars(
+            "memory", "Peak memory of a training step", places,
+            by_name(lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB), axis="MiB",
+        ),
+    ]  # fmt: skip
+    for model in dict.fromkeys(point.model for point in sweep.points):
+        charts.append(lines(f"loss-{model}", f"Training loss of {model}, step by step", list(_losses(sweep, model))))
+    return charts
+
+
+def _losses(sweep: Sweep, model: str) -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Yields the name, the batch size and the loss of each step."""
+    for point, run in _seen(sweep):
+        if point.model == model and run.losses:
+            yield run.name, f"batch {point.batch}", run.losses
+
+
+def sweep_facts(sweep: Sweep) -> list[tuple[str, Any]]:
+    """Returns what was asked and where it ran."""
+    return [*sweep.asked.items(), ("commands", "; ".join(dict.fromkeys(p.result.command for p in sweep.points)))]

@@ -1,0 +1,138 @@
+"""The largest batch that fits: the search by hand, the limit with real processes, and what is said of both."""
+
+import io
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from halfstep.bench import largest as largest_module
+from halfstep.bench.largest import largest, largest_batches
+from halfstep.bench.remote import OutOfMemory, Remote
+from halfstep.bench.sweep import Asked
+from halfstep.bench.variants import Entry
+from halfstep.errors import WorkloadError
+from halfstep.formats import BF16, FP32
+from halfstep.report.largest import largest_charts, largest_headline, largest_table
+from halfstep.workloads.load import load_model
+from tests.bench.test_sweep import Played
+
+CPU = torch.device("cpu")
+O0, O2 = Entry("O0", FP32, peer=False), Entry("O2", BF16, peer=False)
+ASKED = Asked(("regression",), (), (O0, O2), 1, CPU, {"d_in": "4", "d_out": "4"})
+MIB = 2**20
+HUNGRY = """
+import torch
+from halfstep.workloads.regression import Regression
+
+
+class Hungry(Regression):
+    def loss(self, outputs, targets):
+        taken = torch.ones(len(outputs), 8 * 2**18)  # 8 MiB for each example
+        return super().loss(outputs, targets) + 0 * taken[0, 0]
+
+
+def mine(batch="2"):
+    return Hungry(batch=int(batch), d_in=4, d_out=4)
+"""
+
+
+@pytest.fixture
+def hungry(tmp_path):
+    (tmp_path / "own.py").write_text(HUNGRY, encoding="utf-8")
+    return replace(ASKED, models=(f"{tmp_path / 'own.py'}:mine",), settings={}, rows=(O0,))
+
+
+@pytest.fixture
+def played(monkeypatch):
+    monkeypatch.setattr(largest_module, "Remote", Played)
+    monkeypatch.setattr(Played, "log", [])
+
+    def fail(worker):
+        if int(worker.task.settings["batch"]) > {"O0": 21, "O2": 40}[worker.name]:
+            raise OutOfMemory("out of memory")
+
+    monkeypatch.setattr(Played, "fail", fail)
+    return Played
+
+
+@pytest.mark.parametrize("edge", range(20))
+def test_the_search_finds_the_edge_and_tries_none_twice(edge):
+    tried = []
+    assert largest(lambda size: tried.append(size) or size <= edge, most=1000) == edge
+    assert len(tried) == len(set(tried)) <= 2 * max(1, edge).bit_length() + 1
+
+
+def test_each_row_has_its_largest_batch_and_the_report_says_so(played):
+    found = largest_batches(ASKED, 64 * MIB)
+    assert [(each.name, each.batch) for each in found] == [("O0", 21), ("O2 bf16", 40)]
+    assert dict(found[0].tried) == {1: True, 2: True, 4: True, 8: True, 16: True, 32: False, 24: False, 20: True,
+                                    22: False, 21: True}  # fmt: skip
+    console = Console(file=io.StringIO(), width=200)
+    console.print(largest_table(found))
+    lines = console.file.getvalue().splitlines()
+    assert lines[2].split() == ["regression", "O2", "bf16", "40", "1.90"]
+    assert lines[-1] == "regression at O2 bf16 takes 40 examples per batch, 1.90 times those of O0."
+    (chart,) = largest_charts(found)
+    assert [(trace["x"], trace["y"]) for trace in chart.traces] == [(["regression"], [21]), (["regression"], [40])]
+    assert largest_headline(found[:1]) == "No level takes a larger batch than O0."
+
+
+def test_another_failure_is_a_row_with_an_error(played, monkeypatch):
+    def fail(worker):
+        raise WorkloadError("no such thing")
+
+    monkeypatch.setattr(Played, "fail", fail)
+    assert [(each.batch, each.error) for each in largest_batches(ASKED, MIB)] == [(None, "no such thing")] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "limit", "said"),
+    [
+        ({"batches": (4,)}, MIB, "leave out --batch-size"),
+        ({"settings": {"batch": "4"}}, MIB, "leave out --batch-size"),
+        ({}, 0, "a limit of 0 bytes"),
+    ],
+)
+def test_bad_input_is_refused(played, change, limit, said):
+    with pytest.raises(WorkloadError, match=said):
+        largest_batches(replace(ASKED, **change), limit)
+    assert played.log == []
+
+
+def test_a_limit_is_kept_by_the_process(hungry):
+    (model,) = hungry.models
+    for batch, fits in ((4, True), (40, False)):  # 32 and 320 MiB
+        task = hungry.task(model, load_model(model, {"batch": str(batch)}), O0)
+        with Remote(msgspec.structs.replace(task, limit=256 * MIB)) as remote:
+            remote.started()
+            if fits:
+                assert remote.step()["loss"] > 0
+            else:
+                with pytest.raises(OutOfMemory, match="out of memory"):
+                    remote.step()
+
+
+@pytest.mark.slow
+def test_the_largest_batch_is_that_of_the_limit(hungry):
+    (found,) = largest_batches(hungry, 256 * MIB)
+    assert 16 <= found.batch < 32, found.tried  # 32 would take all of it, and libraries take up to 128 MiB
+
+
+def test_the_command_writes_what_it_found(played, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from halfstep.__main__ import app
+
+    path = tmp_path / "x.json"
+    done = CliRunner().invoke(
+        app,
+        ["bench", "regression", "--largest-batch", "64MiB", "--levels", "O0,O2", "--low", "bf16", "--no-peer",
+         "--json", str(path), "--page", str(tmp_path / "x.html")],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert [row["batch"] for row in json.loads(path.read_text(encoding="utf-8"))["largest"]] == [21, 40]
+    assert "1.90 times those of O0" in (tmp_path / "x.html").read_text(encoding="utf-8")

@@ -1,0 +1,292 @@
+"""A sweep: who makes which step when, what is kept and what refused; with workers that are played, and real ones."""
+
+import errno
+import json
+import os
+import sys
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from halfstep.bench import sweep as sweep_module
+from halfstep.bench.bench import bench
+from halfstep.bench.limits import DeviceEnergy
+from halfstep.bench.remote import OutOfMemory, Remote
+from halfstep.bench.results import read_sweep, write_sweep
+from halfstep.bench.sweep import Asked, sweep
+from halfstep.bench.variants import Entry, compiled
+from halfstep.bench.worker import answers
+from halfstep.errors import WorkloadError
+from halfstep.formats import BF16, FP16, FP32
+from halfstep.report.json import sweep_json
+from halfstep.workloads.load import load_model
+
+CPU = torch.device("cpu")
+O0, O2 = Entry("O0", FP32, peer=False), Entry("O2", BF16, peer=False)
+SMALL = {"d_in": "4", "d_out": "4"}
+ASKED = Asked(("regression",), (2, 4), (O0, O2), 2, CPU, SMALL)
+OWN = """
+import os
+import signal
+
+from halfstep.workloads.regression import Regression
+
+
+class Own(Regression):
+    def batches(self, seed):
+        for number, batch in enumerate(super().batches(seed), start=1):
+            if number == 3:
+                {third}
+            print("noise")
+            yield batch
+
+
+def mine(batch="2"):
+    return Own(batch=int(batch), d_in=4, d_out=4)
+"""
+
+
+def task_of(row, model="regression", settings=SMALL):
+    return Asked((model,), (), (row,), 2, CPU, settings).task(model, load_model(model, settings), row)
+
+
+class Played:
+    """A worker whose steps take as many milliseconds as its level says; it writes into `log` what it was asked."""
+
+    log: ClassVar = []
+    fail = None
+
+    def __init__(self, task):
+        self.name, self.steps = task.level, 0
+        self.task = task
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.log.append(("closed", self.name))
+
+    def started(self):
+        return {"parameters": 10, "examples": 50}
+
+    def step(self):
+        self.steps += 1
+        if self.fail is not None:
+            type(self).fail(self)
+        self.log.append((self.name, self.steps))
+        if self.steps > 3 + self.task.steps:
+            return {"peak": 1000, "memory": {"weights": 40}, "skipped": 0, "scale": 1.0}
+        took = {"O0": 4.0, "O2": 2.0}[self.name]
+        timed = self.steps > 3
+        return {"loss": 1 / self.steps, "ms": took if timed else None, "joules": 3.0 * self.steps if timed else None}
+
+
+@pytest.fixture
+def played(monkeypatch):
+    monkeypatch.setattr(sweep_module, "Remote", Played)
+    monkeypatch.setattr(Played, "log", [])
+    monkeypatch.setattr(Played, "fail", None)
+    return Played
+
+
+def test_the_processes_of_a_point_take_turns_and_none_always_follows_the_same(played):
+    result = sweep(replace(ASKED, batches=(2,)))
+    steps = [(name, step) for name, step in played.log if name != "closed"]
+    first = {step: next(name for name, number in steps if number == step) for step in range(1, 6)}
+    assert first == {1: "O0", 2: "O2", 3: "O0", 4: "O2", 5: "O0"}
+    assert sorted(steps) == sorted((name, step) for name in ("O0", "O2") for step in range(1, 7))
+    (point,) = result.points
+    full, low = point.result.runs
+    assert (point.batch, point.examples, point.result.parameters) == (2, 50, 10)
+    assert (full.times_ms, low.times_ms, low.vs_o0) == ((4.0, 4.0), (2.0, 2.0), 2.0)
+    assert low.losses == tuple(1 / step for step in range(1, 6))
+    assert low.joules == 3 * (4 + 5) / 2
+    assert (low.peak_bytes, low.bytes_per_parameter) == (1000, {"weights": 4.0})
+
+
+def test_a_process_that_fails_is_a_row_with_an_error_and_the_others_go_on(played):
+    def fail(worker):
+        if worker.name == "O0" and worker.task.settings["batch"] == "4" and worker.steps == 3:
+            raise OutOfMemory("out of memory: no more")
+
+    played.fail = fail
+    result = sweep(ASKED)
+    errors = [run.error for point in result.points for run in point.result.runs]
+    assert errors == [None, None, "step 3: out of memory: no more", None]
+    assert len(result.points[1].result.runs[1].times_ms) == 2
+
+
+def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(played, tmp_path):
+    path = tmp_path / "sweep.json"
+
+    def stop(worker):
+        if worker.task.settings["batch"] == "4":
+            raise KeyboardInterrupt
+
+    played.fail = stop
+    keep = lambda result: write_sweep(path, sweep_json(result))  # noqa: E731
+    broken = sweep(ASKED, keep=keep)
+    assert (len(broken.points), broken.total) == (1, 2)
+    before = path.read_text(encoding="utf-8")
+    played.fail = None
+    played.log.clear()
+    whole = sweep(ASKED, done=read_sweep(path), keep=keep)
+    assert [point.batch for point in whole.points] == [2, 4]
+    assert len(played.log) == 2 * (6 + 1)  # one point: two processes, six answers and an end each
+    after = path.read_text(encoding="utf-8")
+    cut = before.rindex("\n    }\n")
+    assert after[:cut] == before[:cut]
+    played.log.clear()
+    sweep(ASKED, done=read_sweep(path), keep=keep)
+    assert played.log == []
+
+
+def test_losses_that_are_no_numbers_come_back_from_the_file(played, tmp_path, monkeypatch):
+    step = Played.step
+    monkeypatch.setattr(Played, "step", lambda self: {**step(self), "loss": float("nan")})
+    text = sweep_json(sweep(replace(ASKED, batches=(2,))))
+    (tmp_path / "sweep.json").write_text(text, encoding="utf-8")
+    assert sweep_json(read_sweep(tmp_path / "sweep.json")) == text
+
+
+def test_a_model_can_have_its_own_batch_size(played):
+    points = replace(ASKED, models=("regression", "char_lm@3"), settings={}).points()
+    assert [(name, workload.batch) for name, workload in points] == [
+        ("regression", 2),
+        ("regression", 4),
+        ("char_lm", 3),
+    ]
+
+
+def test_progress_counts_examples(played):
+    seen = []
+    sweep(ASKED, progress=lambda what, done, total: seen.append((what, done, total)))
+    assert seen[0] == ("regression, batch 2: O0", 2, 2 * 5 * (2 + 4))
+    assert seen[-1][1:] == (60, 60)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 3}, "steps: 2 there, 3 here"),
+        ({"batches": (2, 8)}, "batch sizes: 2, 4 there, 2, 8 here"),
+        ({"rows": (O0,)}, "rows: O0, O2 bf16 there, O0 here"),
+    ],
+)
+def test_a_sweep_that_was_asked_for_otherwise_is_not_gone_on_with(played, change, said):
+    with pytest.raises(WorkloadError, match=said):
+        sweep(replace(ASKED, **change), done=sweep(ASKED))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"models": ("resnet19",)}, "unknown model 'resnet19'; did you mean 'resnet18'"),
+        ({"models": ("regression@x",)}, "@x is no batch size"),
+        ({"models": ()}, "a sweep needs a model"),
+        ({"rows": ()}, "a sweep needs a model"),
+        ({"steps": 0}, "a sweep needs a model"),
+        ({"batches": (0,)}, "batch=0 should be above 0"),
+        ({"settings": {"batch": "3"}}, "give one of them"),
+        ({"settings": {"depth": "3"}}, "regression has no setting depth"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(played, change, said):
+    with pytest.raises(WorkloadError, match=said):
+        sweep(replace(ASKED, **change))
+    assert played.log == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"workload": "char_lm"}', "KeyError"),
+        ('{"schema": 2}', "its schema is 2, this halfstep's is 1"),
+        ('{"schema": 1}', "ValidationError"),
+    ],
+)
+def test_a_file_that_is_no_sweep_of_this_version_is_refused_and_stays(text, said, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(WorkloadError, match=said):
+        read_sweep(path)
+    assert path.read_text(encoding="utf-8") == text
+    assert read_sweep(tmp_path / "none.json") is None
+
+
+def test_a_full_disk_leaves_the_results_that_were_there(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_sweep(path, "first")
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(WorkloadError, match="No space left on device; it has the points before"):
+        write_sweep(path, "second")
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+    assert path.read_text(encoding="utf-8") == "first"
+
+
+def test_what_is_emulated_is_not_compiled():
+    assert compiled(O2).name == "O2 bf16 compiled"
+    assert compiled(O2).refused is None
+    assert compiled(Entry("O1", FP16, peer=False, emulated=True)).refused == "emulation excludes torch.compile"
+
+
+@pytest.mark.parametrize("row", [O0, O2])
+def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
+    built, *steps, end = answers(task_of(row))
+    (run,) = bench(load_model("regression", SMALL), [row], steps=5, device=CPU).runs
+    parameters = sum(p.numel() for p in load_model("regression", SMALL).build(0).parameters())
+    assert built == {"parameters": parameters, "examples": None}
+    assert len(steps) == 5
+    assert [step["ms"] is None for step in steps] == [True, True, True, False, False]
+    assert steps[-1]["loss"] == run.train_loss[0]
+    assert end["peak"] == pytest.approx(run.peak_bytes, abs=8)  # of another step
+    assert {key: size / built["parameters"] for key, size in end["memory"].items()} == run.bytes_per_parameter
+
+
+@pytest.mark.parametrize(
+    ("third", "kind", "said"),
+    [
+        ("raise ValueError('no third')", WorkloadError, r"^ValueError: no third \(own.py, line 12\)$"),
+        ("raise RuntimeError('DefaultCPUAllocator: not enough memory')", OutOfMemory, "^out of memory: Default"),
+        ("raise RuntimeError('can not allocate memory: you tried')", OutOfMemory, "^out of memory: can not"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", OutOfMemory, "^out of memory: the system killed the process$"),
+        ("os._exit(7)", WorkloadError, "^the process ended with code 7; it said: .*noise"),
+    ],
+)
+def test_a_process_says_how_it_ended(third, kind, said, tmp_path):
+    (tmp_path / "own.py").write_text(OWN.format(third=third), encoding="utf-8")
+    with Remote(task_of(O0, f"{tmp_path / 'own.py'}:mine", {})) as remote:
+        assert remote.started()["parameters"] > 0
+        assert remote.step()["loss"] > 0
+        remote.step()
+        with pytest.raises(WorkloadError, match=said) as raised:
+            remote.step()
+    assert raised.type is kind
+
+
+def test_energy_is_that_of_the_devices_counter(monkeypatch):
+    counted = iter((0, 1000, 3500))  # the first when the counter is tried, in millijoules
+
+    class Counter:
+        nvmlInit = staticmethod(lambda: None)
+        nvmlDeviceGetHandleByUUID = staticmethod(lambda name: name)
+        nvmlDeviceGetTotalEnergyConsumption = staticmethod(lambda handle: next(counted))
+
+    monkeypatch.setitem(sys.modules, "pynvml", Counter)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Facts", (), {"uuid": "a-b"}))
+    with DeviceEnergy(torch.device("cuda")) as meter:
+        pass
+    assert meter.joules == 2.5
+
+
+def test_the_file_is_plain_json(played, tmp_path):
+    fields = json.loads(sweep_json(sweep(ASKED)))
+    assert (fields["schema"], fields["total"], len(fields["points"])) == (1, 2, 2)

@@ -1,0 +1,83 @@
+"""`halfstep bench` over models and batch sizes, as a user calls it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from halfstep.bench import sweep as sweep_module
+from tests.bench.test_sweep import Played
+
+SMALL = ["--set", "d_in=4", "--set", "d_out=4", "--steps", 2, "--levels", "O0,O2", "--low", "bf16", "--no-peer"]
+
+
+@pytest.fixture
+def played(monkeypatch):
+    monkeypatch.setattr(sweep_module, "Remote", Played)
+    monkeypatch.setattr(Played, "log", [])
+    return Played
+
+
+def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp_path):
+    files = ["--json", tmp_path / "x.json", "--page", tmp_path / "x.html"]
+    code, out, err = halfstep("bench", "regression", "--batch-size", "2,4", *SMALL, *files)
+    assert (code, err) == (0, "")
+    assert [line.split()[:3] for line in out.splitlines()[4:8]] == [
+        ["regression", "2", "O0"], ["regression", "2", "O2"], ["regression", "4", "O0"], ["regression", "4", "O2"],
+    ]  # fmt: skip
+    assert out.splitlines()[-1].startswith("Train at O2 bf16: 2.00 times as fast as O0")
+    assert len(json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["points"]) == 2
+    assert "Train at O2 bf16" in (tmp_path / "x.html").read_text(encoding="utf-8")
+    before = (tmp_path / "x.json").read_bytes()
+    played.log.clear()
+    code, again, err = halfstep("bench", "regression", "--batch-size", "2,4", *SMALL, *files)
+    assert (code, again, played.log) == (0, out, [])
+    assert "has 2 of 2 points, which are not measured again" in err.replace("\n", " ")
+    assert (tmp_path / "x.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["regression", "--batch-size", "0"], "'0' holds '0', which is no size"),
+        (["regression", "--batch-size", "4,x"], "holds 'x', which is no size"),
+        (["regression", "--model", "resnet18"], "both say what is trained"),
+        (["--model", "resnet19"], "unknown model 'resnet19'"),
+        (["regresion", "--batch-size", "4"], "unknown model 'regresion'"),
+        (["--model", "resnet18"], "cifar_resnet: no data given"),
+        (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),
+        (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),
+        (["regression", "--batch-size", "4", "--low", "e4m3"], "e4m3"),
+        (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: there is no folder"),
+    ],
+)
+def test_bad_input_is_one_message(halfstep, played, arguments, said):
+    code, out, err = halfstep("bench", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("halfstep: ")
+    assert said in err
+    assert played.log == []
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_and_its_finished_rows_stay_byte_for_byte(tmp_path):
+    command = [sys.executable, "-m", "halfstep", "bench", "regression", "--batch-size", "2,4,8", *map(str, SMALL)]
+    path = tmp_path / "x.json"
+    first = subprocess.Popen([*command, "--json", str(path)])
+    while not path.exists():
+        time.sleep(0.2)
+        assert first.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    before = path.read_text(encoding="utf-8")
+    count = len(json.loads(before)["points"])
+    assert 1 <= count < 3
+    subprocess.run([*command, "--json", str(path)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    after = path.read_text(encoding="utf-8")
+    assert len(json.loads(after)["points"]) == 3
+    cut = before.rindex("\n    }\n")
+    assert after[:cut] == before[:cut]

@@ -1,0 +1,135 @@
+"""A sweep as a table, a sentence and a page in a browser: what stands in each, derived by hand."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from docs.browser import Browser, find_browser
+from halfstep.machine import Machine
+from halfstep.measurements import BenchResult, BenchRun, Point, Spread, Sweep
+from halfstep.report.html import charts_html
+from halfstep.report.sweep import recommendation, sweep_charts, sweep_facts, sweep_rows, sweep_table, title, words
+
+MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32",), "Linux", "3.13", "2.13", "0.1", None)
+MIB = 2**20
+
+
+def run_of(name, ms, speed, mib, losses=(2.0, 1.0), **changes):
+    level, _, low = name.partition(" ")
+    made = BenchRun(name, level, low or "fp32", False, False, (ms,), Spread(ms, ms, ms, 1), speed)
+    return replace(made, peak_bytes=mib * MIB, losses=losses, train_loss=(1.0,), **changes)
+
+
+def point_of(model, batch, *runs, examples=6000):
+    result = BenchResult(
+        "cifar_resnet", {}, 10, 3, 3, (0,), runs, "bytes of live tensors", ("a note",), True, MACHINE, "halfstep", "now"
+    )  # fmt: skip
+    return Point(model, batch, examples, result)
+
+
+ASKED = {
+    "models": "resnet18, resnet50", "batch sizes": "4, 8", "steps": "3", "device": "cpu", "processor": "Chip",
+    "threads": "2",
+}  # fmt: skip
+O0 = run_of("O0", 100.0, 1.0, 100)
+LOST = replace(run_of("O3 bf16", 10.0, 9.0, 10), error="step 3: out of memory: no more", losses=())
+SWEEP = Sweep(
+    1, ASKED, 3,
+    (
+        point_of("resnet18", 4, O0, run_of("O1 bf16", 50.0, 2.0, 80), run_of("O2 bf16", 40.0, 2.5, 50), LOST),
+        point_of("resnet50", 8, O0, run_of("O1 bf16", 62.5, 1.6, 80), run_of("O2 bf16", 25.0, 4.0, 60), LOST),
+    ),
+)  # fmt: skip
+
+
+def text_of(sweep):
+    console = Console(file=io.StringIO(), width=200)
+    console.print(sweep_table(sweep))
+    return console.file.getvalue()
+
+
+def test_a_row_has_speed_throughput_time_per_epoch_and_memory():
+    header, rows = sweep_rows(SWEEP)
+    named = dict(zip(header, rows[2], strict=True))
+    assert named["speed\nx O0"] == "2.50"
+    assert named["examples\nper s"] == "100.0"  # 4 examples in 40 ms
+    assert named["minutes\nan epoch"] == "1.0"  # 6000 of them
+    assert named["memory\nx O0"] == "0.50"
+    assert "joules\na step" not in header
+    assert "joules\na step" in sweep_rows(replace(SWEEP, points=(point_of("x", 1, replace(O0, joules=2.5)),)))[0]
+
+
+def test_the_table_says_what_failed_and_how_far_the_sweep_is():
+    text = text_of(SWEEP)
+    assert "2 of 3 points so far" in text
+    assert "resnet50, batch 8, O3 bf16: step 3: out of memory: no more" in text
+    assert "Energy: this cpu reports none." in text
+    assert "a note" in text
+
+
+TRAIN_O1 = "Train at O1 bf16: 1.60 to 2.00 times as fast as O0, with 0.80 of its peak memory."
+TRAIN_O2 = "Train at O2 bf16: 2.50 to 4.00 times as fast as O0, with 0.50 to 0.60 of its peak memory."
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, TRAIN_O2),
+        ({"vs_o0": 0.5}, TRAIN_O1),  # what is slower is not recommended, nor what ends higher or nowhere
+        ({"losses": (2.0,) * 50, "train_loss": (1.11,)}, TRAIN_O1),
+        ({"losses": (2.0,) * 50, "train_loss": (1.09,)}, TRAIN_O2),
+        ({"losses": (2.0,) * 49, "train_loss": (1.11,)}, TRAIN_O2),  # too few steps to judge by
+        ({"losses": (2.0, math.nan)}, TRAIN_O1),
+    ],
+)
+def test_the_recommendation_is_the_fastest_that_learns_everywhere(change, said):
+    changed = [
+        replace(point, result=replace(point.result, runs=tuple(
+            replace(run, **change) if run.level == "O2" else run for run in point.result.runs
+        )))
+        for point in SWEEP.points
+    ]  # fmt: skip
+    assert recommendation(replace(SWEEP, points=tuple(changed))) == said
+    assert text_of(replace(SWEEP, points=tuple(changed))).rstrip().endswith(said)
+
+
+def test_where_low_is_slower_o0_is_recommended_with_what_it_costs():
+    sweep = replace(SWEEP, points=(point_of("resnet18", 4, O0, run_of("O2 bf16", 200.0, 0.5, 60)),))
+    said = "Train at O0 where its memory is there: the fastest other, O2 bf16, is 0.50 times as fast as O0, with 0.60"
+    assert recommendation(sweep).startswith(said)
+    assert recommendation(replace(SWEEP, points=(point_of("x", 4, O0),))).startswith("Nothing to recommend")
+    assert recommendation(replace(SWEEP, points=())).startswith("Nothing to recommend")
+
+
+def test_the_charts_hold_the_figures():
+    charts = {chart.name: chart for chart in sweep_charts(SWEEP)}
+    assert list(charts) == ["speed", "throughput", "memory", "loss-resnet18", "loss-resnet50"]
+    speed = {trace["name"]: trace for trace in charts["speed"].traces}
+    assert speed["O2 bf16"]["x"] == [["resnet18", "resnet50"], ["batch 4", "batch 8"]]
+    assert speed["O2 bf16"]["y"] == [2.5, 4.0]
+    assert [trace["y"] for trace in charts["memory"].traces][:2] == [[100, 100], [80, 80]]
+    first = charts["loss-resnet18"].traces[0]
+    assert (first["name"], first["x"], first["y"]) == ("O0, batch 4", [1, 2], [2.0, 1.0])
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(tmp_path):
+    named = replace(SWEEP.points[0], model="</script><b>")
+    sweep = replace(SWEEP, points=(*SWEEP.points, named))
+    charts = sweep_charts(sweep)
+    page = tmp_path / "sweep.html"
+    rest = {"notes": list(words(sweep)), "facts": sweep_facts(sweep)}
+    page.write_text(charts_html(title(sweep), recommendation(sweep), sweep_rows(sweep), charts, **rest), "utf-8")
+    with Browser() as browser:
+        browser.open(page)
+        count = lambda selector: browser.run(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
+        assert browser.errors == []
+        assert [asked for asked in browser.requests if not asked.startswith(("file:", "data:", "blob:"))] == []
+        assert count(".chart .main-svg") >= len(charts) == 6
+        assert count("#speed .bars .point path") == 4 * 3
+        assert count("#loss-resnet50 .scatterlayer .trace") == 3  # what failed has no losses
+        assert count(".figures tbody tr") == 12
+        assert browser.run("document.querySelector('h1').textContent") == recommendation(sweep)
