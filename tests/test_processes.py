@@ -44,9 +44,13 @@ CASES = {
 }
 
 
+def pooled(folder):
+    return CASES
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return replicas.run(tmp_path_factory.mktemp("replicas"), 2, CASES)
+def found(pool):
+    return pool[__name__]
 
 
 def assert_same(results, mode, *, skips):
