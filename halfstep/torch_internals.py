@@ -361,11 +361,17 @@ def is_compiling_here() -> bool:
 # Processes.
 _JOIN = "_join_config"
 _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it sends weights
+_HOOKS = "_comm_hooks"
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
     """Tells whether processes may have run out of data, within `join()` of a wrapper. Tried."""
     return bool(getattr(wrapper, _JOIN).enable)
+
+
+def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
+    """Tells whether a communication hook was registered with a wrapper, but for a builtin one. Tried."""
+    return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
