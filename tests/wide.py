@@ -97,8 +97,12 @@ def many(rank, kwargs, reduced, turns=8):
 
 
 def joined(rank, kwargs, options):
-    """Has a batch in process 0 and two in process 1; returns the gradients of each."""
+    """Has a batch in process 0 and two in process 1, after a join with one in 1 alone; returns the gradients."""
     opened = Opened(rank, **kwargs)
+    with opened.wrapped.join():
+        for _ in range(rank):
+            opened.pass_((1.0, 3.0), (1.0, 3.0))
+            opened.session.step()
     found = []
     with opened.wrapped.join(**options):
         for _ in range(1 + rank):

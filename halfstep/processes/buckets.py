@@ -49,14 +49,18 @@ class WideSums:
         return WideSums, ()  # wrappers keep their hooks in copies and pickles, where they are not called
 
     def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Has a wrapper's gradients summed here from its next backward pass on, where it has no hook of its own."""
+        """Has a wrapper's gradients summed here once it is taken over, where it has no hook of its own."""
         low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
         if low:
             self._pending.append((weakref.ref(wrapper), low))
 
     def before_backward(self) -> None:
-        """Takes the wrappers over that have been added, whose users can have registered hooks until now."""
+        """Prepares for a backward pass."""
         self._reduced.clear()
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Takes over the wrappers that have been added, whose users can have registered hooks until now."""
         for reference, low in self._pending:
             wrapper = reference()
             if wrapper is not None and self._register(wrapper):

@@ -241,6 +241,7 @@ class Replicas:
         `by_initial`: gradients are divided by the number of all processes, not of those that have data.
         """
         self._join = weakref.ref(wrapper)
+        self.sums.take_over()  # a process without any data makes no backward pass, and answers the others'
         self.sums.counts = not by_initial
 
     def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
