@@ -190,7 +190,8 @@ def _sharded_modules_keep_names():
         FSDPModule.__name__ == internals._SHARDING
         and internals.holds_shapes(FakeTensor)
         and internals._CLASS_INDEX in vars(FSDPModule)
-        and {internals._WAITING, internals._GATHERED} <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
+        and {internals._WAITING, internals._GATHERED, internals._OFFLOADED}
+        <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
     )
 
 
