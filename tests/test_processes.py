@@ -249,7 +249,7 @@ def test_options_of_the_first_process_are_handed_on_into_the_same_tensor(found, 
 def test_an_lstm_with_low_weights_trains_alike(found, setting):
     one, other = (each[f"{setting}, LSTM"] for each in found)
     assert one == other
-    assert one[1:] == [["torch.bfloat16" if "bf16" in setting else "torch.float16"], 0]
+    assert one[1:] == [["torch.float32"], 0]  # sums of two passes, each of which makes low ones
 
 
 def test_an_infinite_loss_of_a_loops_own_pass_is_skipped_by_all_within_join(found):
