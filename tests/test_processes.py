@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep
-from halfstep.processes.findings import LOSSES, SCALE_BITS, WEIGHT_BITS, Findings, _folded
+from halfstep.processes.findings import LOSSES, SCALE_BITS, WEIGHT_BITS, Findings, _folded, bytes_of_sum
 from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
@@ -291,7 +291,7 @@ def test_what_each_process_packs_is_what_all_unpack(size):
         ).packed()
         for rank in range(size)
     )
-    assert 8 * len(total) == bytes_of(3, size)
+    assert 8 * len(total) == bytes_of(3, size) == bytes_of_sum(3, size)
     found = findings(1.0, size).unpacked(total)
     ranks = torch.arange(size)
     assert found.gradients.tolist() == [False, True, False]
