@@ -3,8 +3,8 @@
     python benchmarks/sum_cost.py --json FILE  # some seconds
 
 The model, nothing of which is measured: an all-reduce over a binary tree, up and down, as NCCL's for short messages.
-Each message takes a latency, 15 us, times a log-normal factor (median 1, sigma 0.5: jitter of network and host), and its
-bytes over a bandwidth, 25 GB/s. A receiver goes on when its last message has come. All begin together, since the
+Each message takes a latency, 15 us, times a log-normal factor (median 1, sigma 0.5: jitter of network and host), and
+its bytes over a bandwidth, 25 GB/s. A receiver goes on when its last message has come. All begin together, since the
 reduction of gradients just before has brought them together. Kernels on the device before and after, 30 of 4 us, are
 added. Of trials with other latencies the median and the 99th percentile are given; beside them, without jitter, the
 same tree by formula (2 log2(n) messages one after the other) and a ring (2 (n - 1) of them), which shows why short
