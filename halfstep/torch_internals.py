@@ -375,11 +375,17 @@ def is_compiling_here() -> bool:
 # Processes.
 _JOIN = "_join_config"
 _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it sends weights
+_HOOKS = "_comm_hooks"
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
     """Tells whether processes may have run out of data, within `join()` of a wrapper. Tried."""
     return bool(getattr(wrapper, _JOIN).enable)
+
+
+def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
+    """Tells whether a communication hook was registered with a wrapper, but for a builtin one. Tried."""
+    return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
@@ -394,7 +400,8 @@ def sends_weights(frame: FrameType | None) -> bool:
 
 _CLASS_INDEX = "_orig_cls_mro_index"  # of a module's own class below the one that FSDP2 gives it
 _SHARDING = "FSDPModule"
-_WAITING, _GATHERED = "unsharded_accumulated_grad", "_unsharded_param"  # of what FSDP2 keeps for a parameter
+# Of what FSDP2 keeps for a parameter.
+_WAITING, _GATHERED, _OFFLOADED = "unsharded_accumulated_grad", "_unsharded_param", "offload_to_cpu"
 
 
 def class_index_above(base: type) -> dict[str, int]:
@@ -404,14 +411,24 @@ def class_index_above(base: type) -> dict[str, int]:
 
 def holds_unreduced(module: Any) -> bool:
     """Tells whether FSDP2 holds gradients of a module that a backward pass without reduction has left. Tried."""
+    held = _held_by(module)
+    if any(getattr(p, _WAITING) is not None for p in held):
+        return True
+    return any(getattr(p, _GATHERED).grad is not None for p in held if hasattr(p, _GATHERED))
+
+
+def offloads(module: Any) -> bool:
+    """Tells whether FSDP2 keeps shards of a module on the CPU, whatever device gathers them. Tried."""
+    return any(getattr(p, _OFFLOADED) for p in _held_by(module))
+
+
+def _held_by(module: Any) -> list[Any]:
+    """Returns what FSDP2 keeps for each parameter of a module's own groups."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
     if groups is None:
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    held = [p for group in groups for p in group.fsdp_params]
-    if any(getattr(p, _WAITING) is not None for p in held):
-        return True
-    return any(getattr(p, _GATHERED).grad is not None for p in held if hasattr(p, _GATHERED))
+    return [p for group in groups for p in group.fsdp_params]
 
 
 def is_sharding(cls: type) -> bool:

@@ -143,6 +143,22 @@ def data_dir():
     return DATA
 
 
+@pytest.fixture(scope="session")
+def pool_folder(tmp_path_factory):
+    """Where `pool` runs and leaves its files: one folder for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "pool"
+
+
+@pytest.fixture(scope="session")
+def pool(request, pool_folder):
+    """What two processes found, by test module: one pair of processes for all tests that are asked for."""
+    from tests import replicas
+
+    modules = {item.module for item in request.session.items if hasattr(item.module, "pooled")}
+    return replicas.run_once(pool_folder, sorted(modules, key=lambda module: module.__name__))
+
+
 @pytest.fixture
 def process_group(tmp_path, sessions_closed):
     """A process group of this process alone, for as long as the test runs."""

@@ -12,6 +12,7 @@ import pickle
 from contextlib import ExitStack
 
 import torch
+from filelock import FileLock  # which torch needs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -579,3 +580,27 @@ def run(path, size, cases):
     """Runs cases, functions of the rank and their further arguments by name, in so many processes."""
     torch.multiprocessing.spawn(work, args=(path, size, cases), nprocs=size)
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def run_once(path, modules):
+    """Runs the cases of test modules, what `pooled(path)` of each returns, in two processes: once for all workers.
+
+    Returns what each process found, by the name of the module.
+    """
+    path.mkdir(exist_ok=True)
+    with FileLock(path / "lock"):
+        if not (path / "0.json").exists():
+            cases = {f"{each.__name__} {name}": case for each in modules for name, case in each.pooled(path).items()}
+            run(path, 2, cases)
+    found = [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
+    return {
+        each.__name__: [
+            {
+                name.removeprefix(f"{each.__name__} "): one
+                for name, one in mine.items()
+                if name.startswith(each.__name__)
+            }
+            for mine in found
+        ]
+        for each in modules
+    }

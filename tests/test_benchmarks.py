@@ -283,3 +283,13 @@ def test_the_recommended_scale_says_where_its_data_come_from(tmp_path):
     assert ran.returncode == 1
     assert "torchvision.datasets.FashionMNIST" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_the_sum_takes_a_message_up_and_down_each_floor_of_a_tree(monkeypatch):
+    script = load("sum_cost")
+    monkeypatch.setattr(script, "SIGMA", 0.0)  # no jitter: all messages take as long
+    for size in (8, 4096):
+        row = script.row(size, trials=1)
+        assert row["median_us"] == row["late_us"] == row["tree_us"]
+        assert row["bytes"] == 8 * (1 + -(-(291 + 64) // {8: 13, 4096: 4}[size]) + size)
+    assert row["tree_us"] == pytest.approx(24 * (15 + 33496 / 25e3) + 30 * 4, abs=0.1)  # 2 x 12 floors

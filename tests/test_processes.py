@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep
-from halfstep.processes.findings import LOSSES, Findings
+from halfstep.processes.findings import LOSSES, SCALE_BITS, WEIGHT_BITS, Findings, _folded, bytes_of_sum
 from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
@@ -44,9 +46,13 @@ CASES = {
 }
 
 
+def pooled(folder):
+    return CASES
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return replicas.run(tmp_path_factory.mktemp("replicas"), 2, CASES)
+def found(pool):
+    return pool[__name__]
 
 
 def assert_same(results, mode, *, skips):
@@ -107,7 +113,8 @@ def test_a_step_sends_one_vector_and_only_where_its_model_is_wrapped(found, sett
     for each in found:
         alone, together, parameters = each[f"{setting}, sent"]
         assert alone == []
-        assert together == [["c10d::allreduce_", 8 * (1 + parameters + LOSSES + 4 * 2)]]
+        assert together == [["c10d::allreduce_", bytes_of(parameters, 2)]]
+        assert together[0][1] <= 8 * (3 + parameters + 1 + 2)
 
 
 def test_nothing_is_sent_at_o0(found):
@@ -245,7 +252,7 @@ def test_options_of_the_first_process_are_handed_on_into_the_same_tensor(found, 
 def test_an_lstm_with_low_weights_trains_alike(found, setting):
     one, other = (each[f"{setting}, LSTM"] for each in found)
     assert one == other
-    assert one[1:] == [["torch.bfloat16" if "bf16" in setting else "torch.float16"], 0]
+    assert one[1:] == [["torch.float32"], 0]  # sums of two passes, each of which makes low ones
 
 
 def test_an_infinite_loss_of_a_loops_own_pass_is_skipped_by_all_within_join(found):
@@ -254,11 +261,51 @@ def test_an_infinite_loss_of_a_loops_own_pass_is_skipped_by_all_within_join(foun
     assert one[1] == {"0": halfstep.level("O2", "fp16").scale.init / 2}
 
 
-def findings(norm, size, bad=()):
-    here = torch.zeros(size, dtype=torch.bool)
-    gradients = torch.tensor([i in bad for i in range(3)])
+def bytes_of(parameters, size):
+    """Returns the bytes of the sum: counts up to `size` of a flag for each parameter and loss, packed in 53 bits."""
+    room = 53 // len(f"{size:b}")
+    return 8 * (1 + math.ceil((parameters + LOSSES) / room) + size)
+
+
+def findings(norm, size, bad=(), *, rank=0, losses=(), spoiled=False, stops=False, scale=0.0, number=0.0):
+    here = torch.arange(size) == rank
+    gradients, lost = (torch.tensor([i in which for i in range(n)]) for which, n in ((bad, 3), (losses, LOSSES)))
     square = torch.tensor(norm).double().square() / size
-    return Findings(square, gradients, torch.zeros(LOSSES, dtype=torch.bool), here, here, torch.zeros(2, size))
+    same = torch.where(here, torch.tensor([[scale], [number]], dtype=torch.float64), 0.0)
+    return Findings(square, gradients, lost, here & spoiled, here & stops, same)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 255, 1024, 4096])
+def test_what_each_process_packs_is_what_all_unpack(size):
+    total = sum(
+        findings(
+            1.0,
+            size,
+            bad=(1,) if rank == size - 1 else (),
+            rank=rank,
+            losses=(0, 63),  # in all: counts that fill their room
+            spoiled=rank % 3 == 1,
+            stops=rank % 4 == 2,
+            scale=2.0**16 if rank % 5 else 2.0**15,
+            number=2.0**52 - 1 if rank % 7 else 2.0**52 - 2,
+        ).packed()
+        for rank in range(size)
+    )
+    assert 8 * len(total) == bytes_of(3, size) == bytes_of_sum(3, size)
+    found = findings(1.0, size).unpacked(total)
+    ranks = torch.arange(size)
+    assert found.gradients.tolist() == [False, True, False]
+    assert found.losses.nonzero().flatten().tolist() == [0, 63]
+    assert torch.equal(found.processes, ranks % 3 == 1)
+    assert torch.equal(found.stops, ranks % 4 == 2)
+    assert torch.equal(found.same, torch.stack([ranks % 5 != 0, ranks % 7 != 0]))
+
+
+def test_every_power_of_two_as_a_loss_scale_is_told_from_every_other():
+    scales = torch.arange(-149, 128).double().exp2()
+    for bits in (SCALE_BITS, WEIGHT_BITS):
+        assert len(_folded(scales, bits).unique()) == len(scales)
+        assert _folded(torch.zeros(1, dtype=torch.float64), bits).item() == 0
 
 
 @given(st.floats(min_value=0.0, width=32, allow_infinity=False), st.integers(1, 4096))

@@ -178,6 +178,7 @@ def _wrappers_keep_names():
     return (
         internals._JOIN in joinable
         and internals._SYNCS in own
+        and internals._HOOKS in DistributedDataParallel.register_comm_hook.__code__.co_names
         and made
         and not _JoinConfig.construct_disabled_join_config().enable
     )
@@ -189,7 +190,8 @@ def _sharded_modules_keep_names():
         FSDPModule.__name__ == internals._SHARDING
         and internals.holds_shapes(FakeTensor)
         and internals._CLASS_INDEX in vars(FSDPModule)
-        and {internals._WAITING, internals._GATHERED} <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
+        and {internals._WAITING, internals._GATHERED, internals._OFFLOADED}
+        <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
     )
 
 
@@ -215,7 +217,7 @@ BEHAVIOURS = {
     "the tag of torch.compile's caches holds in every thread": _tag_holds_in_threads,
     "autograd nodes are named for their operations and numbered in order": _nodes_are_named_and_numbered,
     "files and functions of torch's on the stack are the known ones": _stack_has_known_files,
-    f"DistributedDataParallel has {internals._JOIN} and {internals._SYNCS}": _wrappers_keep_names,
+    f"DistributedDataParallel has {internals._JOIN}, {internals._SYNCS} and {internals._HOOKS}": _wrappers_keep_names,
     f"fully_shard makes {internals._SHARDING}s with {internals._CLASS_INDEX}, {internals._WAITING}": (
         _sharded_modules_keep_names
     ),

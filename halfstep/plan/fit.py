@@ -15,8 +15,8 @@ from halfstep.errors import SetupError, StateError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import is_wrapped
 from halfstep.plan.plan import Plan
-from halfstep.processes.shards import is_sharded
-from halfstep.torch_internals import compiled_module
+from halfstep.processes.shards import fsdp_modules, is_sharded
+from halfstep.torch_internals import compiled_module, offloads
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 STATE_SCHEMA = 1
@@ -221,11 +221,15 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             f"parameters that have no plain storage cannot be trained at {plan.name}: {named(wrapped)}; use O0, whose "
             "steps are the optimizer's own"
         )
-    offloaded = [name for name, p in by_name if is_sharded(p) and p.device.type != p.device_mesh.device_type]
+    offloading = {id(module) for module in fsdp_modules(models) if offloads(module)}
+    offloaded = [
+        name or "the model" for model in models for name, module in model.named_modules() if id(module) in offloading
+    ]
     if offloaded:
         raise SetupError(
-            f"sharded parameters are offloaded to the CPU (CPUOffloadPolicy): {named(offloaded)}; halfstep does not "
-            "step these yet: leave out offload_policy in fully_shard, or use O0"
+            f"sharded modules are offloaded to the CPU (CPUOffloadPolicy): {named(offloaded)}; halfstep does not step "
+            "these yet: leave out offload_policy (fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))), "
+            "or use O0"
         )
     other = [f"{name} ({p.dtype})" for name, p in by_name if is_sharded(p) and id(p) in trained and not _is_full(p)]
     if other:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 LAG = 8  # steps
 LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below this
+SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,31 @@ class Findings:
     same: Tensor
 
     def packed(self) -> Tensor:
-        """Returns one float64 vector: the share of the squared norm, the flags, then `same`."""
-        square = self.square.double().view(1)
-        return torch.cat((square, self.gradients, self.losses, self.processes, self.stops, self.same.flatten()))
+        """Returns one float64 vector: the share of the squared norm, the flags, and a number of each process.
+
+        Whole numbers below 2**53, also once they are summed. Flags count how many processes have them, in as many bits
+        as that takes, so that several share a number; only one process adds to what is in its own place.
+        """
+        flags = torch.cat((self.gradients, self.losses))
+        bits, room = _room(len(self.processes))
+        rows = pad(flags.double(), (0, -len(flags) % room)).view(-1, room)
+        places = torch.arange(0, bits * room, bits, dtype=torch.float64, device=flags.device).exp2()
+        scales, weights = _folded(self.same[0], SCALE_BITS), _folded(self.same[1], WEIGHT_BITS)
+        own = self.processes + 2 * self.stops.long() + 4 * weights + (4 << WEIGHT_BITS) * scales
+        return torch.cat((self.square.double().view(1), (rows * places).sum(1), own.double()))
 
     def unpacked(self, total: Tensor) -> Findings:
         """Returns what a sum of `packed` vectors says."""
-        flags = (self.gradients, self.losses, self.processes, self.stops)
-        square, *sums, same = torch.split(total, [1, *map(len, flags), self.same.numel()])
-        same = same.view_as(self.same)
-        gradients, losses, processes, stops = (each > 0 for each in sums)
-        return Findings(square.view(()), gradients, losses, processes, stops, same != same[:, :1])
+        size = len(self.processes)
+        bits, room = _room(size)
+        square, rows, own = torch.split(total, [1, len(total) - 1 - size, size])
+        places = torch.arange(0, bits * room, bits, device=total.device)
+        counts = (rows.long().view(-1, 1) >> places) & ((1 << bits) - 1)
+        flags = (counts > 0).flatten()
+        gradients, losses = flags[: len(self.gradients)], flags[len(self.gradients) :][: len(self.losses)]
+        number = own.long()
+        same = torch.stack((number >> (2 + WEIGHT_BITS), (number >> 2) & ((1 << WEIGHT_BITS) - 1)))
+        return Findings(square.view(()), gradients, losses, (number & 1) > 0, (number & 2) > 0, same != same[:, :1])
 
     @property
     def norm(self) -> Tensor:
@@ -53,6 +70,25 @@ class Findings:
         off by less than n units in 2**53.
         """
         return self.square.sqrt().float()
+
+
+def bytes_of_sum(parameters: int, size: int) -> int:
+    """Returns the bytes of the vector that `size` processes sum in a step of so many parameter tensors."""
+    return 8 * (1 + math.ceil((parameters + LOSSES) / _room(size)[1]) + size)
+
+
+def _room(size: int) -> tuple[int, int]:
+    """Returns how many bits count a flag of so many processes, and how many such counts share a float64 number."""
+    bits = size.bit_length()
+    return bits, 53 // bits
+
+
+def _folded(t: Tensor, bits: int) -> Tensor:
+    """Returns so many bits (int64) for float64 numbers: 0 for 0, others for other powers of two, and as good as random.
+
+    The highest ones of a product with an odd number, that of the golden ratio (Knuth, TAOCP 3, 6.4).
+    """
+    return (t.view(torch.int64) * -0x61C8864680B583EB >> 64 - bits) & ((1 << bits) - 1)
 
 
 class LateNumbers:

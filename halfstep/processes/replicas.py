@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
+from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
 from halfstep.processes.shards import group_is_open, group_of, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
@@ -79,6 +81,7 @@ class Replicas:
         self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
         self._alike: list[nn.Parameter] = []  # what wrappers keep alike
         self._samples = 0
+        self.sums = WideSums()
         self._is_own: Tensor | None = None
         self._undo = ExitStack()
 
@@ -228,19 +231,25 @@ class Replicas:
             )
         self._group, self._is_own = wrapper.process_group, None
         self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
+        self.sums.add(wrapper, shared)
         self._undo.callback(_Join(wrapper, self).attach())
         self._undo.callback(_retire, weakref.ref(wrapper), [p for p in shared if p.dtype in LOW_DTYPES])
 
-    def begin_join(self, wrapper: DistributedDataParallel) -> None:
-        """Says that processes may from now on run out of data at different times."""
+    def begin_join(self, wrapper: DistributedDataParallel, *, by_initial: bool) -> None:
+        """Says that processes may from now on run out of data at different times.
+
+        `by_initial`: gradients are divided by the number of all processes, not of those that have data.
+        """
         self._join = weakref.ref(wrapper)
+        self.sums.take_over()  # a process without any data makes no backward pass, and answers the others'
+        self.sums.counts = not by_initial
 
     def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
         """Hands on what the last process that had data holds; torch sends the stored weights of one of the last.
 
         Optimizer states too, in which those that ran out of data lag: the next step would part the weights again.
         """
-        self._join = None
+        self._join, self.sums.counts = None, False
         last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=self._group)
         self._hand_on(self._shared(wrapper, wrapper.module), int(last), sent_again=False)
@@ -371,7 +380,7 @@ class _Join:
         hook: JoinHook = type(wrapper).join_hook(wrapper, **kwargs)  # type: ignore[no-untyped-call]
         if replicas is None:
             return hook
-        replicas.begin_join(wrapper)
+        replicas.begin_join(wrapper, by_initial=kwargs.get("divide_by_initial_world_size", True))
         return _Joined(hook, wrapper, replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -389,7 +398,8 @@ class _Joined(JoinHook):
 
     def main_hook(self) -> None:
         """Answers one step of those that have data."""
-        self._hook.main_hook()
+        with self._replicas.sums.without_data():
+            self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Makes the replicas alike when nobody has data any more."""
@@ -407,13 +417,15 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     if not group_is_open():
         return []
     own = {id(p) for root in roots for p in root.parameters()}
-    wrappers = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    objects = gc.get_objects()  # a million, so without a line of Python for each
+    kinds = {kind for kind in set(map(type, objects)) if DistributedDataParallel in kind.__mro__}
+    wrappers = compress(objects, map(kinds.__contains__, map(type, objects))) if kinds else ()
     return [each for each in wrappers if any(id(p) in own for p in each.parameters())]
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Returns those of `wrappers_of` that are in use: the same in all processes, whatever was collected where."""
-    if group_is_open():
+    if wrappers_of(roots):  # to collect takes half a second
         gc.collect()
     return wrappers_of(roots)
 

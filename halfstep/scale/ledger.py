@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import Scratch, resolved
+from halfstep.processes.buckets import WideSums
 from halfstep.processes.shards import local, part_of
 from halfstep.scale.norm import read
 from halfstep.torch_internals import foreach_mul_, version_of
@@ -64,8 +65,9 @@ class GradientLedger:
     under another loss's scale, or after `unscale_`, is held apart, unscaled and added to the true gradients. Gradients
     that were left over from an earlier step take part as they would in fp32. Nothing syncs.
 
-    Where they are `reduced` over processes, in buckets of the parameters' own dtype as torch does, they add up in that,
-    and none is held apart: it may be one that only a later backward reduces.
+    Where they are `reduced` over processes, none is unscaled and held apart: it may be one that only a later backward
+    reduces. `sums` holds those that it reduces, so that they add up in fp32; the others do in buckets of the
+    parameters' own dtype, as torch reduces them.
 
     `left_over` is True if the last backward added to the previous step's gradients, which were never zeroed.
     `params` is called each time, so that parameter groups added later take part. Around each backward call
@@ -77,10 +79,12 @@ class GradientLedger:
         params: Callable[[], list[Parameter]],
         full_accumulate: bool,
         reduced: Callable[[], bool] = lambda: False,
+        sums: WideSums | None = None,
     ) -> None:
         self._params = params
         self._full_accumulate = full_accumulate
         self._reduced = reduced
+        self._sums = WideSums() if sums is None else sums
         self._stash: dict[Parameter, Tensor] = {}
         self._widened: set[Parameter] = set()
         self._named: set[Parameter] = set()  # whose gradients have their dtype by name
@@ -129,6 +133,8 @@ class GradientLedger:
         reached = _first_gradient(self._present)
         if found is not None and reached is not None:
             self._flag(loss_id, found)
+        if self._add_held():
+            reached = _first_gradient(self._present)
         if self._stash:
             self._add_apart(loss_id, scale)
             reached = _first_gradient(self._present)
@@ -146,6 +152,9 @@ class GradientLedger:
                 param.grad = None
             self._losses = self._losses_before
         self._put_back()
+        for param, held in self._sums.release(self._present).items():
+            param.grad = None
+            self._set_wide(param, held)
 
     def unscale_(self) -> None:
         """Turns `p.grad` into the true gradients: unscaled, and in fp32 at low parameters."""
@@ -216,14 +225,36 @@ class GradientLedger:
         """Makes the held gradients carry `scale`, so that backward can add to them in place."""
         carried = self._is_carried(scale)
         reduced = self._reduced()
-        if not carried or (self._full_accumulate and not reduced):
-            self._widen(held)
+        summed = [param for param in held if param in self._sums] if reduced else held
+        if not carried or self._full_accumulate:
+            self._widen(summed if carried else held)
         if not carried:
             factor = scale.detach() if self._true else scale.detach() * _inverse(self._scale).to(scale.device)
             _multiply_(held, factor)
         if reduced:
+            self._hold(summed)
             self._shrink(held)
         self._carry(scale)
+
+    def _hold(self, params: Iterable[Parameter]) -> None:
+        """Takes fp32 gradients out of `p.grad`, where the pass that comes makes low ones to be reduced."""
+        for param in self._widened.intersection(params):
+            self._sums.hold(param)
+            self._named.add(param)
+            self._widened.discard(param)
+
+    def _add_held(self) -> bool:
+        """Adds what `_hold` took out of `p.grad`, where the reduction has not; tells whether there was any."""
+        left = self._sums.release(self._present)
+        for param, held in left.items():
+            new, param.grad = param.grad, None
+            self._set_wide(param, held if new is None else held.add_(new))
+        return bool(left)
+
+    def _set_wide(self, param: Parameter, grad: Tensor) -> None:
+        param.grad_dtype = torch.float32
+        param.grad = grad
+        self._widened.add(param)
 
     def _set_apart(self, held: list[Parameter]) -> None:
         """Makes the held gradients true and takes them out of `p.grad` for the next backward."""
@@ -272,11 +303,8 @@ class GradientLedger:
             grad = param.grad
             if grad is not None and grad.dtype in LOW_DTYPES:
                 param.grad = None
-                if grad.shape != param.shape:  # somebody reshaped its data; it fits nowhere
-                    continue
-                param.grad_dtype = torch.float32
-                param.grad = grad.float()
-                self._widened.add(param)
+                if grad.shape == param.shape:  # else somebody reshaped its data; it fits nowhere
+                    self._set_wide(param, grad.float())
 
     def _shrink(self, params: Iterable[Parameter]) -> None:
         """Turns what was widened into gradients of the parameters' own dtype."""

@@ -12,6 +12,7 @@ from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
 from halfstep.plan.fit import FSDP_LINES, named
+from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, reshard
 from halfstep.scale.ledger import Collected, GradientLedger
 from halfstep.torch_internals import sparse_indices, sparse_values
@@ -65,17 +66,17 @@ def make_part(
     *,
     plain: bool,
     full_accumulate: bool,
-    reduced: Callable[[], bool],
+    replicas: Replicas,
     name_of: Callable[[nn.Parameter], str],
 ) -> Part:
     """Returns the part of one optimizer; `plain` leaves the step to the optimizer.
 
-    `full_accumulate`: gradients that add up are held in fp32, but for those `reduced` over processes. `name_of` says in
-    messages which parameter is meant.
+    `full_accumulate`: gradients that add up are held in fp32. `replicas` tells of those that are reduced over
+    processes, and `name_of` in messages which parameter is meant.
     """
     return Part(
         optimizer,
-        GradientLedger(lambda: _parameters(optimizer), full_accumulate, reduced),
+        GradientLedger(lambda: _parameters(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )

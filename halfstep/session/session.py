@@ -230,7 +230,7 @@ class Session:
             self._store,
             plain=not self._decision.mixed,
             full_accumulate=self.plan.param == "low",
-            reduced=lambda: self._replicas.reduced,
+            replicas=self._replicas,
             name_of=self._name_of,
         )
         undo.callback(part.stepper.close)

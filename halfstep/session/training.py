@@ -186,6 +186,7 @@ class MixedTraining:
     def _before(self, loss_id: int, scale: Scale) -> None:
         if self._unreduced is not None:
             self._unreduced.before_backward(scale.value)
+        self.replicas.sums.before_backward()
         for part in self.parts:
             part.ledger.before_backward(loss_id, scale.value)
 

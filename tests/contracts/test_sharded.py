@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import halfstep
@@ -97,6 +97,17 @@ def test_fsdp1():
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(SetupError, match=f"FSDP1.*the model.*{ORDER}"):
         halfstep.initialize(model, optimizer, "O1", low="bf16")
+
+
+def test_shards_that_are_offloaded_on_whatever_mesh():
+    model = network()
+    policy = halfstep.fsdp_policy("O2", low="bf16")
+    fully_shard(model[2], mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SetupError, match=r"\(CPUOffloadPolicy\): 2; .* leave out offload_policy \(fully_shard\("):
+        halfstep.initialize(model, optimizer, "O2", low="bf16")
+    halfstep.initialize(model, optimizer, "O0").close()
 
 
 def test_shards_that_are_low():

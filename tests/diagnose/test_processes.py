@@ -1,9 +1,6 @@
 """Two processes that train one model: what one of them looks at alone, and what each says of the other."""
 
-import datetime
-import gc
-import json
-import logging
+import functools
 
 import pytest
 import torch
@@ -118,42 +115,26 @@ def refused(rank):
     return ""
 
 
-def work(rank, path):
-    logging.getLogger("halfstep").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    try:
-        found = {
-            "bf16": guarded(rank, "bf16"),
-            "view": guarded(rank, "bf16", gradient_as_bucket_view=True),
-            "fp16": guarded(rank, "fp16", loss_scale=COMES_DOWN),
-            "both": guarded(rank, "bf16", broken=(0, 1)),
-            "plain": trained(rank, None),
-            "blame": trained(rank, lambda session, closure: halfstep.blame(session, closure)),
-            "check": trained(rank, halfstep.check),
-            "accumulated": {f"{level} {low}": accumulated(rank, level, low) for level, low in ACCUMULATED},
-            "apart": {level: apart(rank, level) for level in ("O1", "O2")},
-            "gradients": predicted(rank, alone=False),
-            "whatif": predicted(rank, alone=True),
-            "refused": refused(rank),
-        }
-    finally:
-        gc.collect()  # as in the fixture `process_group`
-        torch.distributed.destroy_process_group()
-    (path / f"{rank}.json").write_text(json.dumps(found))
+def pooled(folder):
+    return {
+        "bf16": (guarded, ("bf16",)),
+        "view": (functools.partial(guarded, gradient_as_bucket_view=True), ("bf16",)),
+        "fp16": (functools.partial(guarded, loss_scale=COMES_DOWN), ("fp16",)),
+        "both": (functools.partial(guarded, broken=(0, 1)), ("bf16",)),
+        "plain": (trained, (None,)),
+        "blame": (trained, (halfstep.blame,)),
+        "check": (trained, (halfstep.check,)),
+        **{f"accumulated {level} {low}": (accumulated, (level, low)) for level, low in ACCUMULATED},
+        **{f"apart {level}": (apart, (level,)) for level in ("O1", "O2")},
+        "gradients": (functools.partial(predicted, alone=False), ()),
+        "whatif": (functools.partial(predicted, alone=True), ()),
+        "refused": (refused, ()),
+    }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    path = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, args=(path,), nprocs=2)
-    return [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
+def found(pool):
+    return pool[__name__]
 
 
 @pytest.mark.parametrize("run", ["bf16", "view", "fp16"])
@@ -181,15 +162,15 @@ def test_a_process_may_look_alone_in_the_middle_of_training(found, look):
 
 @pytest.mark.parametrize(("level", "low"), ACCUMULATED[1:])
 def test_gradients_of_several_batches_are_reduced_once_at_every_level(found, level, low):
-    one, other = (each["accumulated"][f"{level} {low}"] for each in found)
+    one, other = (each[f"accumulated {level} {low}"] for each in found)
     assert one == other
-    for trained, full in zip(one, found[0]["accumulated"]["O0 bf16"], strict=True):
+    for trained, full in zip(one, found[0]["accumulated O0 bf16"], strict=True):
         torch.testing.assert_close(torch.tensor(trained), torch.tensor(full), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_losses_with_scales_of_their_own_are_reduced_together(found, level):
-    (one, scale), (other, _) = (each["apart"][level] for each in found)
+    (one, scale), (other, _) = (each[f"apart {level}"] for each in found)
     assert scale == 2.0**7
     assert one == other
 

@@ -1,0 +1,187 @@
+"""Low gradients of replicas, summed in fp32: over the processes, and over the backward passes of a step.
+
+Without postponed annotations, which `register_comm_hook` compares as objects.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.formats import LOW_DTYPES
+from halfstep.torch_internals import has_comm_hook
+
+_LOG = logging.getLogger("halfstep")
+
+
+class WideSums:
+    """Sums low gradients in fp32 where DistributedDataParallel would sum them low, in a communication hook of it.
+
+    Each process sums its share of a bucket; buckets travel low, in as many bytes as an all-reduce of them sends. What
+    earlier backward passes have left is held apart meanwhile (`hold`, `release`), since a bucket is low. What is the
+    same in all processes already is added to the mean, anything else before it is sent.
+    """
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.counts = False  # whether the mean is that of the processes that have data, within `join()`
+        self._has_data = True
+        self._pending: list[tuple[weakref.ref[DistributedDataParallel], list[nn.Parameter]]] = []
+        self._covered: set[nn.Parameter] = set()
+        self._maybe_unused: set[nn.Parameter] = set()
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self._reduced: set[nn.Parameter] = set()  # in the backward pass that runs
+        self._common: set[nn.Parameter] = set()  # whose gradients are the same in all processes
+        self._stream: torch.cuda.Stream | None = None
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Tells whether the gradients of a parameter are summed here."""
+        return parameter in self._covered
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WideSums, ()  # wrappers keep their hooks in copies and pickles, where they are not called
+
+    def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
+        """Has a wrapper's gradients summed here once it is taken over, where it has no hook of its own."""
+        low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
+        if low:
+            self._pending.append((weakref.ref(wrapper), low))
+
+    def before_backward(self) -> None:
+        """Prepares for a backward pass."""
+        self._reduced.clear()
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Takes over the wrappers that have been added, whose users can have registered hooks until now."""
+        for reference, low in self._pending:
+            wrapper = reference()
+            if wrapper is not None and self._register(wrapper):
+                self._covered.update(low)
+                if wrapper.find_unused_parameters or wrapper.static_graph:
+                    self._maybe_unused.update(low)
+        self._pending.clear()
+
+    def _register(self, wrapper: DistributedDataParallel) -> bool:
+        self.group = wrapper.process_group
+        if not has_comm_hook(wrapper):
+            try:
+                wrapper.register_comm_hook(self, mean_of_bucket)
+            except RuntimeError:  # one that was built in, of which only the reducer knows
+                pass
+            else:
+                return True
+        _LOG.info(
+            "DistributedDataParallel has a communication hook, which sums gradients as it does; halfstep's is off"
+        )
+        return False
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Takes an fp32 gradient out of `p.grad`, so that a backward pass makes a low one there.
+
+        A wrapper wants one there too for a parameter that an earlier pass has used and the one that it reduces has not.
+        """
+        assert parameter.grad is not None
+        self._held[parameter], parameter.grad = parameter.grad, None
+        parameter.grad_dtype = parameter.dtype
+        if parameter in self._maybe_unused:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def release(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Returns what was held of these parameters and is still to be added to `p.grad`, after a backward pass."""
+        left = {}
+        for p in parameters:
+            held, was_common = self._held.pop(p, None), p in self._common
+            if p in self._reduced:
+                self._common.add(p)
+            elif p.grad is not None:
+                self._common.discard(p)
+            if held is not None and (p.grad is None or was_common or p not in self._reduced):
+                left[p] = held
+        return left
+
+    @contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Answers for a process that has run out of data, within `join()`."""
+        self._has_data = False
+        try:
+            yield
+        finally:
+            self._has_data = True
+
+    def add_held(self, bucket: Any) -> None:
+        """Adds what is held, and is not the same in all processes, to a bucket of low gradients; notes its parameters.
+
+        Rounded once, to what travels.
+        """
+        parameters = bucket.parameters()
+        self._reduced.update(parameters)
+        for p, gradient in zip(parameters, bucket.gradients(), strict=True):
+            if p in self._held and p not in self._common:
+                gradient.copy_(gradient.float().add_(self._held[p]))
+
+    def divisor(self, device: torch.device) -> Tensor | int:
+        """Returns how many processes a mean is over."""
+        assert self.group is not None  # there is one where a hook is called
+        if not self.counts:
+            return self.group.size()
+        present = torch.tensor(float(self._has_data), device=device)
+        dist.all_reduce(present, group=self.group)
+        return present
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Returns where gradients are sent, once all is done that the present stream has been given."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return self._stream
+
+
+def mean_of_bucket(
+    sums: WideSums,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Turns a bucket of gradients into their mean over the processes: a communication hook.
+
+    On a GPU the backward pass goes on meanwhile: the collectives have a stream of their own, which the future knows.
+    On a CPU they are waited for here, so that all processes make them in the order of the buckets.
+    """
+    buffer = bucket.buffer()
+    if buffer.device.type != "cuda":
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(_mean(sums, bucket))
+        return done
+    done = torch.futures.Future(devices=[buffer.device])
+    with torch.cuda.stream(sums.stream(buffer.device)):
+        done.set_result(_mean(sums, bucket))
+    return done
+
+
+def _mean(sums: WideSums, bucket: Any) -> Tensor:
+    buffer: Tensor = bucket.buffer()
+    divisor = sums.divisor(buffer.device)
+    if buffer.dtype not in LOW_DTYPES or buffer.layout is not torch.strided:
+        buffer.div_(divisor)
+        dist.all_reduce(buffer, group=sums.group)
+        return buffer
+    sums.add_held(bucket)
+    return _low_mean_(buffer, divisor, sums.group)
+
+
+def _low_mean_(t: Tensor, divisor: Tensor | int, group: dist.ProcessGroup | None) -> Tensor:
+    """Makes a 1-D low tensor the sum over the processes by `divisor`, each share summed in fp32 and rounded once."""
+    size = dist.get_world_size(group)
+    share = -(-t.numel() // size)
+    sent = pad(t, (0, share * size - t.numel())) if t.numel() % size else t
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent, group=group)
+    mean = came.view(size, share).sum(0, dtype=torch.float32).div_(divisor).to(t.dtype)
+    dist.all_gather(list(came.view(size, share).unbind()), mean, group=group)
+    return t.copy_(came[: t.numel()])
