@@ -293,3 +293,12 @@ def test_the_sum_takes_a_message_up_and_down_each_floor_of_a_tree(monkeypatch):
         assert row["median_us"] == row["late_us"] == row["tree_us"]
         assert row["bytes"] == 8 * (1 + -(-(291 + 64) // {8: 13, 4096: 4}[size]) + size)
     assert row["tree_us"] == pytest.approx(24 * (15 + 33496 / 25e3) + 30 * 4, abs=0.1)  # 2 x 12 floors
+
+
+def test_the_page_of_a_sweep_is_made_of_its_results(tmp_path, monkeypatch, capsys):
+    (results,) = (FOLDER / "results").glob("sweep-resnet-*.json")
+    monkeypatch.setattr(sys, "argv", ["sweep_page.py", str(results), str(tmp_path / "page.html")])
+    load("sweep_page").main()
+    text = (tmp_path / "page.html").read_text()
+    assert "resnet101" in text
+    assert capsys.readouterr().out.strip() == (tmp_path / "page.html").as_uri()

@@ -42,12 +42,17 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
         found = sweep(asked, done=done, keep=keep, progress=progress)
     stdout().print(sweep_table(found))
     if page is not None:
-        write_page(page, title(found), recommendation(found), sweep_rows(found), sweep_charts(found),
-                   notes=list(words(found)), facts=sweep_facts(found))  # fmt: skip
+        write_sweep_page(page, found)
     if len(found.points) < found.total:
         raise typer.Exit(INTERRUPTED)
     if all(run.error is not None for point in found.points for run in point.result.runs):
         raise typer.Exit(FAILED)
+
+
+def write_sweep_page(page: Path, found: Sweep) -> None:
+    """Writes the page of a sweep."""
+    write_page(page, title(found), recommendation(found), sweep_rows(found), sweep_charts(found),
+               notes=list(words(found)), facts=sweep_facts(found))  # fmt: skip
 
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
