@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import gc
 import os
 import random
 import sys
