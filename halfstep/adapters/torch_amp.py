@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.cast.autocast import autocast
 from halfstep.scale.grad_scaler import GradScaler
@@ -48,13 +50,48 @@ class CpuGradScaler(GradScaler):
         super().__init__("cpu", *args, **kwargs)
 
 
-# Every place where torch documents one of these, or had it before it was deprecated. `custom_fwd` and `custom_bwd` stay
-# torch's: they ask the thread whether autocast is on, which the drop-ins set as torch's do.
-PLACES: tuple[tuple[Any, str, type], ...] = (
+_TORCHS_FWD, _TORCHS_BWD = torch.amp.custom_fwd, torch.amp.custom_bwd
+
+
+def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+    """`torch.amp.custom_fwd`, also for functions that are written for CUDA and get tensors on the CPU alone."""
+    return _where_tensors_are(fwd, device_type, partial(_TORCHS_FWD, cast_inputs=cast_inputs))
+
+
+def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
+    """`torch.amp.custom_bwd`, also for functions that are written for CUDA and get tensors on the CPU alone."""
+    return _where_tensors_are(bwd, device_type, _TORCHS_BWD)
+
+
+def _where_tensors_are(function: Any, device_type: str, torchs: Callable[..., Any]) -> Any:
+    """Decorates as torch does, and for CUDA so that on a CPU it is the CPU's autocast that is asked."""
+    asked, on_cpu = torchs(device_type=device_type), torchs(device_type="cpu")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        as_asked = asked(function)
+        if device_type != "cuda":
+            return as_asked  # type: ignore[no-any-return]
+        as_on_cpu = on_cpu(function)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            devices = {each.device.type for each in (*args, *kwargs.values()) if isinstance(each, Tensor)}
+            return (as_on_cpu if devices == {"cpu"} else as_asked)(*args, **kwargs)
+
+        return run
+
+    return decorate if function is None else decorate(function)
+
+
+# Every place where torch documents one of these, or had it before it was deprecated. `torch.cuda.amp.custom_fwd` and
+# `custom_bwd` call those of `torch.amp`.
+PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch, "autocast", autocast),
     (torch, "GradScaler", GradScaler),
     (torch.amp, "autocast", autocast),
     (torch.amp, "GradScaler", GradScaler),
+    (torch.amp, "custom_fwd", custom_fwd),
+    (torch.amp, "custom_bwd", custom_bwd),
     (torch.cuda.amp, "autocast", CudaAutocast),
     (torch.cuda.amp, "GradScaler", CudaGradScaler),
     (torch.cuda.amp.autocast_mode, "autocast", CudaAutocast),
@@ -65,7 +102,7 @@ PLACES: tuple[tuple[Any, str, type], ...] = (
 
 
 def install() -> Callable[[], None]:
-    """Replaces torch.amp's classes with halfstep's, and returns a function that undoes it.
+    """Replaces torch.amp's names with halfstep's, and returns a function that undoes it.
 
     Names imported earlier stay torch's.
     """

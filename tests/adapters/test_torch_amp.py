@@ -187,6 +187,53 @@ def test_custom_functions_see_it():
     assert torch.equal(x.grad, 3 * x.detach() ** 2)
 
 
+SPELLINGS = {
+    "torch.amp, for cuda": (
+        lambda full: torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32 if full else None),
+        lambda: torch.amp.custom_bwd(device_type="cuda"),
+    ),
+    "torch.cuda.amp": (
+        lambda full: torch.cuda.amp.custom_fwd(cast_inputs=torch.float32) if full else torch.cuda.amp.custom_fwd,
+        lambda: torch.cuda.amp.custom_bwd,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_functions_that_are_written_for_cuda_see_the_autocast_of_the_cpu(spelling, full, installed):
+    forward_as, backward_as = (SPELLINGS[spelling][0](full), SPELLINGS[spelling][1]())
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @forward_as
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @backward_as
+        def backward(ctx, gradient):
+            a, b = ctx.saved_tensors
+            return gradient @ b.t(), a.t() @ gradient  # of two formats, unless autocast is as it was in forward
+
+    a, b = (torch.randn(4, 4, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = Product.apply(a, b)
+    assert out.dtype is (torch.float32 if full else torch.bfloat16)
+    out.float().sum().backward()
+    ones = torch.ones(4, 4)
+    expected = ones @ b.t() if full else (ones.bfloat16() @ b.t().bfloat16()).float()
+    assert torch.equal(a.grad, expected)
+
+
+def test_a_custom_function_of_no_device_is_refused_at_once(installed):
+    for decorator in (torch.amp.custom_fwd, torch.amp.custom_bwd):
+        with pytest.raises(ValueError, match="device_type"):
+            decorator(device_type=0)
+
+
 def train(scaler_of, autocast_of, dtype):
     """Trains as torch.amp's documentation does: accumulation, clipping, two optimizers."""
     torch.manual_seed(0)

@@ -181,6 +181,7 @@ def test_the_last_line(ran, line):
     ("arguments", "message"),
     [
         (("nowhere.py",), "there is no script nowhere.py"),
+        ((str(Path(__file__).parent),), "is a folder without a __main__.py"),
         (("-m", "no.such.module"), "there is no module no.such.module"),
         (("--level", "O7", __file__), "O7"),
         (("--low", "int8", __file__), "int8"),

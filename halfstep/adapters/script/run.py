@@ -112,6 +112,8 @@ def _run_file(path: Path) -> None:
 def _check(script: str, *, module: bool) -> None:
     if not module and not Path(script).exists():
         raise ScriptError(f"there is no script {script}; give its path, or -m and the name of a module")
+    if not module and Path(script).is_dir() and not any(Path(script).glob("__main__.py*")):
+        raise ScriptError(f"{script} is a folder without a __main__.py; give the path of the script in it")
     if module:
         with _first_in_path(str(Path.cwd())):
             try:
