@@ -114,7 +114,8 @@ def test_a_closure_is_called_first_and_its_loss_returned(level):
         session.backward(loss)
         return loss
 
-    returned = optimizer.step(closure)
+    with torch.no_grad():  # torch's optimizers run a closure with gradients on, too
+        returned = optimizer.step(closure)
     loss = loss_of(other, batches()[0])
     other_session.backward(loss)
     other_optimizer.step()
@@ -267,3 +268,17 @@ def test_gradients_of_an_lstm_have_the_dtype_of_low_weights_in_every_pass_and_in
             session.step()
         session.close()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tool", [halfstep.blame, halfstep.check])
+def test_a_step_inside_a_closure_that_blame_or_check_runs_is_refused(tool):
+    model, optimizer, session = opened("O2", "bf16")
+    before = weights(model)
+
+    def closure():
+        optimizer.step()
+        return loss_of(model, batches()[0])
+
+    with pytest.raises(SessionError, match="closure"):
+        tool(session, closure)
+    assert same(weights(model), before)
