@@ -56,13 +56,15 @@ class StepValues:
 class SessionStart:
     """What a session that opens will do: its plan as `plan.io.to_dict` gives it, where, and with which modules.
 
-    `emulated` says that the low format is rounded to and not computed in; `modules` are names in the model's order.
+    `emulated` says that the low format is rounded to and not computed in; `modules` are names in the model's order;
+    `process` is this process's rank where several train together, or else None.
     """
 
     plan: dict[str, Any]
     device: str
     emulated: bool
     modules: tuple[str, ...] = ()
+    process: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,49 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.screen import stdout
 from halfstep.errors import LogError
-from halfstep.report.page import shown
-from halfstep.report.run import read_log
+from halfstep.report.run import read_log, shown
+from halfstep.report.several import first_overflow, rows_of, table_of
 
-Log = Annotated[Path, typer.Argument(metavar="RUN", help="A run log, or the folder that it is in.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="The page; RUN.html beside the log if not given.")]
+Logs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN...", help="A run log, or the folder that it is in; those of all processes of a run."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="The page; RUN.html beside the log (of the first process) if not given."),
+]
 Low = Annotated[
     str | None, typer.Option("--low", help="The format to judge by; the low format of the run if not given.")
 ]
 
 
-def report(run: Log, output: Output = None, low: Low = None) -> None:
-    """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts."""
+def report(logs: Logs, output: Output = None, low: Low = None) -> None:
+    """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts.
+
+    Of several logs it has a row for each process, and its charts are those of the first process.
+    """
     try:
         from halfstep.report.html import page_html  # the extra [report], which no other command needs
     except ModuleNotFoundError as error:
         raise LogError(f"halfstep report needs {error.name}; run: pip install 'halfstep[report]'") from None
-    found = read_log(run)
+    runs = [read_log(log) for log in logs]
+    rows = rows_of(runs) if len(runs) > 1 else ()
+    found = rows[0].run if rows else runs[0]
     page = found.path.with_suffix(".html") if output is None else output
-    if page.resolve() == found.path.resolve():
+    if page.resolve() in [run.path.resolve() for run in runs]:
         raise LogError(f"the page would overwrite the log {page}; name another file with --output")
-    text = page_html(found, low)
+    text = page_html(found, low, processes=rows)
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:
         raise LogError(f"{page} cannot be written: {error.strerror}; name another file with --output") from None
-    for note in found.notes:
-        print(f"note: {note}")
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {shown(run.path)}: {note}" if rows else f"note: {note}")
+    if rows:
+        stdout().print(table_of(rows))
+        if said := first_overflow(rows):
+            print(said)
     print(shown(page))

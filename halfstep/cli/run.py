@@ -14,8 +14,7 @@ from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
 from halfstep.errors import LogError
 from halfstep.report.log import LOG_NAME, RunLog
-from halfstep.report.page import shown
-from halfstep.report.run import read_log
+from halfstep.report.run import read_log, shown
 from halfstep.session.session import Sink
 
 Script = Annotated[

@@ -98,6 +98,11 @@ def group_is_open() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def own_number() -> int | None:
+    """Returns this process's rank, None where it trains alone."""
+    return dist.get_rank() if group_is_open() else None
+
+
 def reshard(roots: Iterable[nn.Module]) -> None:
     """Gives models their sharded parameters back, which after an evaluation are whole ones."""
     for module in fsdp_modules(roots):

@@ -14,20 +14,23 @@ from halfstep.formats import Format
 from halfstep.report.charts import Chart
 from halfstep.report.page import page_of
 from halfstep.report.run import Run
+from halfstep.report.several import HEADERS, ProcessRow
 
 _HERE = Path(__file__).parent
 
 
-def page_html(run: Run, low: Format | torch.dtype | str | None = None) -> str:
+def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
     """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
+
+    `processes` are those of a run that several processes logged, of which `run` is one.
 
     Raises:
         FormatError: `low` names no known format.
         LogError: `run` is no Run.
     """
-    page = page_of(run, low)
+    page = page_of(run, low, processes=processes)
     script = (_HERE / "page.js").read_text(encoding="utf-8")
-    return _render("page.html", page.charts, page=page, script=script)
+    return _render("page.html", page.charts, page=page, script=script, headers=HEADERS)
 
 
 def charts_html(

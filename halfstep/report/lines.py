@@ -46,13 +46,17 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
 
 
 class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
-    """A session begins: its plan, whether the low format is emulated, its modules, and where it runs."""
+    """A session begins: its plan, whether the low format is emulated, its modules, and where it runs.
+
+    `process` is the rank where several processes train together.
+    """
 
     time: Time
     plan: dict[str, Any]
     emulated: bool
     modules: tuple[str, ...]
     machine: Machine
+    process: int | None = None
 
 
 class End(Struct, frozen=True, tag_field="type", tag="end"):

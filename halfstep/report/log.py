@@ -64,11 +64,11 @@ class RunLog:
         """
         self._write_steps()  # what is of a step comes after the step, by which a reader knows that a run went back
         match record:
-            case SessionStart(plan, device, emulated, modules):
+            case SessionStart(plan, device, emulated, modules, process):
                 if self._has_session:
                     raise LogError(f"this RunLog of {self.path} has a session; give each session its own RunLog")
                 self._has_session = True
-                self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device))))
+                self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device)), process))
             case Observation():
                 self._write(record)
             case Verdict() | Finding():

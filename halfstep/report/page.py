@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,8 @@ from halfstep.records import (
 from halfstep.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, Sums, gather
 from halfstep.report.headline import GRADIENTS, Headline, headline
 from halfstep.report.lines import Event
-from halfstep.report.run import Run
+from halfstep.report.run import Run, shown
+from halfstep.report.several import ProcessRow
 
 POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
 SHOWN = (FP16, BF16, E4M3, E5M2)
@@ -67,12 +67,20 @@ class Page:
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     rows: tuple[Row, ...]
+    processes: tuple[ProcessRow, ...]
     charts: dict[str, Any]
 
 
-def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: float | None = None) -> Page:
+def page_of(
+    run: Run,
+    low: Format | torch.dtype | str | None = None,
+    *,
+    processes: Sequence[ProcessRow] = (),
+    now: float | None = None,
+) -> Page:
     """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
 
+    `processes` are those of a run that several processes logged, of which `run` is one.
     `now`, in seconds since 1970, is when it is looked at: a log without an end may be of a run that goes on.
 
     Raises:
@@ -91,6 +99,7 @@ def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: flo
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
         rows=tuple(_rows(run, gathered.absorbed)),
+        processes=tuple(processes),
         charts=_charts(run, gathered, found),
     )
 
@@ -114,11 +123,6 @@ def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
         "kinds": {kind: _kind(kind, gathered.kinds[kind], formats, moves) for kind in kinds},
         "focus": _focus(gathered, found.verdict),
     }
-
-
-def shown(path: str | os.PathLike[str]) -> str:
-    """Returns a path as text that can be written, which that of a file whose name is not UTF-8 cannot be."""
-    return os.fsencode(path).decode(errors="replace")
 
 
 def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:

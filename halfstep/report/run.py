@@ -43,8 +43,9 @@ class Process:
 class Run:
     """What a run log holds. If a process went back and repeated steps, only their last run counts.
 
-    `plan` (as `plan.io.to_dict` gives it), `emulated`, `modules` and `machine` are those of the last session, None or
-    empty if there was none; `observed` are the steps that have observations; `notes` say what is missing or damaged.
+    `plan` (as `plan.io.to_dict` gives it), `emulated`, `modules`, `machine` and `process` (the rank, where several
+    train together) are those of the last session, None or empty if there was none; `observed` are the steps that have
+    observations; `notes` say what is missing or damaged.
     `end` is the number of the last line that was read: a run that goes on may have written more since.
     """
 
@@ -60,6 +61,7 @@ class Run:
     notes: tuple[str, ...]
     returns: tuple[tuple[int, int], ...]  # (line, step) where the run went back to a step
     end: int
+    process: int | None = None
 
     def observations(self) -> Iterator[Observation]:
         """Yields the observations, read from the file anew each time: there may be more than fit into memory."""
@@ -94,6 +96,11 @@ def read_log(path: str | os.PathLike[str]) -> Run:
     except OSError as error:
         raise LogError(f"{file} cannot be read: {reason(error)}") from None
     return found.run(file)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Returns a path as text that can be written, which that of a file whose name is not UTF-8 cannot be."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def find_log(path: Path) -> Path:
@@ -215,4 +222,5 @@ class _Found:
             notes=tuple(notes),
             returns=tuple(self.returns),
             end=self.end,
+            process=None if session is None else session.process,
         )

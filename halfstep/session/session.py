@@ -34,7 +34,7 @@ from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
 from halfstep.processes.replicas import Replicas
-from halfstep.processes.shards import is_sharded, local, reshard
+from halfstep.processes.shards import is_sharded, local, own_number, reshard
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -130,7 +130,8 @@ class Session:
         self.stage = Stage(plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing)
         try:
             self._open()
-            self.tell(SessionStart(to_dict(plan), str(device), decision.emulate, self.assignment.names()))
+            names = self.assignment.names()
+            self.tell(SessionStart(to_dict(plan), str(device), decision.emulate, names, own_number()))
         except BaseException:
             self.close()
             raise

@@ -1,10 +1,13 @@
 """`halfstep report`."""
 
+import math
 import sys
+from dataclasses import replace
 
 import pytest
 
 from halfstep.__main__ import main
+from halfstep.report.log import RunLog
 from tests.report.logs import START, seen, step, write
 
 
@@ -46,6 +49,26 @@ def test_what_the_log_lacks_is_said(report, tmp_path):
     assert code == 0
     assert "note: no session is in the log" in out
     assert "note: no tensor was observed" in out
+
+
+def test_logs_of_several_processes_have_a_row_each(report, tmp_path):
+    paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    open_logs = [RunLog(path) for path in paths]  # at the same time
+    for process, log in enumerate(open_logs):
+        log.record(replace(START, process=process))
+        log(step(1, loss=1.0 if process == 0 else math.inf, skipped=True))
+        log.close()
+    code, out, _ = report(*reversed(paths))
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    assert ["0", str(paths[0]), "1", "to", "1", "1", "1"] in rows
+    assert ["1", str(paths[1]), "1", "to", "1", "1", "1", "step", "1:", "its", "loss"] in rows
+    assert out.endswith(f"first not finite, at step 1: process 1: its loss\n{tmp_path / '0.html'}\n")
+    assert "<td>step 1: its loss</td>" in (tmp_path / "0.html").read_text(encoding="utf-8")
+    paths[1].write_bytes(paths[0].read_bytes())
+    code, out, err = report(*paths)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "are both of process 0" in err
 
 
 def test_another_format_can_judge(report, log):
