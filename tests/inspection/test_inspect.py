@@ -1,5 +1,6 @@
 """What an inspection counts, against a dispatch mode written here and torch's own counter; planted costs are found."""
 
+import itertools
 import json
 from collections import Counter
 
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.errors import SessionError
-from halfstep.inspection import savings
+from halfstep.inspection import meter, savings
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
 from halfstep.report.inspect import inspection_report
@@ -195,6 +196,54 @@ def test_sizes_that_are_not_aligned_are_named_with_the_next_that_are(session_of,
             found = halfstep.inspect(session, lambda model=model, x=x: model(x).square().mean())
         told = [saving.advice for saving in found.savings if saving.code == "not aligned" and saving.place[:1] == "a"]
         assert told == ([] if advice is None else [advice])
+
+
+class Stream(nn.Module):
+    """Blocks whose stream gets something added before them."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.first, self.add = nn.Linear(8, 8), add
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("pe", torch.randn(4, 8))
+
+    def forward(self, x):
+        h = self.add(self, self.first(x), x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (lambda self, h, x: h + x, "an input is added here; 3 modules cast it, blocks.0 first"),
+        (lambda self, h, x: h + self.pe, "the buffer 'pe' is added here; 3 modules cast it, blocks.0 first"),
+        (lambda self, h, x: h + x.to(h.dtype), None),
+        (lambda self, h, x: h, None),
+    ],
+)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_fp32_stream_is_named_with_what_the_step_takes_without_it(add, what, level, session_of, monkeypatch):
+    gains(monkeypatch)
+    ticks = itertools.count()
+    monkeypatch.setattr(meter, "perf_counter", lambda: next(ticks))  # each operation takes one second
+    model, x = Stream(add), torch.randn(4, 8)
+    with session_of(model, level) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    streams = [saving for saving in found.savings if saving.code == "wide stream"]
+    if what is None or level == "O1":  # where weights are fp32 streams are
+        assert streams == []
+        return
+    (saving,) = streams
+    assert what in saving.evidence
+    assert ("input='low'" in saving.advice) == ("input" in what)
+    assert saving.place.startswith("(model), test_inspect.py:")
+    with session_of(Stream(lambda self, h, x: h + (x if "input" in what else self.pe).to(h.dtype)), level) as session:
+        kept = session.stage.roots[0]
+        low = halfstep.inspect(session, lambda: kept(x).square().mean())
+    gone = sum(row.calls for row in found.rows) - sum(row.calls for row in low.rows)
+    assert saving.seconds == gone + 1 > 4  # the cast of what is added is within its operation
 
 
 def test_a_gain_is_the_share_of_a_calls_time_that_a_change_saves(monkeypatch):
