@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.errors import SessionError
 from halfstep.inspection import meter, savings
+from halfstep.inspection.kernels import kernel_rows
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
 from halfstep.report.inspect import inspection_report
@@ -305,6 +307,17 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     assert any("edit: Rule" in line for line in lines)
     fields = json.loads(inspection_json(found, workload="net"))
     assert len(fields["rows"]) == len(found.rows)
+
+
+def test_the_report_says_how_much_ran_on_tensor_cores(session_of):
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert found.kernels == ()  # of a CPU
+    rows = kernel_rows([("ampere_bf16_s16816gemm_bf16_128x64", 0.003), ("ampere_sgemm_128x64_tn", 0.001)])
+    shown = inspection_report(replace(found, kernels=rows), what="Net").renderables
+    said = "matrix product: 4.00 ms in kernels, 75% of it on tensor cores; not: ampere_sgemm_128x64_tn"
+    assert said in [str(part) for part in shown]
 
 
 def test_each_module_has_its_policy_and_what_decided_it(session_of):
