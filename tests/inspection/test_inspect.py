@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.errors import SessionError
-from halfstep.inspection import meter, savings
+from halfstep.inspection import meter, replay, savings
 from halfstep.inspection.kernels import kernel_rows
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
@@ -258,6 +258,13 @@ def test_a_gain_is_the_share_of_a_calls_time_that_a_change_saves(monkeypatch):
     made = Call(call, None, (), (), 1, 0, 0.004, args=(Shape.of(torch.ones(3)),), kwargs={})
     assert gain(made, narrowed(torch.bfloat16)) == pytest.approx(0.5)
     assert gain(made, narrowed(torch.float32)) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("then", "expected"), [((0.9, 1.2, 0.8, 0.9, 1.1), 0), ((0.5, 1.1, 0.5, 0.5, 0.4), 0.5)])
+def test_a_gain_within_the_noise_is_none(then, expected, monkeypatch):
+    monkeypatch.setattr(replay, "take_turns", lambda calls, **_: {"now": [1.0] * 5, "then": list(then)})
+    made = Call(torch.neg, None, (), (), 1, 0, 1.0, args=(Shape.of(torch.ones(3)),), kwargs={})
+    assert gain(made, narrowed(torch.bfloat16)) == pytest.approx(expected)
 
 
 def test_a_call_that_cannot_be_made_again_gains_nothing():
