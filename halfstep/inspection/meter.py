@@ -47,7 +47,7 @@ class Call:
     """An operation of the step: what ran, where (`note`), and what it took.
 
     `parameter` names the parameter that a cast reads, "" where it is none. `args` are those of the call, with shapes in
-    place of tensors; kept for what computes.
+    place of tensors; kept for products and what reads a parameter.
     """
 
     func: Any
@@ -100,6 +100,8 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         self._follow(note, func, tensors, made)
         done = flops(func, args, kwargs, result)
         known = self.places.tensor(given[-1]) if given else None
+        parameter = known[1] if known is not None and known[0] == "parameter" else ""
+        kept = done or parameter
         call = Call(
             func,
             note,
@@ -108,9 +110,9 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
             done,
             read + sum(_bytes(t) for t in made),
             took,
-            known[1] if known is not None and known[0] == "parameter" else "",
-            tuple(tree_map(Shape.of, args)) if done else (),
-            tree_map(Shape.of, kwargs) if done else None,
+            parameter,
+            tuple(tree_map(Shape.of, args)) if kept else (),
+            tree_map(Shape.of, kwargs) if kept else None,
         )
         self.calls.append(call)
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def gain(call: Call, change: Change) -> float:
     if ratios is None or ratios.low <= 1 <= ratios.high:
         return 0.0
     return 1 - 1 / ratios.median
+
+
+def taken(call: Call) -> float:
+    """Returns the median seconds of a call made again and again."""
+    device = next(each.device for each in tree_leaves(call.args) if isinstance(each, Shape))
+    return median(take_turns({"now": _again(call, _same)}, device=device, seconds=SECONDS)["now"])
 
 
 def narrowed(dtype: torch.dtype) -> Change:

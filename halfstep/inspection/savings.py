@@ -14,7 +14,7 @@ from halfstep.diagnose.words import in_model, place_of
 from halfstep.edits import Edit, OpChange, Policy, Rule
 from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
-from halfstep.inspection.replay import gain, narrowed, padded
+from halfstep.inspection.replay import gain, narrowed, padded, taken
 from halfstep.measurements import Saving
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
@@ -114,7 +114,7 @@ def _cast_again(step: Step) -> Iterator[Saving]:
             again = calls[1:]
             evidence = f"cast to {as_format(calls[0].outputs[0])} {len(calls)} times in one forward pass"
             advice = "train at O2, where weights are stored low; or cast it once where it is used several times"
-            yield Saving("cast again", name, evidence, advice, sum(call.seconds for call in again))
+            yield Saving("cast again", name, evidence, advice, len(again) * taken(again[0]))
 
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
