@@ -269,11 +269,26 @@ class Saving:
 
 
 @dataclass(frozen=True)
+class KernelRow:
+    """A CUDA kernel of a step that computes products: its name, its work, and whether tensor cores do it.
+
+    `work` is "matrix product", "convolution" or "attention".
+    """
+
+    name: str
+    work: str
+    tensor_cores: bool
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Inspection:
     """Where the time and the casts of one training step go, forward and backward.
 
     `seconds` is the time in operations, each timed alone. `savings` come with the largest first. `emulated` says that
     low products were computed in fp32 and rounded, so that their time is not that of a device with units for them.
+    `kernels` (on CUDA) are those of products, by time.
     """
 
     level: str
@@ -285,3 +300,4 @@ class Inspection:
     modules: tuple[ModuleRow, ...]
     savings: tuple[Saving, ...]
     machine: Machine
+    kernels: tuple[KernelRow, ...] = ()

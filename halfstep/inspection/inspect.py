@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from halfstep.diagnose.rehearsal import check_given, rehearsing
 from halfstep.formats import as_format
-from halfstep.inspection.meter import Call, Meter
+from halfstep.inspection.kernels import profiled
+from halfstep.inspection.meter import Call, Meter, Place
 from halfstep.inspection.savings import Step, savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
@@ -35,17 +36,27 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     check_given("inspect", session, closure)
     device, scale = session.stage.device, session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
-        for _ in range(_WARM):
+
+        def run() -> None:
             with rehearsal.gradients(rehearsal.loss(), scale):
                 pass
             rehearsal.rewind()
-        meter = Meter(Places(rehearsal.roots), device)
-        with rehearsal.recording(meter), rehearsal.gradients(rehearsal.loss(), scale):
-            pass
+
+        for _ in range(_WARM):
+            run()
+
+        def metered(low_at: Collection[Place] = ()) -> Meter:
+            meter = Meter(Places(rehearsal.roots), device, low_at)
+            with rehearsal.recording(meter):
+                run()
+            return meter
+
+        meter = metered()
         names = session.assignment.names()
         formats = dict(zip(names, session.assignment.modules, strict=True))
         step = Step(meter, session.plan, formats)
-        found = savings(step)  # which makes calls again: random states are put back after it
+        kernels = profiled(run, device) if device.type == "cuda" else ()
+        found = savings(step, metered)  # which makes calls again: random states are put back after it
     return Inspection(
         level=session.plan.name,
         low=session.plan.low.name,
@@ -56,6 +67,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         modules=tuple(_module(name, each) for name, each in formats.items()),
         savings=found,
         machine=read_machine(device),
+        kernels=kernels,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.diagnose.streams import Streams
+from halfstep.formats import LOW_DTYPES
 from halfstep.inspection.flops import flops
 from halfstep.modes import as_called
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.schemas import is_view
 from halfstep.timing import synchronize
-from halfstep.torch_internals import schema_of, tree_leaves, tree_map
+from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves, tree_map
 
 _COPIES = ("_to_copy", "copy_")
+
+Place = tuple[str, str | None, str | None]  # operation, module and line
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Call:
     """An operation of the step: what ran, where (`note`), and what it took.
 
     `parameter` names the parameter that a cast reads, "" where it is none. `args` are those of the call, with shapes in
-    place of tensors; kept for what computes.
+    place of tensors; kept for products and what reads a parameter.
     """
 
     func: Any
@@ -66,27 +70,38 @@ class Call:
 
 
 class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records what each operation is and takes; where it came from is found as blame finds it."""
+    """Records what each operation is and takes; where it came from is found as blame finds it.
 
-    def __init__(self, places: Places, device: torch.device) -> None:
+    At the places `low_at` a forward operation that meets low values with fp32 ones gets these in the low format too.
+    """
+
+    def __init__(self, places: Places, device: torch.device, low_at: Collection[Place] = ()) -> None:
         super().__init__(places)
         self.calls: list[Call] = []
-        self._device = device
+        self.streams = Streams(places)
+        self._device, self._low_at = device, low_at
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         note = self._begin(func, args, kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        note.sources = tuple(self.last_writer(t) for t in tensors)
         if is_view(func):
             return as_called(func, args, kwargs)
         given = _floats(args, kwargs)
-        read = sum(_bytes(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        read = sum(map(_bytes, tensors))
         synchronize(self._device)
         start = perf_counter()
+        if note.phase == "forward" and place_in(note) in self._low_at and not schema_of(func).is_mutable:
+            args = _all_low(args)
         result = as_called(func, args, kwargs)
         synchronize(self._device)
         took = perf_counter() - start
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._follow(note, func, tensors, made)
         done = flops(func, args, kwargs, result)
         known = self.places.tensor(given[-1]) if given else None
+        parameter = known[1] if known is not None and known[0] == "parameter" else ""
+        kept = done or parameter
         call = Call(
             func,
             note,
@@ -95,12 +110,34 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
             done,
             read + sum(_bytes(t) for t in made),
             took,
-            known[1] if known is not None and known[0] == "parameter" else "",
-            tuple(tree_map(Shape.of, args)) if done else (),
-            tree_map(Shape.of, kwargs) if done else None,
+            parameter,
+            tuple(tree_map(Shape.of, args)) if kept else (),
+            tree_map(Shape.of, kwargs) if kept else None,
         )
         self.calls.append(call)
         return result
+
+    def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
+        """Keeps what `streams` reads: which operation wrote a tensor, and in which format."""
+        changes = schema_of(func).is_mutable
+        outputs = made or (tensors[:1] if changes else [])
+        note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
+        for each in outputs:
+            self._wrote(None, note, each, bad=False, fresh=not changes)
+        if backward_task() == NO_BACKWARD:
+            self.streams.look(note, tensors)
+
+
+def place_in(note: Note) -> Place:
+    """Returns which operation, of which module and line, a note is of."""
+    return note.aten, note.module, note.line
+
+
+def _all_low(args: Any) -> Any:
+    low = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype in LOW_DTYPES), None)
+    if low is None:
+        return args
+    return tree_map(lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args)
 
 
 def _floats(args: Any, kwargs: Any) -> list[Tensor]:

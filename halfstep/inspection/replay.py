@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.inspection.meter import Call, Shape
-from halfstep.timing import speedup, take_turns
+from halfstep.timing import spread, take_turns
 from halfstep.torch_internals import tree_leaves, tree_map
 
 SECONDS = 0.15  # of one comparison
@@ -21,7 +22,7 @@ Change = Callable[[Shape], Shape]
 def gain(call: Call, change: Change) -> float:
     """Returns what share of its time a call saves if its tensors change; below 0 where it then takes longer.
 
-    The two take turns. 0 where the call cannot be made with them.
+    The two take turns. 0 where the call cannot be made with them, or where a quarter of the turns goes either way.
     """
     device = next(each.device for each in tree_leaves(call.args) if isinstance(each, Shape))
     try:
@@ -31,8 +32,16 @@ def gain(call: Call, change: Change) -> float:
     except (RuntimeError, IndexError):
         return 0.0
     times = take_turns(made, device=device, seconds=SECONDS)
-    ratio = speedup(times["now"], times["then"])
-    return 0.0 if not ratio else 1 - 1 / ratio
+    ratios = spread([now / then for now, then in zip(times["now"], times["then"], strict=False)])
+    if ratios is None or ratios.low <= 1 <= ratios.high:
+        return 0.0
+    return 1 - 1 / ratios.median
+
+
+def taken(call: Call) -> float:
+    """Returns the median seconds of a call made again and again."""
+    device = next(each.device for each in tree_leaves(call.args) if isinstance(each, Shape))
+    return median(take_turns({"now": _again(call, _same)}, device=device, seconds=SECONDS)["now"])
 
 
 def narrowed(dtype: torch.dtype) -> Change:

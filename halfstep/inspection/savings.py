@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
+from halfstep.diagnose.streams import Stream
 from halfstep.diagnose.words import in_model, place_of
 from halfstep.edits import Edit, OpChange, Policy, Rule
 from halfstep.formats import LOW_DTYPES, as_format
-from halfstep.inspection.meter import Call, Meter, Shape
-from halfstep.inspection.replay import gain, narrowed, padded
+from halfstep.inspection.meter import Call, Meter, Shape, place_in
+from halfstep.inspection.replay import gain, narrowed, padded, taken
 from halfstep.measurements import Saving
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
@@ -21,6 +23,9 @@ from halfstep.torch_internals import tree_leaves
 _HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
 _WORTH = 0.01  # of the step's time: what saves less is not told
 _ALIGNED = 8  # elements of 16 bits
+_ROUNDS = 3  # in which a step as it is and one without an fp32 stream take turns
+
+Again = Callable[..., Meter]  # meters the step once more, with what is mixed at some places low
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,10 @@ class Step:
         return {name: calls for name, calls in found.items() if sum(c.flops for c in calls) >= _HEAVY * total}
 
 
-def savings(step: Step) -> tuple[Saving, ...]:
-    """Returns what would save at least `_WORTH` of a step, the largest first."""
+def savings(step: Step, again: Again) -> tuple[Saving, ...]:
+    """Returns what would save at least `_WORTH` of a step, the largest first; `again` meters the step once more."""
     found = [saving for look in (_full, _cast_again, _not_aligned) for saving in look(step)]
+    found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds >= _WORTH * step.seconds]
     return tuple(sorted(worth, key=lambda saving: -saving.seconds))
 
@@ -108,7 +114,7 @@ def _cast_again(step: Step) -> Iterator[Saving]:
             again = calls[1:]
             evidence = f"cast to {as_format(calls[0].outputs[0])} {len(calls)} times in one forward pass"
             advice = "train at O2, where weights are stored low; or cast it once where it is used several times"
-            yield Saving("cast again", name, evidence, advice, sum(call.seconds for call in again))
+            yield Saving("cast again", name, evidence, advice, len(again) * taken(again[0]))
 
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
@@ -121,6 +127,33 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
             up = ", ".join(f"{size} to {-(-size // _ALIGNED) * _ALIGNED}" for size in sizes)
             evidence = f"products with sizes {', '.join(map(str, sizes))}, no multiples of {_ALIGNED}"
             yield Saving("not aligned", _place(low), evidence, f"pad {up}", saved)
+
+
+def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
+    """fp32 inputs and buffers that keep a stream wide; what each costs is that of the step without it."""
+    if step.plan.param != "low":  # where weights are fp32 streams are
+        return
+    by_source: dict[str, list[Stream]] = defaultdict(list)
+    for stream in step.meter.streams.wide():
+        by_source[str(stream.source)].append(stream)
+    for streams in by_source.values():
+        low_at = {place_in(stream.note) for stream in streams}
+        saved = median(_without(again(), again(low_at)) for _ in range(_ROUNDS))
+        first = streams[0]
+        yield Saving(
+            "wide stream", place_of(first.note.module, first.note.line), first.evidence(), first.advice(), saved
+        )
+
+
+def _without(now: Meter, then: Meter) -> float:
+    """Returns how many seconds less a step takes in the calls that differ; alike ones differ by chance alone."""
+    kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
+    took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
+    return took[0] - took[1]
+
+
+def _kind(call: Call) -> tuple[object, ...]:
+    return call.func, call.note.phase, call.note.module, call.inputs, call.outputs, call.bytes
 
 
 def _sizes(call: Call) -> Iterator[int]:

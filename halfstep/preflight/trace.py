@@ -13,6 +13,7 @@ from torch import Tensor
 from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.diagnose.streams import Streams
 from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import HalfstepError, OpError, SessionError
@@ -24,7 +25,6 @@ from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED
 from halfstep.plan.plan import Plan
-from halfstep.preflight.streams import Streams
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session

@@ -67,12 +67,23 @@ def _modules(found: Inspection) -> Iterator[str]:
         yield f"{len(names)} {kind} ({named}): weights {param}, computes {compute}, gives {output}; {reason}"
 
 
+def _kernels(found: Inspection) -> Iterator[str]:
+    """Yields how much of each kind of work ran on tensor cores, and the kernels that took most of the rest."""
+    for work in dict.fromkeys(row.work for row in found.kernels):
+        rows = [row for row in found.kernels if row.work == work]
+        rest = [row for row in rows if not row.tensor_cores]
+        took, slow = sum(row.seconds for row in rows), sum(row.seconds for row in rest)
+        named = f"; not: {', '.join(row.name for row in rest[:NAMED])}" if rest else ""
+        yield f"{work}: {1e3 * took:,.2f} ms in kernels, {1 - slow / took:.0%} of it on tensor cores{named}"
+
+
 def _lines(found: Inspection) -> Iterator[str]:
     for cast in found.casts:
         yield (
             f"casts {cast.source} to {cast.target}: {cast.calls:,}, {cast.bytes / MIB:,.1f} MiB, "
             f"{1e3 * cast.seconds:,.2f} ms; {cast.of_parameters:,} of parameters"
         )
+    yield from _kernels(found)
     yield ""
     yield from _modules(found)
     yield ""

@@ -1,7 +1,9 @@
 """What an inspection counts, against a dispatch mode written here and torch's own counter; planted costs are found."""
 
+import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.errors import SessionError
-from halfstep.inspection import savings
+from halfstep.inspection import meter, replay, savings
+from halfstep.inspection.kernels import kernel_rows
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
 from halfstep.report.inspect import inspection_report
@@ -197,6 +200,54 @@ def test_sizes_that_are_not_aligned_are_named_with_the_next_that_are(session_of,
         assert told == ([] if advice is None else [advice])
 
 
+class Stream(nn.Module):
+    """Blocks whose stream gets something added before them."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.first, self.add = nn.Linear(8, 8), add
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("pe", torch.randn(4, 8))
+
+    def forward(self, x):
+        h = self.add(self, self.first(x), x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (lambda self, h, x: h + x, "an input is added here; 3 modules cast it, blocks.0 first"),
+        (lambda self, h, x: h + self.pe, "the buffer 'pe' is added here; 3 modules cast it, blocks.0 first"),
+        (lambda self, h, x: h + x.to(h.dtype), None),
+        (lambda self, h, x: h, None),
+    ],
+)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_fp32_stream_is_named_with_what_the_step_takes_without_it(add, what, level, session_of, monkeypatch):
+    gains(monkeypatch)
+    ticks = itertools.count()
+    monkeypatch.setattr(meter, "perf_counter", lambda: next(ticks))  # each operation takes one second
+    model, x = Stream(add), torch.randn(4, 8)
+    with session_of(model, level) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    streams = [saving for saving in found.savings if saving.code == "wide stream"]
+    if what is None or level == "O1":  # where weights are fp32 streams are
+        assert streams == []
+        return
+    (saving,) = streams
+    assert what in saving.evidence
+    assert ("input='low'" in saving.advice) == ("input" in what)
+    assert saving.place.startswith("(model), test_inspect.py:")
+    with session_of(Stream(lambda self, h, x: h + (x if "input" in what else self.pe).to(h.dtype)), level) as session:
+        kept = session.stage.roots[0]
+        low = halfstep.inspect(session, lambda: kept(x).square().mean())
+    gone = sum(row.calls for row in found.rows) - sum(row.calls for row in low.rows)
+    assert saving.seconds == gone + 1 > 4  # the cast of what is added is within its operation
+
+
 def test_a_gain_is_the_share_of_a_calls_time_that_a_change_saves(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("halfstep.timing.perf_counter", lambda: now[0])
@@ -207,6 +258,13 @@ def test_a_gain_is_the_share_of_a_calls_time_that_a_change_saves(monkeypatch):
     made = Call(call, None, (), (), 1, 0, 0.004, args=(Shape.of(torch.ones(3)),), kwargs={})
     assert gain(made, narrowed(torch.bfloat16)) == pytest.approx(0.5)
     assert gain(made, narrowed(torch.float32)) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("then", "expected"), [((0.9, 1.2, 0.8, 0.9, 1.1), 0), ((0.5, 1.1, 0.5, 0.5, 0.4), 0.5)])
+def test_a_gain_within_the_noise_is_none(then, expected, monkeypatch):
+    monkeypatch.setattr(replay, "take_turns", lambda calls, **_: {"now": [1.0] * 5, "then": list(then)})
+    made = Call(torch.neg, None, (), (), 1, 0, 1.0, args=(Shape.of(torch.ones(3)),), kwargs={})
+    assert gain(made, narrowed(torch.bfloat16)) == pytest.approx(expected)
 
 
 def test_a_call_that_cannot_be_made_again_gains_nothing():
@@ -256,6 +314,17 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     assert any("edit: Rule" in line for line in lines)
     fields = json.loads(inspection_json(found, workload="net"))
     assert len(fields["rows"]) == len(found.rows)
+
+
+def test_the_report_says_how_much_ran_on_tensor_cores(session_of):
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert found.kernels == ()  # of a CPU
+    rows = kernel_rows([("ampere_bf16_s16816gemm_bf16_128x64", 0.003), ("ampere_sgemm_128x64_tn", 0.001)])
+    shown = inspection_report(replace(found, kernels=rows), what="Net").renderables
+    said = "matrix product: 4.00 ms in kernels, 75% of it on tensor cores; not: ampere_sgemm_128x64_tn"
+    assert said in [str(part) for part in shown]
 
 
 def test_each_module_has_its_policy_and_what_decided_it(session_of):

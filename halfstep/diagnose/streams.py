@@ -19,7 +19,7 @@ ADDED = ("add", "add_", "sub", "sub_", "rsub")
 
 
 @dataclass(frozen=True)
-class _Outside:
+class Outside:
     """Where fp32 values come from that no low operation computed."""
 
     kind: str
@@ -30,12 +30,26 @@ class _Outside:
 
 
 @dataclass
-class _Stream:
+class Stream:
     """The operation that first met low values with fp32 ones, what these were, and the modules that cast it since."""
 
     note: Note
-    source: _Outside
+    source: Outside
     casts: dict[str, None] = field(default_factory=dict)
+
+    def evidence(self) -> str:
+        """Returns what was seen, as a sentence."""
+        note, source = self.note, self.source
+        what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
+        return (
+            f"blocks see an fp32 stream because {what} here; {len(self.casts)} modules cast it, "
+            f"{in_model(next(iter(self.casts)))[1]} first{which_model(note.module)}"
+        )
+
+    def advice(self) -> str:
+        """Returns what keeps the stream low."""
+        cure = f"x.to(...) there keeps what follows low, x being {self.source}"
+        return f"{cure}, or input='low', which rounds all inputs" if self.source.kind == "input" else cure
 
 
 class Streams:
@@ -43,9 +57,9 @@ class Streams:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._outside: dict[int, _Outside] = {}  # by the index of the note of what was computed from them alone
-        self._wide: dict[int, _Stream] = {}  # by the index of the note
-        self._streams: list[_Stream] = []
+        self._outside: dict[int, Outside] = {}  # by the index of the note of what was computed from them alone
+        self._wide: dict[int, Stream] = {}  # by the index of the note
+        self._streams: list[Stream] = []
 
     def look(self, note: Note, given: Sequence[Tensor]) -> None:
         """Looks at one operation of a forward and the tensors that it was given; views write nothing and are passed."""
@@ -66,34 +80,26 @@ class Streams:
         if any(t.dtype in LOW_DTYPES for t, _ in pairs):
             found = next((each for (t, _), each in zip(full, known, strict=True) if each is not None and t.dim()), None)
             if found is not None and note.module is not None:
-                stream = _Stream(note, found)
+                stream = Stream(note, found)
                 self._streams.append(stream)
                 self._wide[note.index] = stream
         elif None not in known and (known or note.module is None):  # what the closure itself makes is an input
-            self._outside[note.index] = known[0] if known and known[0] is not None else _Outside("input")
+            self._outside[note.index] = known[0] if known and known[0] is not None else Outside("input")
 
-    def _from_outside(self, tensor: Tensor, source: Note | None) -> _Outside | None:
+    def _from_outside(self, tensor: Tensor, source: Note | None) -> Outside | None:
         """Returns what a tensor comes from, None where a module computed it or it is a parameter."""
         if source is not None:
             return self._outside.get(source.index)
         kind, name, _ = self._places.tensor(tensor) or ("input", "", tensor)
-        return _Outside(kind, name) if kind in ("input", "buffer") else None
+        return Outside(kind, name) if kind in ("input", "buffer") else None
+
+    def wide(self) -> list[Stream]:
+        """Returns the streams that several modules cast."""
+        return [stream for stream in self._streams if len(stream.casts) >= ENOUGH]
 
     def findings(self) -> Iterator[Finding]:
         """Yields a note for each operation that made a stream fp32 which several modules cast."""
-        for stream in self._streams:
-            if len(stream.casts) < ENOUGH:
-                continue
-            note, source = stream.note, stream.source
-            what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
-            cure = f"x.to(...) there keeps what follows low, x being {source}"
-            if source.kind == "input":
-                cure += ", or input='low', which rounds all inputs"
-            yield Finding(
-                "note",
-                "fp32 stream",
-                place_of(note.module, note.line),
-                f"blocks see an fp32 stream because {what} here; {len(stream.casts)} modules cast it, "
-                f"{in_model(next(iter(stream.casts)))[1]} first{which_model(note.module)}",
-                f"right as it is, and mostly as fast; {cure}",
-            )
+        for stream in self.wide():
+            place = place_of(stream.note.module, stream.note.line)
+            advice = f"right as it is, and mostly as fast; {stream.advice()}"
+            yield Finding("note", "fp32 stream", place, stream.evidence(), advice)
