@@ -179,7 +179,15 @@ class Halfstep(Precision):
         self._norm = nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     def _log(self, module: LightningModule, record: StepRecord) -> None:
-        """Hands what a step did to the loggers of the Trainer, which read it when they log."""
+        """Hands what a step did to the loggers of the Trainer, which read it when they log.
+
+        `log_dict` takes thousands of Python calls, so not at steps that Lightning does not log; loops that step by
+        hand may step several times per batch, or at some batches only, and hand over all.
+        """
+        trainer = module.trainer
+        if module.automatic_optimization and (trainer.global_step + 1) % trainer.log_every_n_steps:
+            self._norm = None
+            return
         norm, self._norm = record.grad_norm if self._norm is None else self._norm, None
         values = {"scale": record.scale, "skipped": record.skipped.float(), "grad_norm": norm}
         given = {f"halfstep/{name}": value for name, value in values.items() if value is not None}

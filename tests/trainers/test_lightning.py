@@ -187,6 +187,25 @@ def test_scale_skips_and_norm_reach_the_logger_under_the_steps_of_the_trainer():
     assert not torch.isfinite(torch.tensor(norms[bad]))
 
 
+def test_only_steps_that_lightning_logs_are_handed_over():
+    logger, given = Kept(), []
+
+    class Counts(Module):
+        def log_dict(self, values, **settings):
+            given.append(self.trainer.global_step)
+            super().log_dict(values, **settings)
+
+    fitted("O1", "fp16", Counts(), logger=logger, log_every_n_steps=BAD // ACCUMULATE + 1)
+    assert given == [10, 21, 32, 43]
+    assert {step: float(value) for step, value in logger.rows["halfstep/skipped"].items()} == {
+        10: 1,
+        21: 0,
+        32: 0,
+        43: 0,
+    }
+    assert torch.isfinite(torch.tensor([logger.rows["halfstep/grad_norm"][step] for step in (21, 32, 43)])).all()
+
+
 def test_a_learning_rate_monitor_and_validation_run_under_the_plan():
     logger = Kept()
     module = Module()
@@ -292,7 +311,7 @@ class Data(torch.utils.data.Dataset):
         return batches(40)[index]
 
 
-@pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16")])
+@pytest.mark.parametrize(("level", "low"), [pytest.param("O1", "fp16", marks=pytest.mark.slow), ("O2", "bf16")])
 def test_two_processes_with_the_same_data_train_as_one(level, low):
     module = Module()
     ways = {"strategy": "ddp_spawn", "devices": 2, "use_distributed_sampler": False, "accumulate_grad_batches": 1}
