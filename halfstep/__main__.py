@@ -15,7 +15,7 @@ from halfstep.cli.ops import ops
 from halfstep.cli.report import report
 from halfstep.cli.run import ScriptRaised, run
 from halfstep.cli.whatif import whatif
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, ScriptError
 
 USAGE_ERROR = 2
 
@@ -43,7 +43,7 @@ def main() -> None:
         app(prog_name="halfstep")
     except HalfstepError as error:
         print(f"halfstep: {error}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        sys.exit(error.exit_code if isinstance(error, ScriptError) else USAGE_ERROR)
     except ScriptRaised as error:
         raised = error
     if raised is not None:  # out here, so that what the script raised has no other context

@@ -46,4 +46,6 @@ class ObserveError(HalfstepError, ValueError):
 
 
 class ScriptError(HalfstepError, FileNotFoundError):
-    """A script or module that `halfstep run` cannot find."""
+    """A script or module that `halfstep run` cannot find; `exit_code` is python's for it."""
+
+    exit_code = 1

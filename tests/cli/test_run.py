@@ -178,18 +178,20 @@ def test_the_last_line(ran, line):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "ends_with", "message"),
     [
-        (("nowhere.py",), "there is no script nowhere.py"),
-        ((str(Path(__file__).parent),), "is a folder without a __main__.py"),
-        (("-m", "no.such.module"), "there is no module no.such.module"),
-        (("--level", "O7", __file__), "O7"),
-        (("--low", "int8", __file__), "int8"),
-        (("--plan", "nowhere.toml", __file__), "nowhere.toml"),
+        (("nowhere.py",), 2, "there is no script nowhere.py"),
+        ((str(Path(__file__).parent),), 1, "is a folder without a __main__.py"),
+        (("-m", "no.such.module"), 1, "there is no module no.such.module"),
+        (("-m", "tests.cli"), 1, "tests.cli is a package without a __main__"),
+        (("--level", "O7", __file__), 2, "O7"),
+        (("--low", "int8", __file__), 2, "int8"),
+        (("--plan", "nowhere.toml", __file__), 2, "nowhere.toml"),
     ],
 )
-def test_bad_input(halfstep, arguments, message):
+def test_bad_input(halfstep, arguments, ends_with, message):
+    """A script that is not there ends with python's exit code."""
     code, out, err = halfstep("run", *arguments)
-    assert (code, out) == (2, "")
+    assert (code, out) == (ends_with, "")
     assert err.startswith("halfstep: ")
     assert message in err

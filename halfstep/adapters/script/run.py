@@ -111,7 +111,9 @@ def _run_file(path: Path) -> None:
 
 def _check(script: str, *, module: bool) -> None:
     if not module and not Path(script).exists():
-        raise ScriptError(f"there is no script {script}; give its path, or -m and the name of a module")
+        missing = ScriptError(f"there is no script {script}; give its path, or -m and the name of a module")
+        missing.exit_code = 2
+        raise missing
     if not module and Path(script).is_dir() and not any(Path(script).glob("__main__.py*")):
         raise ScriptError(f"{script} is a folder without a __main__.py; give the path of the script in it")
     if module:
@@ -122,6 +124,9 @@ def _check(script: str, *, module: bool) -> None:
                 found = None
         if found is None:
             raise ScriptError(f"there is no module {script}; give the name that `python -m` takes")
+        folders = [Path(each) for each in found.submodule_search_locations or ()]  # looked at, not imported
+        if folders and all(each.is_dir() and not any(each.glob("__main__.py*")) for each in folders):
+            raise ScriptError(f"{script} is a package without a __main__; give the name of a module in it")
 
 
 @contextmanager
