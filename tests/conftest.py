@@ -155,7 +155,8 @@ def pool(request, pool_folder):
     """What two processes found, by test module: one pair of processes for all tests that are asked for."""
     from tests import replicas
 
-    modules = {item.module for item in request.session.items if hasattr(item.module, "pooled")}
+    modules = {getattr(item, "module", None) for item in request.session.items}  # doctests have none
+    modules = {module for module in modules if hasattr(module, "pooled")}
     return replicas.run_once(pool_folder, sorted(modules, key=lambda module: module.__name__))
 
 
