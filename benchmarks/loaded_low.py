@@ -1,11 +1,11 @@
 """A GPT that was loaded in bf16 and is fine-tuned at a small rate: in fp32, by halfstep, and in bf16 alone.
 
-    python benchmarks/loaded_low.py [--steps 300] [--lr 5e-6] [--json FILE]
+    python benchmarks/loaded_low.py [--steps 300] [--lr 7e-6] [--json FILE]
 
 The model (10.7 million parameters) first learns Tiny Shakespeare in lower case, in fp32, and is rounded to bf16, as
 hubs store models. From there it is fine-tuned on the text in capitals, on the same batches in every row. Adam moves a
 weight by at most about `lr` per step; bf16 rounds a move away where it is less than half the distance between
-neighbours, which is 2**(e - 8) for a weight of at least 2**e. At 5e-6 that holds for all weights beyond 2**-9.
+neighbours, which is 2**(e - 8) for a weight of at least 2**e. At 7e-6 that holds for all weights beyond 2**-9.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--before", type=int, default=100, help="steps in lower case, before the model is loaded")
-    parser.add_argument("--lr", type=float, default=5e-6)
+    parser.add_argument("--lr", type=float, default=7e-6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")
