@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.torch_internals import saved_tensor_hooks, storage_identity, tree_leaves
 
-_MANY = 64  # calls of one module, before those whose memory is gone are dropped
+_MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 
 
 class Calls:
@@ -27,14 +27,21 @@ class Calls:
     def __init__(self) -> None:
         self._ways: dict[tuple[int, ...], deque[bool]] = {}
         self._memory: dict[tuple[int, ...], list[StorageWeakRef]] = {}
+        self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
-        """Notes a call, if a checkpoint may be what makes it: one that saves no tensors, or not as usual."""
-        if torch.is_grad_enabled() and saved_tensor_hooks(True) is None:
+        """Notes a call, if a checkpoint may be what makes it.
+
+        One kind runs under hooks for what is saved, the other without gradients on arguments that ask for one, as
+        only then it runs again; an evaluation does neither.
+        """
+        hooked = saved_tensor_hooks(True) is not None
+        if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
             return
         key, memory = _memory_of(args, kwargs)
-        if len(self._ways) >= _MANY:
+        if len(self._ways) >= self._room:
             self._drop_freed()
+            self._room = max(_MANY, 2 * len(self._ways))
         if key not in self._ways or self._is_freed(key):
             self._ways[key] = deque(maxlen=_MANY)
             self._memory[key] = [StorageWeakRef(storage) for storage in memory]  # type: ignore[no-untyped-call]
@@ -55,6 +62,10 @@ class Calls:
     def _drop_freed(self) -> None:
         for key in [key for key in self._ways if self._is_freed(key)]:
             del self._ways[key], self._memory[key]
+
+
+def _asks_for_gradients(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
 
 
 def _memory_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
