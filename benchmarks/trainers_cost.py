@@ -5,7 +5,7 @@
 Needs the extra [trainers]. The GPT of char_lm; a step is forward, loss, backward, clip, update of AdamW(fused=True).
 Every row is a process of its own, as trainers keep state of a process. A trainer asks for a batch when the step before
 is made, and waits there until it is the row's turn again: one step is from one request to the next, and every row takes
-a turn in each round. Ratios are those of one round.
+a turn in each round, another first in each. Ratios are those of one round.
 """
 
 from __future__ import annotations
@@ -220,8 +220,11 @@ def measure(job: Job, rounds: int) -> dict[str, list[float]]:
         for _, connection in started.values():
             connection.recv()  # it is ready
         times: dict[str, list[float]] = {name: [] for name in rows}
+        names = list(started)
         for turn in range(WARM_UP + rounds):
-            for name, (_, connection) in started.items():
+            first = turn % len(names)  # so that no row always has the same one before it
+            for name in names[first:] + names[:first]:
+                _, connection = started[name]
                 connection.send(None)
                 took = connection.recv()
                 if turn >= WARM_UP:
