@@ -12,6 +12,7 @@ import torch
 from halfstep.measurements import Spread
 
 _TURN = 1e-2  # seconds that a turn takes at least: many calls where one is shorter
+_PAIRS = 5  # that a median of ratios takes at least, where more of one side were timed
 
 
 def synchronize(device: torch.device) -> None:
@@ -75,10 +76,15 @@ def speedup(baseline: Sequence[float], times: Sequence[float]) -> float | None:
     """Returns the median of the ratios baseline to time of what took turns; above 1 is faster.
 
     Each pair ran within one round, so that what slows the machine for a while slows both. Where one list is longer, its
-    last entries have no partner and are left out.
+    last entries have no partner and are left out; of fewer than five pairs no median is worth much, and a call so slow
+    has averaged over such whiles itself: then it is the ratio of the medians of all.
 
     >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0])
     2.0
+    >>> speedup([9.0, 4.0, 4.0, 4.0], [2.0, 2.0])
+    2.0
     """
+    if len(times) != len(baseline) and 0 < min(len(times), len(baseline)) < _PAIRS:
+        return median(baseline) / median(times)
     ratios = [a / b for a, b in zip(baseline, times, strict=False)]
     return median(ratios) if ratios else None
