@@ -317,21 +317,36 @@ class Replicas:
 
 def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Parameter]) -> None:
     """Has a wrapper refuse to train once the parameters that it was made for are no longer stored low."""
-    made_for = [(weakref.ref(p), p.dtype) for p in low]
+    own = wrapper()
+    if own is not None and low:
+        own.register_forward_pre_hook(_Retired(low))
 
-    def refuse(module: nn.Module, args: Any) -> None:
+
+class _Retired:
+    """A hook that refuses to train parameters of other dtypes; copies of a wrapper are made for theirs, and train."""
+
+    def __init__(self, made_for: Sequence[nn.Parameter]) -> None:
+        self._made_for = [(weakref.ref(p), p.dtype) for p in made_for]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Looks at the parameters before a forward.
+
+        Raises:
+            SessionError: one has another dtype now.
+        """
         if not (module.training and torch.is_grad_enabled()):
             return
-        if any(p is not None and p.dtype is not dtype for p, dtype in ((ref(), dtype) for ref, dtype in made_for)):
+        if any(
+            p is not None and p.dtype is not dtype for p, dtype in ((ref(), dtype) for ref, dtype in self._made_for)
+        ):
             raise SessionError(
                 "the session of this model is closed and its weights are fp32 again, but DistributedDataParallel was "
                 "made for low ones and would no longer reduce their gradients: wrap the model again "
                 "(wrapped = DistributedDataParallel(model))"
             )
 
-    own = wrapper()
-    if own is not None and low:
-        own.register_forward_pre_hook(refuse)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Retired, ([],)
 
 
 @dataclass(frozen=True)
