@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
+from halfstep.processes.gone import naming_who_is_gone
 from halfstep.processes.shards import group_is_open, group_of, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
 
@@ -166,19 +167,17 @@ class Replicas:
             SessionError: what they train differs between processes; looked at when parameters first come. Or one of
                 them is gone.
         """
-        if (key := tuple(map(id, parameters))) not in self._agreed:
-            self._compare(parameters)
-            self._agreed.add(key)
         total = own.packed()
-        try:
+        with self.naming_who_is_gone("the step"):
+            if (key := tuple(map(id, parameters))) not in self._agreed:
+                self._compare(parameters)
+                self._agreed.add(key)
             dist.all_reduce(total, group=self._group)
-        except RuntimeError as error:
-            raise SessionError(
-                f"process {dist.get_rank()} got no answer from all {self.size} processes of the step ({error}): one "
-                "has ended, has raised, or makes other steps (fewer batches); its own last lines say why. Nothing was "
-                "updated here: start all of them again from the last checkpoint"
-            ) from error
         return own.unpacked(total)
+
+    def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
+        """Returns a context whose error, where processes of the group are gone, names them; `what` needs them."""
+        return naming_who_is_gone(self._group, what)
 
     def sampled(self, device: torch.device) -> Tensor:
         """Returns a number (0-dim float64) of the bits of a few weights, other ones each time but in no process.
