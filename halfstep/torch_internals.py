@@ -378,6 +378,17 @@ _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it send
 _HOOKS = "_comm_hooks"
 
 
+_GLOO = "gloo/transport"  # in the messages of what connects processes on CPUs; tests/test_sharded.py has them come
+default_store: Callable[[], Any]  # in which the processes of a group have met
+if torch.distributed.is_available():
+    default_store = _name("torch.distributed.distributed_c10d._get_default_store")
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Tells whether an error is that of an operation that got no answer from other processes."""
+    return isinstance(error, torch.distributed.DistError) or _GLOO in str(error)
+
+
 def is_joining(wrapper: DistributedDataParallel) -> bool:
     """Tells whether processes may have run out of data, within `join()` of a wrapper. Tried."""
     return bool(getattr(wrapper, _JOIN).enable)

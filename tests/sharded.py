@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -397,7 +399,7 @@ def saved(rank, level, low, folder):
     dist.barrier()
     before = states(net, optimizer)
     after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
-    found = before, after, states(net, optimizer)
+    found = before, after, [states(net, optimizer), session.state_dict()]
     session.close()
     return found
 
@@ -422,15 +424,16 @@ def loaded(rank, level, low, folder, form, kind):
         with torch.no_grad():
             loss_of(net, 70, rank, size)  # leaves the root whole
         model, optim = get_state_dict(net, optimizer)
-        dcp.load({"model": model, "optim": optim}, checkpoint_id=f"{folder}/dcp")
+        saved = {"model": model, "optim": optim} | ({} if session is None else {"session": session.state_dict()})
+        dcp.load(saved, checkpoint_id=f"{folder}/dcp")
         set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
-        state = torch.load(f"{folder}/full.pt", weights_only=False)[2]
+        state = saved.get("session")
     before = states(net, optimizer)
     if session is None:
         return before, None, None
     session.load_state_dict(state)
     after = train(net, optimizer, session, 3, rank=rank, size=size, start=3)
-    found = before, after, states(net, optimizer)
+    found = before, after, [states(net, optimizer), session.state_dict()]
     session.close()
     return found
 
@@ -488,22 +491,65 @@ def leaving(rank, folder, size, how):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
     )
-    model = made() if how == "replicas" else shard(made(), "O1", "bf16")
+    level = "O2" if how.endswith("O2") else "O1"
+    in_parts = how in ("sharded", "fewer", "raises sharded")
+    model = shard(made(), level, "bf16") if in_parts else made()
     optimizer = adamw(model)
-    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
-    wrapped = nn.parallel.DistributedDataParallel(model) if how == "replicas" else model
+    session = halfstep.initialize(model, optimizer, level, low="bf16")
+    wrapped = model if in_parts else nn.parallel.DistributedDataParallel(model)
     for step in range(3):
         optimizer.zero_grad()
-        session.backward(loss_of(wrapped, step, rank, size))
-        if step == 1 and rank == size - 1:
-            if how == "fewer":
-                time.sleep(20)  # later than the timeout
-            os._exit(0)
+        leaves = step == 1 and rank == size - 1
+        if leaves and how.startswith("backward"):
+            model.blocks[0].up.weight.register_hook(lambda grad: os._exit(0))
         before = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
         try:
+            loss = loss_of(wrapped, step, rank, size)
+            if leaves and how.startswith("raises"):
+                return  # as a script whose own code has raised
+            session.backward(loss)
+            if leaves:
+                if how == "fewer":
+                    time.sleep(20)  # later than the timeout
+                os._exit(0)
             session.step()
         except SessionError as error:
             after = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
             (Path(folder) / f"{rank}.json").write_text(json.dumps([step, after == before, str(error)]))
             os._exit(0)
     os._exit(1)
+
+
+def cut_short(rank, folder, how):
+    """Loads a checkpoint of which the part of process 1 is missing or cut, as docs/processes.md writes it.
+
+    Returns the error, and whether weights, states, scales and further training are what they would be without it.
+    """
+    size = dist.get_world_size()
+    nets = [shard(made(), "O2", "fp16") for _ in range(2)]
+    optimizers = [adamw(net) for net in nets]
+    sessions = [halfstep.initialize(net, opt, "O2", low="fp16") for net, opt in zip(nets, optimizers, strict=True)]
+    for net, optimizer, session in zip(nets, optimizers, sessions, strict=True):
+        train(net, optimizer, session, 2, rank=rank, size=size)
+    net, optimizer, session = nets[0], optimizers[0], sessions[0]
+    model, optim = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optim": optim, "session": session.state_dict()}, checkpoint_id=folder)
+    for each in zip(nets, optimizers, sessions, strict=True):
+        train(*each, 1, rank=rank, size=size, start=2)
+    file = Path(folder) / "__1_0.distcp"
+    if rank == 0:
+        file.unlink() if how == "missing" else os.truncate(file, file.stat().st_size // 2)
+    dist.barrier()
+    model, optim = get_state_dict(net, optimizer)
+    saved = copy.deepcopy({"model": model, "optim": optim, "session": session.state_dict()})
+    try:
+        dcp.load(saved, checkpoint_id=folder)
+        found = None
+    except CheckpointException as error:
+        found = str(error)
+    same = [states(net, opt) for net, opt in zip(nets, optimizers, strict=True)]
+    after = [train(*each, 2, rank=rank, size=size, start=3) for each in zip(nets, optimizers, sessions, strict=True)]
+    alike = same[0] == same[1] and after[0] == after[1] and sessions[0].state_dict() == sessions[1].state_dict()
+    for each in sessions:
+        each.close()
+    return found, alike

@@ -295,6 +295,19 @@ def test_the_sum_takes_a_message_up_and_down_each_floor_of_a_tree(monkeypatch):
     assert row["tree_us"] == pytest.approx(24 * (15 + 33496 / 25e3) + 30 * 4, abs=0.1)  # 2 x 12 floors
 
 
+def test_each_level_is_compared_with_torch_under_each_engine(tmp_path):
+    path = tmp_path / "cost.json"
+    sizes = [word for each in ("d=8", "layers=1", "heads=2", "length=8") for word in ("--set", each)]
+    ran = run(FOLDER / "processes_cost.py", "--rounds", 2, *sizes, "--json", path)
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert list(rows) == [f"{engine} {way}" for engine in ("DDP", "FSDP2") for way in ("torch", "O1", "O2")]
+    for name, row in rows.items():
+        assert row["ms"]["count"] == 2
+        assert (row["time_x_torch"] == 1) == name.endswith("torch")
+        assert row["time_x_torch"] > 0
+
+
 def test_the_page_of_a_sweep_is_made_of_its_results(tmp_path, monkeypatch, capsys):
     (results,) = (FOLDER / "results").glob("sweep-resnet-*.json")
     monkeypatch.setattr(sys, "argv", ["sweep_page.py", str(results), str(tmp_path / "page.html")])

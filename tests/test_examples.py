@@ -1,10 +1,15 @@
 """The examples run at small size: as they are, and where one is told twice, both tellings train alike."""
 
 import gzip
+import io
+import os
 import re
 import runpy
+import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,11 +36,50 @@ APEX = {
 }
 PLAIN = {"char_gpt": ["--steps", "3", "--width", "16", "--text", "DATA/text", "--out", "DATA/plain.pt"]}
 
+DDP = ["--data", "DATA", "--low", "bf16", "--batch", "64", "--width", "4", "--out", "DATA/ddp.pt"]
+FSDP = ["--steps", "2", "--width", "16", "--out", "DATA/fsdp"]
+SEVERAL = {  # in this order: the second of two goes on from the first one's checkpoint
+    "ddp_cifar begun": ("ddp_cifar", [*DDP, "--epochs", "1"]),
+    "ddp_cifar gone on": ("ddp_cifar", [*DDP, "--epochs", "3"]),
+    "fsdp_char_lm begun": ("fsdp_char_lm", FSDP),
+    "fsdp_char_lm gone on": ("fsdp_char_lm", FSDP),
+    "tp_mlp": ("tp_mlp", ["--steps", "26"]),
+}
+
+
+def in_processes(rank, name, arguments):
+    """Runs an example in the processes that are there already; returns what this one prints."""
+    printed = io.StringIO()
+    with (
+        patch.object(torch.distributed, "init_process_group"),
+        patch.object(torch.distributed, "destroy_process_group"),
+        patch.object(sys, "argv", [f"{name}.py", *arguments]),
+        patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        redirect_stdout(printed),
+    ):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def pooled(folder):
+    data = folder / "examples"
+    data.mkdir()
+    write_data(data)
+    return {
+        key: (in_processes, (name, [argument.replace("DATA", str(data)) for argument in arguments]))
+        for key, (name, arguments) in SEVERAL.items()
+    }
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Files in the formats of Fashion-MNIST, IMDB and CIFAR-10, and a text."""
     folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+def write_data(folder):
+    """Writes files in the formats of Fashion-MNIST, IMDB and CIFAR-10, and a text."""
     numbers = np.random.default_rng(0)
     pixels = numbers.integers(0, 256, 200 * 28 * 28, dtype=np.uint8)
     files = {
@@ -48,7 +92,6 @@ def data(tmp_path_factory):
     pixels, classes = numbers.integers(0, 256, (128, 32, 32, 3), dtype=np.uint8), np.arange(128, dtype=np.uint8) % 10
     np.savez(folder / "cifar10.npz", x_train=pixels, y_train=classes, x_test=pixels, y_test=classes)
     (folder / "text").write_text("to be or not to be, that is the question. " * 20)
-    return folder
 
 
 def run(name, arguments, data, monkeypatch, capsys, *more):
@@ -117,3 +160,37 @@ def test_a_loop_without_mixed_precision_and_the_two_lines_at_o0_are_the_same(dat
 def test_data_that_is_not_there_is_said_in_words(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="is not there; get the data from https:"):
         run("torch_amp_images", ["--data", str(tmp_path)], tmp_path, monkeypatch, capsys)
+
+
+def assert_trains_and_goes_on(printed):
+    """`printed` has what process 0 printed in each run of `SEVERAL`."""
+    losses = {key: [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)] for key, text in printed.items()}
+    assert re.findall(r"epoch (\d+)", printed["ddp_cifar begun"] + printed["ddp_cifar gone on"]) == ["1", "2", "3"]
+    assert re.findall(r"step (\d+)", printed["fsdp_char_lm begun"]) == ["0", "2"]
+    assert re.findall(r"step (\d+)", printed["fsdp_char_lm gone on"]) == ["4"]
+    assert all(0 < loss < 5 for each in losses.values() for loss in each)
+    first, later, _ = losses["tp_mlp"]
+    assert later < first
+
+
+def test_the_examples_of_several_processes_train_and_go_on(pool):
+    found = pool[__name__]
+    assert_trains_and_goes_on(found[0])
+    assert set(found[1].values()) == {""}
+
+
+@pytest.mark.slow
+def test_the_examples_of_several_processes_run_under_torchrun(data):
+    printed = {}
+    for key, (name, arguments) in SEVERAL.items():
+        given = [argument.replace("DATA", str(data)) for argument in arguments]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        ran = subprocess.run(
+            [*torchrun, str(EXAMPLES / f"{name}.py"), *given],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert ran.returncode == 0, ran.stderr
+        printed[key] = ran.stdout
+    assert_trains_and_goes_on(printed)

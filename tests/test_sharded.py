@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 
 import pytest
@@ -63,7 +64,8 @@ def checkpoints(folder, *, save):
 
 
 def pooled(folder):
-    return CASES | checkpoints(folder, save=True)
+    cut = {how: (sharded.cut_short, (str(folder / how), how)) for how in ("missing", "truncated")}
+    return CASES | checkpoints(folder, save=True) | cut
 
 
 @pytest.fixture(scope="module")
@@ -255,14 +257,40 @@ def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
         assert "in one process, from a checkpoint" in each[what]
 
 
-@pytest.mark.parametrize("how", ["sharded", "replicas", pytest.param("fewer", marks=pytest.mark.slow)])
+SLOW = ("replicas", "fewer", "backward O1", "raises", "raises sharded")
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["sharded", "backward O2", *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)],
+)
 def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_error_in_time(how, tmp_path):
     begun = time.monotonic()
     torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 2, how), nprocs=2)
     step, unchanged, message = json.loads((tmp_path / "0.json").read_text())
     assert (step, unchanged) == (1, True)
-    assert "process 0 got no answer from all 2 processes of the step" in message
+    where = "backward pass" if how.startswith(("backward", "raises")) else "step"
+    assert f"process 0 got no answer in the {where}" in message
+    assert "process 1 has ended, has raised, or is late" in message
     assert time.monotonic() - begun < 240  # a deadline, with starts on a busy machine; the timeout is 10 s
+
+
+@pytest.mark.slow
+def test_each_of_the_others_names_the_one_of_four_that_is_gone(tmp_path):
+    torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 4, "sharded"), nprocs=4)
+    for rank in range(3):
+        step, unchanged, message = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (step, unchanged) == (1, True)
+        assert re.search(r"process(es)? [\d, ]*3 ha", message)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+def test_a_checkpoint_that_was_cut_short_is_an_error_in_all_processes_and_changes_nothing(how, found):
+    for each in found:
+        message, alike = each[how]
+        assert "CheckpointException ranks:" in message
+        assert "(RANK 1)" in message
+        assert alike
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it

@@ -276,19 +276,25 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         StateError: names the entries or the fields that differ.
     """
     expected = {"schema", "plan", "steps", "skipped", "scales"}
-    if not isinstance(state, dict) or set(state) != expected:
+    if not isinstance(state, dict) or set(state) - {"losses"} != expected:
         have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise StateError(
             f"a session state has the entries {sorted(expected)}, this one has {have}; was the file cut short?"
         )
-    kinds = {"plan": dict, "steps": int, "skipped": int, "scales": dict}
+    kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict}
     for key, kind in kinds.items():
-        value = state[key]
+        value = state.get(key, 0)  # the first states had no "losses"
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
             raise StateError(f"session state: {key} is {value!r:.60}; a {'count' if kind is int else 'dict'} is needed")
     for key, value in state["scales"].items():
         if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
             raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; a loss id and a dict are needed")
+    if len(state["scales"]) < state.get("losses", 0):
+        raise StateError(
+            f"this session state has the loss scales of {len(state['scales'])} losses of {state['losses']}: "
+            "torch.distributed.checkpoint loads what a new state has, and that has no loss but 0; save the state as "
+            'one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
+        )
     if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
         raise StateError(f"session state of schema {state['schema']!r}; this halfstep reads {STATE_SCHEMA}")
     strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)

@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
+from halfstep.processes.gone import naming_who_is_gone
 from halfstep.processes.shards import group_is_open, group_of, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
 
@@ -166,19 +167,17 @@ class Replicas:
             SessionError: what they train differs between processes; looked at when parameters first come. Or one of
                 them is gone.
         """
-        if (key := tuple(map(id, parameters))) not in self._agreed:
-            self._compare(parameters)
-            self._agreed.add(key)
         total = own.packed()
-        try:
+        with self.naming_who_is_gone("the step"):
+            if (key := tuple(map(id, parameters))) not in self._agreed:
+                self._compare(parameters)
+                self._agreed.add(key)
             dist.all_reduce(total, group=self._group)
-        except RuntimeError as error:
-            raise SessionError(
-                f"process {dist.get_rank()} got no answer from all {self.size} processes of the step ({error}): one "
-                "has ended, has raised, or makes other steps (fewer batches); its own last lines say why. Nothing was "
-                "updated here: start all of them again from the last checkpoint"
-            ) from error
         return own.unpacked(total)
+
+    def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
+        """Returns a context whose error, where processes of the group are gone, names them; `what` needs them."""
+        return naming_who_is_gone(self._group, what)
 
     def sampled(self, device: torch.device) -> Tensor:
         """Returns a number (0-dim float64) of the bits of a few weights, other ones each time but in no process.
@@ -317,21 +316,36 @@ class Replicas:
 
 def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Parameter]) -> None:
     """Has a wrapper refuse to train once the parameters that it was made for are no longer stored low."""
-    made_for = [(weakref.ref(p), p.dtype) for p in low]
+    own = wrapper()
+    if own is not None and low:
+        own.register_forward_pre_hook(_Retired(low))
 
-    def refuse(module: nn.Module, args: Any) -> None:
+
+class _Retired:
+    """A hook that refuses to train parameters of other dtypes; copies of a wrapper are made for theirs, and train."""
+
+    def __init__(self, made_for: Sequence[nn.Parameter]) -> None:
+        self._made_for = [(weakref.ref(p), p.dtype) for p in made_for]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Looks at the parameters before a forward.
+
+        Raises:
+            SessionError: one has another dtype now.
+        """
         if not (module.training and torch.is_grad_enabled()):
             return
-        if any(p is not None and p.dtype is not dtype for p, dtype in ((ref(), dtype) for ref, dtype in made_for)):
+        if any(
+            p is not None and p.dtype is not dtype for p, dtype in ((ref(), dtype) for ref, dtype in self._made_for)
+        ):
             raise SessionError(
                 "the session of this model is closed and its weights are fp32 again, but DistributedDataParallel was "
                 "made for low ones and would no longer reduce their gradients: wrap the model again "
                 "(wrapped = DistributedDataParallel(model))"
             )
 
-    own = wrapper()
-    if own is not None and low:
-        own.register_forward_pre_hook(refuse)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Retired, ([],)
 
 
 @dataclass(frozen=True)

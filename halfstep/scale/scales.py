@@ -43,12 +43,16 @@ class LossScales:
             return known
         _check(loss_id)
         if loss_id not in self._scales:
-            shared = self._scaling.kind != "dynamic" and self._scales
-            scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
-            if self.ceiling is not None:
-                scale.limit(self.ceiling)
-            self._scales[loss_id] = scale
+            self._scales[loss_id] = self._first()
         return self._scales[loss_id]
+
+    def _first(self) -> Scale:
+        """Returns what the scale of a new loss is."""
+        shared = self._scaling.kind != "dynamic" and self._scales
+        scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
+        if self.ceiling is not None:
+            scale.limit(self.ceiling)
+        return scale
 
     def limit(self, maximum: float) -> None:
         """Keeps all scales at or below `maximum` from now on.
@@ -113,8 +117,12 @@ class LossScales:
         return {loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each scale as plain numbers, under its `loss_id` as text; waits for the device."""
-        return {str(loss_id): scale.state_dict() for loss_id, scale in self._scales.items()}
+        """Returns the state of each scale as plain numbers, under its `loss_id` as text; waits for the device.
+
+        That of loss 0 is there before it came: torch.distributed.checkpoint loads what a new state has, and no more.
+        """
+        scales = self._scales if 0 in self._scales else {0: self._first(), **self._scales}
+        return {str(loss_id): scale.state_dict() for loss_id, scale in scales.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Loads what `state_dict` returned.

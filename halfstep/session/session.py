@@ -626,12 +626,14 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scale, counters and plan as plain Python values; the weights are in `model.state_dict()`, in fp32."""
+        scales = self._scales.state_dict()
         return {
             "schema": STATE_SCHEMA,
             "plan": to_dict(self.plan),
             "steps": self._steps,
             "skipped": int(self._skips),
-            "scales": self._scales.state_dict(),
+            "losses": len(scales),
+            "scales": scales,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

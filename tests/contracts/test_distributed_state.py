@@ -1,9 +1,11 @@
 """`torch.distributed.checkpoint.state_dict` on optimizers in a session; it makes a fresh one's state by a step."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
@@ -20,11 +22,11 @@ OPTIMIZERS = {
 }
 
 
-def start(name, optimizer, seed=0):
+def start(name, optimizer, seed=0, low="bf16"):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 1))
     opt = OPTIMIZERS[optimizer](model.parameters())
-    return model, opt, halfstep.initialize(model, opt, name, low="bf16")
+    return model, opt, halfstep.initialize(model, opt, name, low=low)
 
 
 def train(model, optimizer, session, steps):
@@ -100,3 +102,32 @@ def test_any_other_step_still_raises(spoil):
     with pytest.raises(halfstep.SessionError, match=r"session\.step\(\)"):
         optimizer.step(**given)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def through_dcp(state, other, folder):
+    """Returns a state as `dcp.load` brings it into another."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single process
+        dcp.save({"session": state}, checkpoint_id=folder, no_dist=True)
+        loaded = {"session": other}
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    return loaded["session"]
+
+
+@pytest.mark.parametrize("loss_ids", [[0], [1], [0, 1]])
+def test_the_state_of_a_session_comes_through_a_distributed_checkpoint_or_is_refused(loss_ids, tmp_path):
+    model, _, session = start("O1", "SGD", low="fp16")
+    for loss_id in loss_ids:
+        session.backward(model(torch.ones(2, 4)).sum() + torch.inf, loss_id=loss_id)
+    session.step()
+    saved = session.state_dict()
+    session.close()
+    _, _, fresh = start("O1", "SGD", low="fp16")
+    came = through_dcp(saved, fresh.state_dict(), tmp_path)
+    if loss_ids == [0]:
+        assert came == saved
+        fresh.load_state_dict(came)
+        assert fresh.status().scales == {0: 2.0**15}
+    else:
+        with pytest.raises(halfstep.StateError, match=r"loss scales of 1 losses of 2: .*json\.dumps"):
+            fresh.load_state_dict(came)

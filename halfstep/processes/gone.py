@@ -1,0 +1,72 @@
+"""Processes that are gone while others wait for them: who they are, and the error that the others end with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from halfstep.errors import SessionError
+from halfstep.processes.shards import group_is_open
+from halfstep.torch_internals import default_store, is_lost_connection
+
+ROLL_CALL = 5.0  # seconds
+
+
+@contextmanager
+def naming_who_is_gone(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """Names the processes that are gone where a collective operation inside fails.
+
+    Raises:
+        SessionError: a connection to other processes was closed or timed out in `what`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (group_is_open() and is_lost_connection(error)):
+            raise
+        raise SessionError(
+            f"process {dist.get_rank()} got no answer in {what} ({error}): {_said_of(absent(group))}. Nothing was "
+            "updated here: start all of them again from the last checkpoint"
+        ) from error
+
+
+def absent(group: dist.ProcessGroup | None) -> list[int]:
+    """Returns which processes of a group do not find within `ROLL_CALL` that it has failed.
+
+    Those that are there tell the store that they met in, which answers whatever has become of the group.
+    """
+    own = dist.get_rank()
+    missing = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
+    until = time.monotonic() + ROLL_CALL
+    try:
+        store = default_store()
+        store.set(_key(own), "")
+        while True:
+            missing = [rank for rank in missing if not store.check([_key(rank)])]
+            if not missing or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+    except RuntimeError:  # the store ends with the process that keeps it, where no torchrun does
+        pass
+    return missing
+
+
+def _key(rank: int) -> str:
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts
+    return f"halfstep/failed/{restarts}/{rank}"
+
+
+def _said_of(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "all of them are there, so they make other steps (fewer batches, another loss_id)"
+    if len(ranks) == 1:
+        return f"process {ranks[0]} has ended, has raised, or is late (fewer batches); its own last lines say why"
+    named = ", ".join(map(str, ranks))
+    return (
+        f"the processes {named} have ended, have raised, are late (fewer batches), or still wait for one that has; "
+        "their own last lines say why"
+    )
