@@ -22,21 +22,26 @@ def synchronize(device: torch.device) -> None:
 
 
 def take_turns(
-    calls: Mapping[str, Callable[[], object]], *, device: torch.device, seconds: float, most: int = 25
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device,
+    seconds: float,
+    least: int = 2,
+    most: int = 25,
 ) -> dict[str, list[float]]:
     """Returns the seconds of one call of each, turn after turn: entry i of each list is from round i.
 
-    Rounds go on for about `seconds`, `most` of them. A call that takes more than its share leaves the rounds after two
-    turns, so that one slow call does not take the time of all; its list is then shorter.
+    Rounds go on for about `seconds`, `least` to `most` of them. A call that takes more than its share leaves the rounds
+    after `least` turns, so that one slow call does not take the time of all; its list is then shorter.
     """
     repeats = {name: _repeats(call, device) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     share, start = seconds / max(1, len(calls)), perf_counter()
     for turn in range(most):
-        if turn >= 2 and perf_counter() - start > seconds:
+        if turn >= least and perf_counter() - start > seconds:
             break
         for name, call in calls.items():
-            if turn < 2 or sum(times[name]) * repeats[name] < 2 * share:
+            if turn < least or sum(times[name]) * repeats[name] < 2 * share:
                 times[name].append(_turn(call, repeats[name], device))
     return times
 

@@ -495,6 +495,25 @@ def in_backward() -> bool:
     return backward_task() != NO_BACKWARD
 
 
+_allocations: Any = _name("torch.autograd.profiler_legacy.profile")  # in order, and without a word on the terminal
+_end_allocations: Any = _name("torch.autograd._disable_profiler_legacy")
+
+
+def begin_allocations() -> None:
+    """Has torch note what this thread takes of the CPU allocator, until `end_allocations`."""
+    _allocations(profile_memory=True).__enter__()
+
+
+def end_allocations() -> list[tuple[str, int]]:
+    """Returns what was noted, in order: an operation or `record_function` by name, or "" and bytes (below 0: freed)."""
+    return [
+        ("", event.cpu_memory_usage()) if event.kind() == "memory_alloc" else (event.name(), 0)
+        for thread in _end_allocations()
+        for event in thread
+        if event.kind() in ("memory_alloc", "push")
+    ]
+
+
 def onednn_takes_bf16() -> bool:
     """Returns whether torch's oneDNN computes bf16 products here; True of a torch that cannot be asked."""
     ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)

@@ -1,5 +1,6 @@
 """The scripts of benchmarks/ at small sizes: what they write has what it should, and none of it says how fast."""
 
+import html
 import importlib.util
 import json
 import os
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from docs.browser import find_browser
+from halfstep.bench.results import read_sweep
 from halfstep.formats import BF16, FP16
 from halfstep.machine import DeviceFacts
+from halfstep.report.sweep import sweep_charts, sweep_headline, sweep_rows
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -308,10 +312,46 @@ def test_each_level_is_compared_with_torch_under_each_engine(tmp_path):
         assert row["time_x_torch"] > 0
 
 
+(SWEEP,) = (FOLDER / "results").glob("sweep-resnet-*.json")
+
+
 def test_the_page_of_a_sweep_is_made_of_its_results(tmp_path, monkeypatch, capsys):
-    (results,) = (FOLDER / "results").glob("sweep-resnet-*.json")
-    monkeypatch.setattr(sys, "argv", ["sweep_page.py", str(results), str(tmp_path / "page.html")])
+    monkeypatch.setattr(sys, "argv", ["sweep_page.py", str(SWEEP), str(tmp_path / "page.html")])
     load("sweep_page").main()
     text = (tmp_path / "page.html").read_text()
     assert "resnet101" in text
     assert capsys.readouterr().out.strip() == (tmp_path / "page.html").as_uri()
+
+
+def check_static(text):
+    """Checks that a page has the charts and figures of the sweep, and nothing that runs or is fetched."""
+    sweep = read_sweep(SWEEP)
+    assert not re.search(
+        r"<script|<link(?! rel=\"icon\" href=\"data:,\")|<img|<iframe|//|\bon\w+=|plotly|@import", text
+    )
+    assert f"<h1>{sweep_headline(sweep)}</h1>" in text
+    figures = text[text.index("<tbody>") : text.index("</tbody>")]
+    cells = [[html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)] for row in figures.split("<tr>")[1:]]
+    assert cells == sweep_rows(sweep)[1]
+    drawn = text.split('class="chart"')[1:]
+    charts = sweep_charts(sweep)
+    assert [chart.title in before for chart, before in zip(charts, text.split('class="chart"'), strict=False)]
+    assert len(drawn) == len(charts)
+    for chart, picture in zip(charts, drawn, strict=True):
+        assert picture.count("<svg") >= 1
+        marks = sum(value is not None for trace in chart.traces for value in trace["y"])
+        assert picture.count('class="point"') == marks
+        assert all(html.escape(trace["name"]) in picture for trace in chart.traces)
+
+
+def test_the_kept_page_has_the_figures_of_its_results_and_no_script():
+    page = SWEEP.with_suffix(".html")
+    assert page.stat().st_size < 1.5e6
+    check_static(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+def test_a_static_page_has_its_charts_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sweep_page.py", str(SWEEP), str(tmp_path / "page.html"), "--static"])
+    load("sweep_page").main()
+    check_static((tmp_path / "page.html").read_text(encoding="utf-8"))

@@ -30,6 +30,7 @@ class Saved:
     torch: str
     halfstep: str
     threads: int
+    peak_method: str
     rows: Mapping[str, Mapping[str, Any]]
 
 
@@ -51,7 +52,7 @@ def load_saved(path: Path) -> Saved:
                 raise ValueError(f"{run['name']} has a step of no time")
         return Saved(
             fields["workload"], fields["settings"], machine["processor"], machine["torch"], machine["halfstep"],
-            machine["threads"], rows,
+            machine["threads"], fields["peak_method"], rows,
         )  # fmt: skip
     except OSError as error:
         raise WorkloadError(f"--against {path} cannot be read: {error.strerror}") from None
@@ -87,7 +88,10 @@ def compare(saved: Saved, result: BenchResult) -> tuple[BenchChange, ...]:
     """
     now = {run.name: {"times_ms": run.times_ms, "peak_bytes": run.peak_bytes, "peer": run.peer, "low": run.low,
                       "level": run.level} for run in result.runs}  # fmt: skip
-    return tuple(_change(name, saved.rows, now) for name in now)
+    before = saved.rows
+    if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
+        before = {name: {**run, "peak_bytes": None} for name, run in saved.rows.items()}
+    return tuple(_change(name, before, now) for name in now)
 
 
 Rows = Mapping[str, Mapping[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -12,8 +11,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from halfstep.bench.memory import counting, peak_method
-from halfstep.bench.tally import Tally, notes, reason, records
+from halfstep.bench.memory import PEAK_METHOD, counting
+from halfstep.bench.tally import Tally, first_batch, foreseen, next_batch, notes, reason, records
 from halfstep.bench.variants import Entry, Variant
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
@@ -65,14 +64,15 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     peak bytes. `progress` is called with what is going on, the steps done and the steps in all.
 
     Raises:
-        WorkloadError: `steps` or `seeds` leave nothing to do.
+        WorkloadError: `steps` or `seeds` leave nothing to do, or the workload fails before its first step.
         DataError: the workload's data is not there.
     """
     seeds = tuple(seeds)
     if steps < 1 or not seeds:
         raise WorkloadError(f"steps={steps} and {len(seeds)} seeds leave nothing to measure; give at least one of each")
-    parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
-    _next(workload.batches(seeds[0]))  # missing data ends it here, before anything was measured
+    with foreseen(f"{workload.name}: building the model"):
+        parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
+    first_batch(workload, seeds[0])  # missing data ends it here, before anything was measured
     tallies = [Tally(row, error=row.refused) for row in rows]
     total = (len(seeds) * steps + MEMORY_STEPS * memory) * sum(row.refused is None for row in rows)
     experiment = Experiment(workload, steps, device, _ticker(progress, total))
@@ -92,7 +92,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
         warmup=warmup(steps),
         seeds=seeds,
         runs=records(tallies, parameters),
-        peak_method=peak_method(device),
+        peak_method=PEAK_METHOD,
         notes=notes(tallies),
         complete=complete,
         machine=read_machine(device),
@@ -128,20 +128,24 @@ def _ticker(progress: Progress, total: int) -> Callable[[str], None]:
 
 def _measure_memory(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
     """Counts the bytes of each row, built and trained for a few steps while everything it makes is counted."""
-    batch = _to_device(_next(experiment.workload.batches(seed)), experiment.device)
+    batch = _to_device(first_batch(experiment.workload, seed), experiment.device)
     for tally in tallies:
-        gc.collect()
-        with ExitStack() as stack, counting(experiment.device) as count:
+        _count(experiment, tally, batch, seed)
+
+
+def _count(experiment: Experiment, tally: Tally, batch: Batch, seed: int) -> None:
+    with ExitStack() as stack:
+        with counting(experiment.device) as count:
             variant = _start(experiment, tally, seed, stack)
             if variant is None:
-                continue
+                return
             with tally.failing("counting memory"):
                 for _ in range(MEMORY_STEPS):
                     count.restart()
                     variant.train(*batch)
                     experiment.tick(f"{tally.entry.name}: memory")
-                tally.peak = count.peak
-                tally.memory = variant.facts().memory
+        if tally.error is None:
+            tally.peak, tally.memory = count.peak, variant.facts().memory
 
 
 def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
@@ -181,17 +185,11 @@ def _running(lanes: Sequence[Lane]) -> list[Lane]:
 def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device, what: str) -> Batch | None:
     """Returns the next batch on the device, None where no lane wants it or where it failed, which ends all lanes."""
     try:
-        return _to_device(_next(batches), device) if lanes else None
+        return _to_device(next_batch(batches), device) if lanes else None
     except Exception as error:  # whatever a user's workload raises
         for lane in lanes:
             lane.tally.error = f"{what}: {reason(error)}"
         return None
-
-
-def _next(batches: Iterator[Batch]) -> Batch:
-    for batch in batches:
-        return batch
-    raise WorkloadError("the workload's batches() ended; let it yield batches without end")
 
 
 def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Variant | None:

@@ -51,12 +51,16 @@ def memory_by_format(
     found = []
     for name, dtype in DTYPES.items():
         progress(f"memory in {name}")
-        of_matrix = torch.zeros(TENSOR, dtype=dtype, device=device).nbytes
-        with torch.no_grad(), counting(device) as count:
-            model = CifarResNet(width=WIDTH).build(0).to(device, dtype).eval()
-            images = torch.zeros(IMAGES, 3, 32, 32, dtype=dtype, device=device)
-            weights = sum(each.nbytes for each in model.parameters())
-            count.restart()
-            model(images)
-            found.append(Footprint(name, of_matrix, weights, count.peak))
+        found.append(_footprint(name, dtype, device))
     return tuple(found)
+
+
+def _footprint(name: str, dtype: torch.dtype, device: torch.device) -> Footprint:
+    of_matrix = torch.zeros(TENSOR, dtype=dtype, device=device).nbytes
+    with torch.no_grad(), counting(device) as count:
+        model = CifarResNet(width=WIDTH).build(0).to(device, dtype).eval()
+        images = torch.zeros(IMAGES, 3, 32, 32, dtype=dtype, device=device)
+        weights = sum(each.nbytes for each in model.parameters())
+        count.restart()
+        model(images)
+    return Footprint(name, of_matrix, weights, count.peak)

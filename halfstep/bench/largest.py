@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -21,7 +22,7 @@ def largest_batches(
     """Returns for each model and row the largest batch whose first steps fit into `limit` bytes.
 
     The limit is on what a process takes from when its model is built, weights included; see `limit_memory`. A failure
-    of another kind is a row with an error.
+    of another kind is a row with an error. A `KeyboardInterrupt` ends the search with the rows that are whole.
 
     Raises:
         WorkloadError: nothing to do, or batch sizes were given.
@@ -31,7 +32,11 @@ def largest_batches(
         raise WorkloadError("the largest batch is looked for; leave out --batch-size and --set batch")
     if limit < 1:
         raise WorkloadError(f"a limit of {limit} bytes leaves nothing; give one such as 2GiB")
-    return tuple(_rows(asked, limit, progress))
+    found: list[Largest] = []
+    with suppress(KeyboardInterrupt):
+        for each in _rows(asked, limit, progress):
+            found.append(each)  # one by one, so that those before an interrupt are there
+    return tuple(found)
 
 
 def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator[Largest]:

@@ -1,95 +1,73 @@
-"""The most memory that a training step holds: the allocator's count on CUDA, the bytes of live tensors elsewhere."""
+"""The most memory that a training step holds: the allocator's count, on CUDA as on a CPU."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+import gc
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch.autograd.profiler import record_function
 
-from halfstep.modes import as_called
-from halfstep.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
+from halfstep.torch_internals import begin_allocations, end_allocations
 
-METHODS = {"cuda": "the allocator's peak"}
-LIVE_TENSORS = "bytes of live tensors"
+PEAK_METHOD = "the allocator's peak"
+_RESTART = "halfstep: the peak begins anew"
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Counts the bytes of the tensors that ops make while it is on, from the first op that returns one to its end.
+class CpuBytes:
+    """Counts what torch's CPU allocator gives out while it is on, above what it had given out before.
 
-    `live` is what is held now and `peak` the most that was. A storage counts once, however many tensors view it; memory
-    that a kernel takes and gives back inside one op is not seen.
+    That has tensors, of which a storage counts once, and what an operation takes for itself and gives back: a product
+    of bf16 matrices on a CPU without units for them holds its result in fp32 too. `peak` is there at the end, and is
+    the most that was held since the last `restart`.
 
-    >>> with LiveBytes() as count:
+    >>> with CpuBytes() as count:
     ...     kept = torch.zeros(100) + torch.ones(100)
-    >>> count.live, count.peak
-    (400, 1200)
+    >>> count.peak
+    1200
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> CpuBytes:
+        gc.collect()  # what an earlier count saw made, and is freed within this one, would be taken off
+        begin_allocations()
+        return self
 
     def restart(self) -> None:
         """Forgets the peak so far."""
-        self.peak = self.live
+        with record_function(_RESTART):
+            pass
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = as_called(func, args, kwargs or {})
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._see(leaf.untyped_storage())
-        return out
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage_identity(storage), storage.nbytes()
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._forget, key).atexit = False
-        self.live += size - self._sizes[key]
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.live)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+    def __exit__(self, *error: object) -> None:
+        noted = end_allocations()
+        held = list(accumulate(size for _, size in noted))
+        last = max((at for at, (name, _) in enumerate(noted) if name == _RESTART), default=0)
+        self.peak = max(held[last:], default=0)
 
 
-class AllocatorBytes:
-    """Counts what CUDA's caching allocator has given out on a device since it was entered; see `LiveBytes`."""
+class CudaBytes:
+    """Counts what CUDA's caching allocator has given out on a device since it was entered; see `CpuBytes`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0
+        self.peak = 0
 
-    def __enter__(self) -> AllocatorBytes:
+    def __enter__(self) -> CudaBytes:
         torch.cuda.synchronize(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
         self.restart()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Has nothing to put back."""
-
     def restart(self) -> None:
         """Forgets the peak so far."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    @property
-    def peak(self) -> int:
-        """The most bytes that were held since the last `restart`."""
-        return torch.cuda.max_memory_allocated(self._device) - self._before
+    def __exit__(self, *error: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-def counting(device: torch.device) -> AllocatorBytes | LiveBytes:
+def counting(device: torch.device) -> CpuBytes | CudaBytes:
     """Returns a context that counts the bytes held on a device, without those from before it was entered."""
-    return AllocatorBytes(device) if device.type == "cuda" else LiveBytes()
-
-
-def peak_method(device: torch.device) -> str:
-    """Returns how `counting` counts on a device, in words."""
-    return METHODS.get(device.type, LIVE_TENSORS)
+    return CudaBytes(device) if device.type == "cuda" else CpuBytes()

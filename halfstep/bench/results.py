@@ -20,6 +20,8 @@ def read_sweep(path: Path) -> Sweep | None:
     Raises:
         WorkloadError: the file cannot be read, is no sweep, or is one of another version of halfstep.
     """
+    if path.exists() and not path.is_file():
+        raise WorkloadError(f"{path} is no file, and a sweep keeps its points in one; name a file with --json")
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -40,21 +42,39 @@ def read_sweep(path: Path) -> Sweep | None:
 
 
 def write_sweep(path: Path, text: str) -> None:
-    """Puts a text in place of a file at once, so that whatever ends the process leaves a whole file.
+    """Puts a text in place of a sweep's file.
 
     Raises:
         WorkloadError: no space, or the folder is gone; the file is as it was.
     """
-    part = path.with_name(f".{path.name}.part")
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise WorkloadError(
+            f"{path} could not be written: {error.strerror}; it has the points before: make room and run the same again"
+        ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Puts a text in place of a file at once, so that whatever ends the process or fills the disk leaves a whole file.
+
+    What is no file, such as /dev/stdout, is written to.
+
+    Raises:
+        OSError: no space, or the folder is gone; a file is as it was.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    place = path.resolve()  # a link stays one
+    part = place.with_name(f".{place.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
+        os.replace(part, place)
+    except BaseException:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        raise WorkloadError(
-            f"{path} could not be written: {error.strerror}; it has the points before: make room and run the same again"
-        ) from error
+        raise

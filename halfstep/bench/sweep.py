@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from halfstep.bench.bench import settings_of
-from halfstep.bench.memory import peak_method
+from halfstep.bench.memory import PEAK_METHOD
 from halfstep.bench.remote import Remote
-from halfstep.bench.tally import Tally, notes, records
+from halfstep.bench.tally import Tally, first_batch, notes, records
 from halfstep.bench.variants import Entry
 from halfstep.bench.worker import COUNTED, UNTIMED, Task
 from halfstep.errors import WorkloadError
@@ -83,6 +83,7 @@ class Asked:
             "threads": str(machine.threads),
             "torch": machine.torch,
             "halfstep": __version__,
+            "peak memory": PEAK_METHOD,
         }
 
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
@@ -114,7 +115,7 @@ def sweep(
     result = Sweep(SCHEMA, words, len(points)) if done is None else done
     check_same(result.asked, words)
     for _, workload in points:
-        next(iter(workload.batches(asked.seed)))  # missing data ends it here, before anything was measured
+        first_batch(workload, asked.seed)  # missing data ends it here, before anything was measured
     runs = sum(row.refused is None for row in asked.rows)
     each = runs * (COUNTED + UNTIMED + asked.steps)
     sizes = [each * workload.batch for _, workload in points]
@@ -183,7 +184,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
         warmup=COUNTED + UNTIMED,
         seeds=(asked.seed,),
         runs=records(tallies, parameters),
-        peak_method=peak_method(asked.device),
+        peak_method=PEAK_METHOD,
         notes=notes(tallies),
         complete=True,
         machine=read_machine(asked.device),

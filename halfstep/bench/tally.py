@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.bench.variants import Entry, Facts
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, WorkloadError
 from halfstep.measurements import BenchRun
 from halfstep.timing import speedup, spread
+from halfstep.workloads.workload import Batch, Workload
 
 NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
     (
@@ -109,6 +110,39 @@ def reason(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+@contextmanager
+def foreseen(what: str) -> Iterator[None]:
+    """Makes whatever a user's workload raises inside an error with one message; `what` is what fails."""
+    try:
+        yield
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{what} failed: {reason(error)}") from error
+
+
+def first_batch(workload: Workload, seed: int) -> Batch:
+    """Returns the first batch of a workload, before anything is measured.
+
+    Raises:
+        WorkloadError: it has none, or its own code failed.
+        DataError: its data is not there.
+    """
+    with foreseen(f"{workload.name}: the first batch"):
+        return next_batch(workload.batches(seed))
+
+
+def next_batch(batches: Iterator[Batch]) -> Batch:
+    """Returns the next batch.
+
+    Raises:
+        WorkloadError: there is none.
+    """
+    for batch in batches:
+        return batch
+    raise WorkloadError("the workload's batches() ended; let it yield batches without end")
 
 
 def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:

@@ -88,8 +88,8 @@ def answers(task: Task) -> Iterator[dict[str, Any]]:
                 took = 1e3 * (perf_counter() - start)
             variant.observe()
             if step == COUNTED - 1:
-                peak, facts = count.peak, variant.facts()
                 counted.close()
+                peak, facts = count.peak, variant.facts()
             timed = step >= COUNTED + UNTIMED
             yield {"loss": float(loss), "ms": took if timed else None, "joules": energy.joules if timed else None}
         end = variant.facts()

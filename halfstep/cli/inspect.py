@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import Tensor
 
+from halfstep.bench.tally import first_batch, foreseen
 from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, write_json
 from halfstep.cli.screen import stdout
 from halfstep.initialize import initialize
@@ -35,10 +37,17 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
     job = load_workload(workload, parse_settings(settings), data=data)
     if json is not None:
         check_writable(json)
-    model = job.build(seed).to(device_of(device))
-    inputs, targets = to_device_of(model, *next(iter(job.batches(seed))))
+    place = device_of(device)
+    with foreseen(f"{job.name}: building the model"):
+        model = job.build(seed).to(place)
+    inputs, targets = to_device_of(model, *first_batch(job, seed))
+
+    def closure() -> Tensor:
+        with foreseen(f"{job.name}: the forward pass"):
+            return job.loss(model(inputs), targets)
+
     with initialize(model, job.optimizer(model, fused=False), level, low=low) as session:
-        found = run_inspect(session, lambda: job.loss(model(inputs), targets))
+        found = run_inspect(session, closure)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         if json is not None:
             write_json(json, inspection_json(found, workload=job.name))

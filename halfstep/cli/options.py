@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from halfstep.bench.results import replace_text
 from halfstep.errors import WorkloadError
 from halfstep.report.charts import Chart
 from halfstep.workloads.load import WORKLOADS
@@ -81,7 +83,7 @@ def check_writable(path: Path, option: str = "--json") -> None:
     """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind.
 
     Raises:
-        WorkloadError: there is no such folder, or the file cannot be opened.
+        WorkloadError: there is no such folder, the file cannot be opened, or none can be put in its place.
     """
     try:
         if not path.absolute().parent.is_dir():
@@ -91,20 +93,19 @@ def check_writable(path: Path, option: str = "--json") -> None:
             pass
         if not existed:
             path.unlink()
+        if not existed or path.is_file():
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
         raise WorkloadError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def write_json(path: Path, text: str) -> None:
-    """Writes a result.
+    """Writes a result, in place of what the file had.
 
     Raises:
-        WorkloadError: the disk is full, or the folder is gone since.
+        WorkloadError: the disk is full, or the folder is gone since; the file is as it was.
     """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WorkloadError(f"--json {path} could not be written: {error.strerror}") from error
+    _write(path, text, "--json")
 
 
 def check_page() -> None:
@@ -132,11 +133,17 @@ def write_page(
     """Writes the page of a measurement.
 
     Raises:
-        WorkloadError: the disk is full, or the folder is gone since.
+        WorkloadError: the disk is full, or the folder is gone since; the file is as it was.
     """
     from halfstep.report.html import charts_html  # the extra [report]
 
+    _write(path, charts_html(title, headline, table, charts, notes=notes, facts=facts), "--page")
+
+
+def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(charts_html(title, headline, table, charts, notes=notes, facts=facts), encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
-        raise WorkloadError(f"--page {path} could not be written: {error.strerror}") from error
+        raise WorkloadError(
+            f"{option} {path} could not be written: {error.strerror}; make room and run again"
+        ) from error

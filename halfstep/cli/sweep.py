@@ -15,9 +15,9 @@ from halfstep.measurements import Sweep
 from halfstep.report.json import largest_json, sweep_json
 from halfstep.report.largest import HEADER, largest_charts, largest_headline, largest_rows, largest_table, largest_words
 from halfstep.report.sweep import (
-    recommendation,
     sweep_charts,
     sweep_facts,
+    sweep_headline,
     sweep_rows,
     sweep_table,
     title,
@@ -51,21 +51,25 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
 
 def write_sweep_page(page: Path, found: Sweep) -> None:
     """Writes the page of a sweep."""
-    write_page(page, title(found), recommendation(found), sweep_rows(found), sweep_charts(found),
+    write_page(page, title(found), sweep_headline(found), sweep_rows(found), sweep_charts(found),
                notes=list(words(found)), facts=sweep_facts(found))  # fmt: skip
 
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
-    """Looks for the largest batch of each model and row, and prints them."""
+    """Looks for the largest batch of each model and row, and prints them, or those that were found before Ctrl-C."""
     _check(page)
     with stderr().status("starting") as status:
         found = largest_batches(asked, limit, progress=status.update)
+    if not found:
+        raise typer.Exit(INTERRUPTED)
     stdout().print(largest_table(found))
     if json is not None:
         write_json(json, largest_json(found, asked=asked.words(), command=asked.command))
     if page is not None:
         write_page(page, asked.command, largest_headline(found), (HEADER, largest_rows(found)), largest_charts(found),
                    notes=largest_words(found), facts=list(asked.words().items()))  # fmt: skip
+    if len(found) < len(asked.points()) * len(asked.rows):
+        raise typer.Exit(INTERRUPTED)
     if all(each.error is not None for each in found):
         raise typer.Exit(FAILED)
 

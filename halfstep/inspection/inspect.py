@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,18 +38,17 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     device, scale = session.stage.device, session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
 
-        def run() -> None:
-            with rehearsal.gradients(rehearsal.loss(), scale):
+        def run(recorded: AbstractContextManager[Any] = nullcontext()) -> None:  # noqa: B008  # one that does nothing
+            with recorded, rehearsal.gradients(rehearsal.loss(), scale):
                 pass
-            rehearsal.rewind()
+            rehearsal.rewind()  # no part of the step
 
         for _ in range(_WARM):
             run()
 
         def metered(low_at: Collection[Place] = ()) -> Meter:
             meter = Meter(Places(rehearsal.roots), device, low_at)
-            with rehearsal.recording(meter):
-                run()
+            run(rehearsal.recording(meter))
             return meter
 
         meter = metered()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.inspection.meter import Call, Shape
-from halfstep.timing import spread, take_turns
+from halfstep.timing import take_turns
 from halfstep.torch_internals import tree_leaves, tree_map
 
-SECONDS = 0.15  # of one comparison
+SECONDS, TURNS = 0.15, 9  # of one comparison: it ends when both are over
+LONG = 1.0  # seconds of a call that is compared twice, and no more
 
 Change = Callable[[Shape], Shape]
 
 
 def gain(call: Call, change: Change) -> float:
-    """Returns what share of its time a call saves if its tensors change; below 0 where it then takes longer.
+    """Returns the seconds that a call saves if its tensors change, as nine in ten turns show at least.
 
-    The two take turns. 0 where the call cannot be made with them, or where a quarter of the turns goes either way.
+    Below 0 where fewer turns save anything, so that what is within their noise is no gain; 0 where the call cannot be
+    made so.
     """
     device = next(each.device for each in tree_leaves(call.args) if isinstance(each, Shape))
     try:
@@ -31,11 +33,10 @@ def gain(call: Call, change: Change) -> float:
             each()
     except (RuntimeError, IndexError):
         return 0.0
-    times = take_turns(made, device=device, seconds=SECONDS)
-    ratios = spread([now / then for now, then in zip(times["now"], times["then"], strict=False)])
-    if ratios is None or ratios.low <= 1 <= ratios.high:
-        return 0.0
-    return 1 - 1 / ratios.median
+    least = 2 if call.seconds > LONG else TURNS
+    times = take_turns(made, device=device, seconds=SECONDS, least=least)
+    saved = [now - then for now, then in zip(times["now"], times["then"], strict=False)]
+    return quantiles(saved, n=10, method="inclusive")[0]
 
 
 def taken(call: Call) -> float:
@@ -44,11 +45,11 @@ def taken(call: Call) -> float:
     return median(take_turns({"now": _again(call, _same)}, device=device, seconds=SECONDS)["now"])
 
 
-def narrowed(dtype: torch.dtype) -> Change:
-    """Returns the change of fp32 tensors to a low format."""
+def narrowed(wide: torch.dtype, dtype: torch.dtype) -> Change:
+    """Returns the change of tensors of one format to another."""
 
     def change(given: Shape) -> Shape:
-        return Shape(given.shape, given.stride, dtype if given.dtype is torch.float32 else given.dtype, given.device)
+        return Shape(given.shape, given.stride, dtype if given.dtype is wide else given.dtype, given.device)
 
     return change
 

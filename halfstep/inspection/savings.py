@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -14,7 +15,7 @@ from halfstep.diagnose.words import in_model, place_of
 from halfstep.edits import Edit, OpChange, Policy, Rule
 from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
-from halfstep.inspection.replay import gain, narrowed, padded, taken
+from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
 from halfstep.measurements import Saving
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
@@ -23,9 +24,24 @@ from halfstep.torch_internals import tree_leaves
 _HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
 _WORTH = 0.01  # of the step's time: what saves less is not told
 _ALIGNED = 8  # elements of 16 bits
-_ROUNDS = 3  # in which a step as it is and one without an fp32 stream take turns
+_ROUNDS = 3  # in which a step as it is and one without each fp32 stream take turns
+_SOURCES = 3  # of fp32 streams: those whose casts take most
+_PATIENCE = 20.0  # seconds after which no further round begins
 
 Again = Callable[..., Meter]  # meters the step once more, with what is mixed at some places low
+Reason = tuple[str, str, tuple[Edit, ...]]  # why, what to do about it, and the edits that do it
+
+_WIDE = {"fp64": torch.float64, "fp32": torch.float32}
+_AS_CALLED: Reason = (
+    "it is called where autocast is off, or by an operation that halfstep has no row for",
+    "call it inside the model's forward with autocast on, or allow the operation",
+    (),
+)
+_DOUBLE: Reason = (
+    "an input is fp64, which no plan casts",
+    "make it fp32 where it comes from, as with x.float() or dtype=torch.float32",
+    (),
+)
 
 
 @dataclass(frozen=True)
@@ -60,20 +76,27 @@ def savings(step: Step, again: Again) -> tuple[Saving, ...]:
 
 
 def _full(step: Step) -> Iterator[Saving]:
-    """Products that ran in fp32 though the plan has a low format that is faster on their shapes."""
+    """Products that ran in fp32 though the plan has a low format that is faster on their shapes, or in fp64."""
+    known: dict[tuple[torch.dtype, torch.dtype], dict[str, float]] = defaultdict(dict)
     for module, calls in step.heavy().items():
-        full = [call for call in calls if torch.float32 in call.inputs]
-        if not full:
-            continue
-        saved = _saved(full, narrowed(step.plan.low.dtype))
-        why, advice, cure = _why_full(step, module, full[0])
-        count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
-        evidence = f"{count} in fp32, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
-        yield Saving("ran full", _place(full), evidence, advice, saved, cure)
+        for name, wide in _WIDE.items():
+            full = [call for call in calls if wide in call.inputs]
+            if not full:
+                continue
+            kept = _kept_full(step, module, full[0])
+            why, advice, cure = kept or _AS_CALLED
+            then = step.plan.low.dtype
+            if wide is torch.float64:  # no plan casts it; what it is once it is fp32 is the plan's
+                why, advice, cure = _DOUBLE
+                then = torch.float32 if kept else then
+            saved = _saved(full, narrowed(wide, then), known[wide, then])
+            count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
+            evidence = f"{count} in {name}, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
+            yield Saving("ran full", _place(full), evidence, advice, saved, cure)
 
 
-def _why_full(step: Step, module: str | None, call: Call) -> tuple[str, str, tuple[Edit, ...]]:
-    """Returns why a product ran in fp32, what to do about it, and the edits that do it."""
+def _kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
+    """Returns what of the plan has a product run full, what to do about it and the edits that do it."""
     plan, name = step.plan, in_model(module)[1]
     if plan.ops == "none":
         return f"{plan.name} runs everything as written", "train at O1 or O2", ()
@@ -86,10 +109,9 @@ def _why_full(step: Step, module: str | None, call: Call) -> tuple[str, str, tup
         cure = Rule(rule.pattern, Policy(plan.param, "low", "low"), rule.buffers)
         return f"{rule!r} keeps it so", "take the rule out, where what it guards against is not met any more", (cure,)
     known = step.formats.get(module or "")
-    reason = "it is called where autocast is off, or by an operation that halfstep has no row for"
     if known is not None and known.compute not in (None, plan.low):
-        reason = known.reason
-    return reason, "call it inside the model's forward with autocast on, or allow the operation", ()
+        return known.reason, _AS_CALLED[1], ()
+    return None
 
 
 def _matches(rule: Rule, name: str, step: Step) -> bool:
@@ -119,11 +141,12 @@ def _cast_again(step: Step) -> Iterator[Saving]:
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
     """Low products with a size that is no multiple of what the device computes fastest with."""
+    known: dict[str, float] = {}
     for calls in step.heavy().values():
         low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
         sizes = sorted({size for call in low for size in _sizes(call) if size > _ALIGNED and size % _ALIGNED})
         if sizes:
-            saved = _saved(low, padded(_ALIGNED))
+            saved = _saved(low, padded(_ALIGNED), known)
             up = ", ".join(f"{size} to {-(-size // _ALIGNED) * _ALIGNED}" for size in sizes)
             evidence = f"products with sizes {', '.join(map(str, sizes))}, no multiples of {_ALIGNED}"
             yield Saving("not aligned", _place(low), evidence, f"pad {up}", saved)
@@ -136,16 +159,35 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
     by_source: dict[str, list[Stream]] = defaultdict(list)
     for stream in step.meter.streams.wide():
         by_source[str(stream.source)].append(stream)
-    for streams in by_source.values():
-        low_at = {place_in(stream.note) for stream in streams}
-        saved = median(_without(again(), again(low_at)) for _ in range(_ROUNDS))
+    costliest = sorted(by_source.values(), key=lambda streams: -_casting(step, streams))[:_SOURCES]
+    rest = len(by_source) - len(costliest)
+    unmeasured = f"; {rest} more sources were not measured: inspect again without these" if rest else ""
+    for streams, saved in zip(costliest, _without(costliest, again), strict=True):
         first = streams[0]
-        yield Saving(
-            "wide stream", place_of(first.note.module, first.note.line), first.evidence(), first.advice(), saved
-        )
+        place = place_of(first.note.module, first.note.line)
+        yield Saving("wide stream", place, first.evidence() + unmeasured, first.advice(), saved)
 
 
-def _without(now: Meter, then: Meter) -> float:
+def _casting(step: Step, streams: Sequence[Stream]) -> float:
+    """Returns the seconds of the casts in modules that cast a stream."""
+    modules = {name for stream in streams for name in stream.casts}
+    return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
+
+
+def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
+    """Returns how many seconds less a step takes without each source; the steps take turns."""
+    saved: list[list[float]] = [[] for _ in sources]
+    start = perf_counter()
+    for turn in range(_ROUNDS if sources else 0):
+        if turn and perf_counter() - start > _PATIENCE:
+            break
+        now = again()
+        for streams, found in zip(sources, saved, strict=True):
+            found.append(_less(now, again({place_in(stream.note) for stream in streams})))
+    return list(map(median, saved))
+
+
+def _less(now: Meter, then: Meter) -> float:
     """Returns how many seconds less a step takes in the calls that differ; alike ones differ by chance alone."""
     kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
     took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
@@ -162,16 +204,13 @@ def _sizes(call: Call) -> Iterator[int]:
             yield from each.shape[-2:] if len(each.shape) < 4 else each.shape[:2]
 
 
-def _saved(calls: Sequence[Call], change: Callable[[Shape], Shape]) -> float:
-    """Returns the seconds that calls save if their tensors change: each shape is timed once."""
-    known: dict[str, float] = {}
-    saved = 0.0
-    for call in calls:
-        key = f"{call.func} {call.args} {call.kwargs}"
+def _saved(calls: Sequence[Call], change: Change, known: dict[str, float]) -> float:
+    """Returns the seconds that calls save if their tensors change; `known` has those of each shape that was timed."""
+    keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
+    for key, call in zip(keys, calls, strict=True):
         if key not in known:
             known[key] = gain(call, change)
-        saved += known[key] * call.seconds
-    return saved
+    return sum(known[key] for key in keys)
 
 
 def _place(calls: Sequence[Call]) -> str:

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import BenchResult, BenchRun
+from halfstep.report.recommend import recommendation
 
 MIB = 2**20
 ABSENT = "-"
-ALIKE, SAME_LOSS = 0.05, 0.02  # differences that the last sentence does not speak of
 
 Column = tuple[str, Callable[[BenchRun], str]]  # the header, and how a run fills it
 
@@ -136,34 +136,4 @@ def _below(result: BenchResult) -> Iterator[str]:
     )
     yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: what is held between two steps."
     yield from result.notes
-    yield from _showed(result)
-
-
-def _showed(result: BenchResult) -> Iterator[str]:
-    """Yields what the figures say in one sentence: how the fastest run of halfstep's compares with O0."""
-    full = next((run for run in result.runs if run.level == "O0"), None)
-    runs = [run for run in result.runs if run.vs_o0 is not None and not run.peer and run.level != "O0"]
-    if full is None or not runs:
-        return
-    best = max(runs, key=lambda run: run.vs_o0 or 0.0)
-    speed, device, end = best.vs_o0 or 0.0, result.machine.device, _end(best, full)
-    if speed >= 1 + ALIKE:
-        yield f"{best.name} trained {speed:.1f} times as fast as O0{end}."
-    elif speed >= 1 - ALIKE:
-        yield f"{best.name} trained about as fast as O0{end}."
-    else:
-        why = "" if best.low in result.machine.fast else f", as it has no fast {best.low} units"
-        yield f"O0 is faster on this {device}{why}: {best.name} trained {speed:.2f} times as fast{end}."
-
-
-def _end(run: BenchRun, full: BenchRun) -> str:
-    """Returns at which loss a run ended beside O0; a difference of less than 2% is none."""
-    found, wanted = (each.validation.get("loss") or each.train_loss for each in (run, full))
-    if not found or not wanted:
-        return ""
-    mine, theirs = mean(found), mean(wanted)
-    if not isfinite(mine):
-        return " and diverged"
-    apart = mine - theirs
-    word = "the same" if abs(apart) <= SAME_LOSS * abs(theirs) else "a higher" if apart > 0 else "a lower"
-    return f" and ended at {word} loss ({mine:.3f} against {theirs:.3f})"
+    yield recommendation([result], losses=True)

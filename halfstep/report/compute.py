@@ -63,10 +63,11 @@ def memory_rows(found: Sequence[Footprint]) -> Rows:
 
 
 def memory_headline(found: Sequence[Footprint]) -> str:
-    """Returns one sentence: what the 16-bit format saves."""
+    """Returns one sentence: what the 16-bit format saves, or costs where operations take more for themselves."""
     by = {each.format: each for each in found}
     share = 1 - by["bf16"].forward / by["fp32"].forward
-    return f"A forward pass of ResNet-18 takes {share:.0%} less memory in bf16 than in fp32."
+    more_or_less = f"{share:.0%} less" if share >= 0 else f"{-share:.0%} more"
+    return f"A forward pass of ResNet-18 takes {more_or_less} memory in bf16 than in fp32."
 
 
 def memory_charts(found: Sequence[Footprint]) -> list[Chart]:

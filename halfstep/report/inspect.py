@@ -58,13 +58,13 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _modules(found: Inspection) -> Iterator[str]:
-    """Yields what modules are given and why, a line for all that are alike."""
+    """Yields what modules are given and why in the words of `session.assignment`, a line for all that are alike."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for each in found.modules:
         groups.setdefault((each.type, each.param, each.compute, each.output, each.reason), []).append(each.name)
     for (kind, param, compute, output, reason), names in groups.items():
-        named = ", ".join(name or "the model" for name in names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-        yield f"{len(names)} {kind} ({named}): weights {param}, computes {compute}, gives {output}; {reason}"
+        named = ", ".join(name or "(model)" for name in names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+        yield f"{len(names)} {kind} ({named}): param {param}, compute {compute}, output {output}; why: {reason}"
 
 
 def _kernels(found: Inspection) -> Iterator[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import exp, isfinite, log
-from statistics import fmean
 from typing import Any
 
 from rich.console import Group
@@ -13,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import BenchRun, Point, Sweep
-from halfstep.report.bench import ABSENT, ALIKE, MIB
+from halfstep.report.bench import ABSENT, MIB
 from halfstep.report.charts import Chart, bars, lines
+from halfstep.report.recommend import memory_share, recommendation
 
-JUDGED = 50  # steps from which on a loss is no chance
-WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
 Seen = tuple[Point, BenchRun]
 
 COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] = (
@@ -26,7 +23,7 @@ COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] 
     ("examples\nper s", lambda point, run: throughput(point, run), ",.1f"),
     ("minutes\nan epoch", lambda point, run: epoch_minutes(point, run), ",.1f"),
     ("peak\nMiB", lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
-    ("memory\nx O0", lambda point, run: memory_share(point, run), ".2f"),
+    ("memory\nx O0", lambda point, run: memory_share(point.result, run), ".2f"),
     ("joules\na step", lambda _, run: run.joules, ",.1f"),
     ("last\nloss", lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
 )
@@ -43,18 +40,6 @@ def epoch_minutes(point: Point, run: BenchRun) -> float | None:
     return None if rate is None or point.examples is None else point.examples / rate / 60
 
 
-def memory_share(point: Point, run: BenchRun) -> float | None:
-    """Returns a run's peak memory over that of O0."""
-    full = _baseline(point)
-    if full is None or not full.peak_bytes or run.peak_bytes is None:
-        return None
-    return run.peak_bytes / full.peak_bytes
-
-
-def _baseline(point: Point) -> BenchRun | None:
-    return next((run for run in point.result.runs if run.level == "O0" and not run.compiled), None)
-
-
 def sweep_table(sweep: Sweep) -> Group:
     """Returns a row for each configuration, why some have no figures, what the figures mean, and the recommendation."""
     header, rows = sweep_rows(sweep)
@@ -63,7 +48,7 @@ def sweep_table(sweep: Sweep) -> Group:
         table.add_column(name, justify="left" if at in (0, 2) else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    return Group(Text(title(sweep)), Text(), table, Text(), *map(Text, words(sweep)), Text(recommendation(sweep)))
+    return Group(Text(title(sweep)), Text(), table, Text(), *map(Text, words(sweep)), Text(sweep_headline(sweep)))
 
 
 def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
@@ -112,44 +97,9 @@ def words(sweep: Sweep) -> Iterator[str]:
         yield from result.notes
 
 
-def recommendation(sweep: Sweep) -> str:
+def sweep_headline(sweep: Sweep) -> str:
     """Returns one sentence: what to train with here, and the figures that say so."""
-    rows: dict[str, list[Seen]] = {}
-    for point, run in _seen(sweep):
-        if run.vs_o0 is not None and run.error is None and run.level != "O0" and not run.peer and _learns(point, run):
-            rows.setdefault(run.name, []).append((point, run))
-    whole = {name: seen for name, seen in rows.items() if len(seen) == len(sweep.points)}
-    if not whole:
-        return "Nothing to recommend: no level trained beside O0 in every model and batch size."
-    speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in whole.items()}
-    best = max(speeds, key=lambda name: speeds[name])
-    shares = [share for each in whole[best] if (share := memory_share(*each)) is not None]
-    memory = f", with {_range(shares)} of its peak memory" if shares else ""
-    fast = [run.vs_o0 or 1.0 for _, run in whole[best]]
-    if speeds[best] >= 1 + ALIKE:
-        return f"Train at {best}: {_range(fast)} times as fast as O0{memory}."
-    slower = "about as fast as O0" if speeds[best] >= 1 - ALIKE else f"{_range(fast)} times as fast as O0"
-    return f"Train at O0 where its memory is there: the fastest other, {best}, is {slower}{memory}."
-
-
-def _learns(point: Point, run: BenchRun) -> bool:
-    """Tells whether a run's loss stayed finite and, if it is long enough to say so, ended near that of O0 or below."""
-    full = _baseline(point)
-    if not all(map(isfinite, run.losses)):
-        return False
-    if full is None or len(run.losses) < JUDGED:
-        return True
-    return fmean(run.train_loss) <= fmean(full.train_loss) + WORSE_LOSS * abs(fmean(full.train_loss))
-
-
-def _range(values: Sequence[float]) -> str:
-    """Returns the smallest and the largest value, once where they read alike.
-
-    >>> _range([1.5, 2.25]), _range([0.5, 0.501])
-    ('1.50 to 2.25', '0.50')
-    """
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
+    return recommendation([point.result for point in sweep.points])
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:

@@ -13,7 +13,7 @@ from halfstep.report.against import against_table
 
 FIELDS = {
     "workload": "w", "settings": {"batch": "4"},
-    "machine": {"processor": "P", "torch": "2", "halfstep": "0", "threads": 1},
+    "machine": {"processor": "P", "torch": "2", "halfstep": "0", "threads": 1}, "peak_method": "counted",
 }  # fmt: skip
 
 
@@ -22,6 +22,7 @@ class Result:
     """What of a BenchResult is compared."""
 
     runs: tuple[BenchRun, ...]
+    peak_method: str = "counted"
 
 
 def simulated(seed, *, slower=1.0, steps=100, rows=("O0", "O1 bf16", "torch.amp bf16"), peak=1000):
@@ -142,3 +143,10 @@ def test_the_table_ends_with_what_is_worse(tmp_path):
     assert last(simulated(0), simulated(1, slower=1.3)) == "worse: O1 bf16."
     assert last(simulated(0), simulated(1, slower=0.7)) == "faster: O1 bf16."
     assert last(simulated(0), simulated(1)) == "nothing differs beyond the noise."
+
+
+def test_memory_that_was_counted_another_way_is_not_compared(tmp_path):
+    before, now = simulated(0), simulated(1, peak=2000)
+    assert all(change.memory == 2 for change in verdicts(tmp_path, before, now).values())
+    path = saved(tmp_path, before, peak_method="weighed")
+    assert [(change.memory, change.is_worse) for change in compare(load_saved(path), now)] == [(None, False)] * 3

@@ -296,4 +296,4 @@ def test_the_result_says_what_was_asked_and_where_it_ran():
     assert result.command == "halfstep bench regression"
     assert result.machine.torch == torch.__version__
     assert result.machine.threads == torch.get_num_threads()
-    assert result.peak_method == "bytes of live tensors"
+    assert result.peak_method == "the allocator's peak"

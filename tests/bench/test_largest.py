@@ -8,7 +8,9 @@ import msgspec
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
+from halfstep.__main__ import app
 from halfstep.bench import largest as largest_module
 from halfstep.bench.largest import largest, largest_batches
 from halfstep.bench.remote import OutOfMemory, Remote
@@ -89,6 +91,23 @@ def test_another_failure_is_a_row_with_an_error(played, monkeypatch):
     assert [(each.batch, each.error) for each in largest_batches(ASKED, MIB)] == [(None, "no such thing")] * 2
 
 
+@pytest.mark.parametrize(("stopped", "batches", "shown"), [("O2", [21], True), ("O0", [], False)])
+def test_ctrl_c_leaves_the_rows_that_are_whole(stopped, batches, shown, played, monkeypatch):
+    search = Played.fail
+
+    def stop(worker):
+        if worker.name == stopped:
+            raise KeyboardInterrupt
+        search(worker)
+
+    monkeypatch.setattr(Played, "fail", stop)
+    assert [each.batch for each in largest_batches(ASKED, MIB)] == batches
+    command = ["bench", "regression", "--largest-batch", "1MiB", "--levels", "O0,O2", "--low", "bf16", "--no-peer"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 130
+    assert ("regression  O0             21   1.00" in done.output) == shown
+
+
 @pytest.mark.parametrize(
     ("change", "limit", "said"),
     [
@@ -123,10 +142,6 @@ def test_the_largest_batch_is_that_of_the_limit(hungry):
 
 
 def test_the_command_writes_what_it_found(played, tmp_path, monkeypatch):
-    from typer.testing import CliRunner
-
-    from halfstep.__main__ import app
-
     path = tmp_path / "x.json"
     done = CliRunner().invoke(
         app,

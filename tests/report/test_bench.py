@@ -81,42 +81,51 @@ AMP = replace(O2, name="torch.amp bf16", level="torch.amp", peer=True, vs_o0=2.5
 
 
 def last_line(*runs, fast=("fp32", "bf16")):
-    return show(replace(RESULT, runs=runs, machine=replace(MACHINE, fast=fast))).splitlines()[-1]
+    return show(replace(RESULT, runs=runs, machine=replace(MACHINE, fast=fast)), width=300).splitlines()[-1]
+
+
+TRAIN_O0 = "Train at O0 where its memory is there: the fastest other, O2 bf16, is "
 
 
 @pytest.mark.parametrize(
     ("speed", "loss", "fast", "sentence"),
     [
-        (1.94, 2.294, ("bf16",), "O2 bf16 trained 1.9 times as fast as O0{the same} (2.294 against 2.250)."),
-        (1.05, 2.30, ("bf16",), "O2 bf16 trained 1.1 times as fast as O0{a higher} (2.300 against 2.250)."),
-        (1.04, 2.20, ("bf16",), "O2 bf16 trained about as fast as O0{a lower} (2.200 against 2.250)."),
-        (0.95, math.nan, ("bf16",), "O2 bf16 trained about as fast as O0 and diverged."),
+        (1.94, 2.294, ("bf16",), "Train at O2 bf16: 1.94 times as fast as O0{the same} (2.294 against 2.250)."),
+        (1.05, 2.30, ("bf16",), "Train at O2 bf16: 1.05 times as fast as O0{a higher} (2.300 against 2.250)."),
+        (1.04, 2.20, ("bf16",), TRAIN_O0 + "about as fast as O0{a lower} (2.200 against 2.250)."),
         (
             0.44, 2.25, ("fp32",),
-            "O0 is faster on this cpu, as it has no fast bf16 units: "
-            "O2 bf16 trained 0.44 times as fast{the same} (2.250 against 2.250).",
+            TRAIN_O0 + "0.44 times as fast as O0 (this cpu has no fast bf16 units){the same} (2.250 against 2.250).",
         ),
-        (
-            0.44, 2.25, ("bf16",),
-            "O0 is faster on this cpu: O2 bf16 trained 0.44 times as fast{the same} (2.250 against 2.250).",
-        ),
+        (0.44, 2.25, ("bf16",), TRAIN_O0 + "0.44 times as fast as O0{the same} (2.250 against 2.250)."),
     ],
 )  # fmt: skip
-def test_the_last_line_says_what_came_out(speed, loss, fast, sentence):
+def test_the_last_line_recommends_a_level_with_its_figures(speed, loss, fast, sentence):
     slower = replace(O2, name="O1 bf16", level="O1", vs_o0=speed / 2)
-    best = replace(O2, vs_o0=speed, validation={"loss": (loss, loss)})
-    ends = {word: f" and ended at {word} loss" for word in ("the same", "a higher", "a lower")}
+    best = replace(O2, vs_o0=speed, validation={"loss": (loss, loss)}, peak_bytes=O0.peak_bytes // 2)
+    words = ("the same", "a higher", "a lower")
+    ends = {word: f", with 0.50 of its peak memory; it ended at {word} loss" for word in words}
     assert last_line(O0, slower, best, AMP, fast=fast) == sentence.format_map(ends)
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps", "best"),
+    [(math.nan, 40, "O1"), (math.inf, 40, "O1"), (2.48, 50, "O1"), (2.47, 50, "O2"), (2.48, 49, "O2")],
+)
+def test_what_diverged_or_ended_higher_than_o0_is_not_recommended(loss, steps, best):
+    slower = replace(O2, name="O1 bf16", level="O1", vs_o0=1.1)
+    result = replace(RESULT, steps=steps, runs=(O0, slower, replace(O2, validation={"loss": (loss, loss)})))
+    assert show(result).splitlines()[-1].startswith(f"Train at {best} bf16: ")
 
 
 def test_the_training_loss_stands_in_where_the_workload_validates_nothing():
     runs = (replace(run, validation={}) for run in (O0, O2))
-    assert last_line(*runs).endswith("and ended at the same loss (1.600 against 1.600).")
+    assert last_line(*runs).endswith("; it ended at the same loss (1.600 against 1.600).")
 
 
 @pytest.mark.parametrize("runs", [(O0,), (O2,), (O0, AMP), (O0, replace(O2, vs_o0=None)), (O0, LOST)])
-def test_where_there_is_nothing_to_compare_nothing_is_said(runs):
-    assert last_line(*runs) == "a note"
+def test_where_there_is_nothing_to_compare_nothing_is_recommended(runs):
+    assert last_line(*runs) == "Nothing to recommend: no other level trained beside O0 throughout."
 
 
 @pytest.mark.parametrize("complete", [True, False])

@@ -11,7 +11,7 @@ from docs.browser import Browser, find_browser
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Point, Spread, Sweep
 from halfstep.report.html import charts_html
-from halfstep.report.sweep import recommendation, sweep_charts, sweep_facts, sweep_rows, sweep_table, title, words
+from halfstep.report.sweep import sweep_charts, sweep_facts, sweep_headline, sweep_rows, sweep_table, title, words
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32",), "Linux", "3.13", "2.13", "0.1", None)
 MIB = 2**20
@@ -92,16 +92,17 @@ def test_the_recommendation_is_the_fastest_that_learns_everywhere(change, said):
         )))
         for point in SWEEP.points
     ]  # fmt: skip
-    assert recommendation(replace(SWEEP, points=tuple(changed))) == said
+    assert sweep_headline(replace(SWEEP, points=tuple(changed))) == said
     assert text_of(replace(SWEEP, points=tuple(changed))).rstrip().endswith(said)
 
 
 def test_where_low_is_slower_o0_is_recommended_with_what_it_costs():
     sweep = replace(SWEEP, points=(point_of("resnet18", 4, O0, run_of("O2 bf16", 200.0, 0.5, 60)),))
-    said = "Train at O0 where its memory is there: the fastest other, O2 bf16, is 0.50 times as fast as O0, with 0.60"
-    assert recommendation(sweep).startswith(said)
-    assert recommendation(replace(SWEEP, points=(point_of("x", 4, O0),))).startswith("Nothing to recommend")
-    assert recommendation(replace(SWEEP, points=())).startswith("Nothing to recommend")
+    said = "Train at O0 where its memory is there: the fastest other, O2 bf16, is 0.50 times as fast as O0 "
+    said += "(this cpu has no fast bf16 units), with 0.60 of its peak memory."
+    assert sweep_headline(sweep) == said
+    assert sweep_headline(replace(SWEEP, points=(point_of("x", 4, O0),))).startswith("Nothing to recommend")
+    assert sweep_headline(replace(SWEEP, points=())).startswith("Nothing to recommend")
 
 
 def test_the_charts_hold_the_figures():
@@ -122,7 +123,7 @@ def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(tmp_path):
     charts = sweep_charts(sweep)
     page = tmp_path / "sweep.html"
     rest = {"notes": list(words(sweep)), "facts": sweep_facts(sweep)}
-    page.write_text(charts_html(title(sweep), recommendation(sweep), sweep_rows(sweep), charts, **rest), "utf-8")
+    page.write_text(charts_html(title(sweep), sweep_headline(sweep), sweep_rows(sweep), charts, **rest), "utf-8")
     with Browser() as browser:
         browser.open(page)
         count = lambda selector: browser.run(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
@@ -132,4 +133,4 @@ def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(tmp_path):
         assert count("#speed .bars .point path") == 4 * 3
         assert count("#loss-resnet50 .scatterlayer .trace") == 3  # what failed has no losses
         assert count(".figures tbody tr") == 12
-        assert browser.run("document.querySelector('h1').textContent") == recommendation(sweep)
+        assert browser.run("document.querySelector('h1').textContent") == sweep_headline(sweep)
