@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfstep.adapters.accelerate import SessionScaler, attach, take_over
+from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
 from halfstep.adapters.versions import check_version
 from halfstep.errors import SetupError
 from halfstep.plan.plan import Plan
@@ -72,6 +72,21 @@ class HalfstepMixin:
         own: Any = super()
         take_over(self.optimizer)  # type: ignore[attr-defined]
         return own.create_scheduler(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a pass as the Trainer does.
+
+        Raises:
+            SetupError: another optimizer has taken the place of the session's.
+        """
+        trainer: Any = self
+        if not isinstance(trainer.optimizer, SessionOptimizer):
+            raise SetupError(
+                f"the Trainer's optimizer has been replaced by a {type(trainer.optimizer).__name__} that halfstep was "
+                "not given: give it to HalfstepTrainer(optimizers=...), or override create_optimizer"
+            )
+        own: Any = super()
+        return own.training_step(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends the session."""

@@ -189,16 +189,19 @@ def test_a_run_that_begins_again_with_smaller_batches_trains(tmp_path):
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_a_replaced_optimizer_is_refused_before_it_steps(tmp_path):
-    trainer = trainer_of("O1", "bf16", tmp_path)
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_replaced_optimizer_is_refused_before_it_steps(prepared, tmp_path):
+    trainer = trainer_of("O2", "bf16", tmp_path)
     before = weights(trainer.model)
 
     class Replace(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            trainer.optimizer = trainer.accelerator.prepare(torch.optim.SGD(trainer.model.parameters(), lr=1.0))
+            made = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+            trainer.optimizer = trainer.accelerator.prepare(made) if prepared else made
 
     trainer.add_callback(Replace())
-    with pytest.raises(SetupError, match="the SGD that steps is none of those"):
+    said = "the SGD that steps is none of those" if prepared else "replaced by a SGD .*HalfstepTrainer.optimizers=..."
+    with pytest.raises(SetupError, match=said):
         trainer.train()
     assert same_weights(weights(trainer.model), before)
 
