@@ -81,9 +81,10 @@ class HalfstepMixin:
         """
         trainer: Any = self
         if not isinstance(trainer.optimizer, SessionOptimizer):
+            other = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has one inside
             raise SetupError(
-                f"the Trainer's optimizer has been replaced by a {type(trainer.optimizer).__name__} that halfstep was "
-                "not given: give it to HalfstepTrainer(optimizers=...), or override create_optimizer"
+                f"the Trainer's optimizer has been replaced by {type(other).__name__}, which halfstep was not given: "
+                "give it to HalfstepTrainer(optimizers=...), or override create_optimizer"
             )
         own: Any = super()
         return own.training_step(*args, **kwargs)

@@ -22,7 +22,7 @@ from halfstep.errors import SetupError  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM, SETTINGS, same_weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS, BATCH, SAVED = 50, 2, 30
+STEPS, BATCH, SAVED = 50, 2, 12  # a checkpoint after the step that is skipped
 
 
 @pytest.fixture(autouse=True)
@@ -149,16 +149,17 @@ def test_the_trainer_trains_bit_for_bit_as_the_loop_by_hand(level, low, tmp_path
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
 def test_a_run_resumed_from_the_trainers_checkpoint_is_bit_identical(level, low, tmp_path):
-    whole = trainer_of(level, low, tmp_path)
+    settings = {"max_steps": SAVED + 4, "save_steps": SAVED}
+    whole = trainer_of(level, low, tmp_path, settings=settings)
     whole.train()
     folder = tmp_path / f"checkpoint-{SAVED}"
-    resumed = trainer_of(level, low, tmp_path, language_model())
+    resumed = trainer_of(level, low, tmp_path, language_model(), settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert same_weights(weights(resumed.model), weights(whole.model))
     held = load_file(folder / "model.safetensors")
     assert {value.dtype for value in held.values()} == {torch.float32}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
-    last = tmp_path / f"checkpoint-{STEPS}"
+    last = tmp_path / f"checkpoint-{SAVED + 4}"
     plain = GPT2LMHeadModel.from_pretrained(last)
     assert same_weights(weights(plain), weights(whole.model))
 
@@ -200,8 +201,7 @@ def test_a_replaced_optimizer_is_refused_before_it_steps(prepared, tmp_path):
             trainer.optimizer = trainer.accelerator.prepare(made) if prepared else made
 
     trainer.add_callback(Replace())
-    said = "the SGD that steps is none of those" if prepared else "replaced by a SGD .*HalfstepTrainer.optimizers=..."
-    with pytest.raises(SetupError, match=said):
+    with pytest.raises(SetupError, match=r"replaced by SGD, .*HalfstepTrainer\(optimizers=\.\.\.\)"):
         trainer.train()
     assert same_weights(weights(trainer.model), before)
 
@@ -268,6 +268,8 @@ def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base
     assert {value.dtype for value in held.values()} == {torch.float32}
     assert not (folder / "config.json").exists()
     assert whole.model.config.dtype is not torch.float32  # the base is bf16
+    if inside:
+        return  # from which the Trainer itself cannot resume
     resumed = trainer_of("O2", "bf16", tmp_path, adapted(), settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert same_weights(weights(resumed.model), weights(whole.model))
