@@ -71,15 +71,15 @@ def attach(
 ) -> Session:
     """Opens a session on models and optimizers that the Accelerator is to prepare next."""
     check_version("accelerate", accelerate.__version__, first=FIRST, below=BELOW)
-    if accelerator.mixed_precision != "no":
-        raise SetupError(
-            f"mixed_precision={accelerator.mixed_precision!r} is on beside halfstep, which would cast and scale twice; "
-            "leave it out of Accelerator(...), of TrainingArguments (bf16, fp16) and of `accelerate config`"
-        )
     if accelerator.distributed_type not in SUPPORTED:
         raise SetupError(
             f"halfstep does not work with Accelerate's {accelerator.distributed_type.value}; use one device, or "
             "DistributedDataParallel (MULTI_GPU or MULTI_CPU in `accelerate config`)"
+        )
+    if accelerator.mixed_precision != "no":
+        raise SetupError(
+            f"mixed_precision={accelerator.mixed_precision!r} is on beside halfstep, which would cast and scale twice; "
+            "leave it out of Accelerator(...), of TrainingArguments (bf16, fp16) and of `accelerate config`"
         )
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, SessionScaler):
         raise SetupError("the Accelerator has a scaler already; do not set accelerator.scaler beside halfstep")

@@ -7,8 +7,8 @@ Lightning's own loop.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from halfstep.adapters.versions import check_version
 from halfstep.errors import SessionError, SetupError
 from halfstep.initialize import initialize
+from halfstep.optim.masters import is_low
 from halfstep.plan.fit import unwrap
 from halfstep.plan.plan import Plan
+from halfstep.processes.shards import is_sharded
 from halfstep.records import StepRecord
 from halfstep.scale.loss import wide
 from halfstep.session.session import Session, Sink
@@ -38,7 +40,13 @@ except ImportError as error:
     ) from error
 
 FIRST, BELOW = "2.6", "2.7"
-STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # of Trainer and of Fabric, which have one class of each
+# Where Lightning's averaging callbacks read and write weights, but for AveragedModel's reads, which see fp32 values.
+EXCHANGING = ("on_train_epoch_start", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
+# By name, as Trainer and Fabric have one class of each. Fabric shards a model after it has asked the plugin.
+STRATEGIES = {
+    "Trainer": ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"),
+    "Fabric": ("SingleDeviceStrategy", "DDPStrategy"),
+}
 
 
 class Halfstep(Precision):
@@ -61,6 +69,7 @@ class Halfstep(Precision):
         self._session: Session | None = None
         self._loop: type[FabricPrecision] = Precision  # whose base of a plugin, that of a Trainer or of Fabric
         self._norm: Tensor | None = None  # of the gradients that were clipped for the step to come
+        self._averages = ExitStack()  # what callbacks that average were given
         self._last: dict[str, Any] = {}  # the state of the last session, for a checkpoint that is saved after it
 
     def __repr__(self) -> str:
@@ -93,7 +102,8 @@ class Halfstep(Precision):
             self._open([module], optimizers if fitting else [], partial(self._log, module))
         elif fitting:  # opened before the model was wrapped
             self._session.add_optimizers(optimizers)
-        _refuse_averaging(trainer, self.session.plan)
+        self._averages.close()
+        self._averages = _average_in_full(trainer, self.session)
         return model, optimizers, lr_schedulers
 
     def setup(self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> Any:
@@ -125,6 +135,7 @@ class Halfstep(Precision):
         if trainer is not None:
             strategy = trainer.strategy
             _check_strategy("Trainer", strategy)
+            _check_averaging(trainer, module)
             self.close()
             if type(strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
                 strategy.model_to_device()
@@ -176,7 +187,8 @@ class Halfstep(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips as Lightning does, and keeps the norm that the gradients had for the loggers."""
-        self._norm = nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+        norm = nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self._norm = norm.full_tensor() if is_sharded(norm) else norm
 
     def _log(self, module: LightningModule, record: StepRecord) -> None:
         """Hands what a step did to the loggers of the Trainer, which read it when they log.
@@ -203,6 +215,7 @@ class Halfstep(Precision):
 
     def close(self) -> None:
         """Ends the session: the model is an ordinary fp32 one."""
+        self._averages.close()
         if self._session is not None:
             self._last = self._session.state_dict()
             self._session.close()
@@ -223,22 +236,52 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
 def _check_strategy(trainer: str, strategy: object) -> None:
     name = type(strategy).__name__
-    if name not in STRATEGIES:
+    allowed = STRATEGIES[trainer]
+    if name not in allowed:
         raise SetupError(
-            f"halfstep does not work with {trainer}(strategy=...) of {name}; "
-            f"leave strategy out for one device, or give strategy='ddp'"
+            f"halfstep does not work with {trainer}(strategy=...) of {name}, but with {', '.join(allowed)}; "
+            "leave strategy out for one device, or give strategy='ddp'"
         )
 
 
-def _refuse_averaging(trainer: Trainer, plan: Plan) -> None:
-    """Refuses callbacks that write averages into stored weights, which are low, and read them back from there."""
-    averaging = [each for each in trainer.callbacks if isinstance(each, (StochasticWeightAveraging, WeightAveraging))]
-    if averaging and plan.param == "low":
+def _averaging_of(trainer: Trainer) -> list[Any]:
+    return [each for each in trainer.callbacks if isinstance(each, (StochasticWeightAveraging, WeightAveraging))]
+
+
+def _check_averaging(trainer: Trainer, module: nn.Module) -> None:
+    """Refuses averages of weights that came low: the callback has copied them by now, as they came."""
+    low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
+    averaging = _averaging_of(trainer)
+    if averaging and low is not None:
         raise SetupError(
-            f"{type(averaging[0]).__name__} keeps averages in the model's own weights while it validates, and at "
-            f"{plan.name} those are {plan.low}, which would round the averages: use Halfstep('O1'), or average with "
-            "torch.optim.swa_utils.AveragedModel in on_train_batch_end"
+            f"{type(averaging[0]).__name__} would keep its averages in {low}, as the weights came, and round them: "
+            "call module.float() before trainer.fit(module)"
         )
+
+
+def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
+    """Has Lightning's callbacks read and write fp32 weights where they exchange them with averages; returns the undo.
+
+    Raises:
+        SetupError: the plan keeps no fp32 values, which averages could be of and become.
+    """
+    undo = ExitStack()
+    averaging = _averaging_of(trainer) if session.plan.param == "low" else []
+    if averaging and session.plan.master == "none":
+        raise SetupError(
+            f"{type(averaging[0]).__name__} averages weights, and {session.plan.name} has them in {session.plan.low} "
+            "alone, which would round the averages; use Halfstep('O2')"
+        )
+    for callback in averaging:
+        for name in EXCHANGING:
+            setattr(callback, name, partial(_in_full, session, getattr(callback, name)))
+            undo.callback(delattr, callback, name)
+    return undo
+
+
+def _in_full(session: Session, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with session.full_weights():
+        return hook(*args, **kwargs)
 
 
 @contextmanager

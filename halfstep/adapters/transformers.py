@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfstep.adapters.accelerate import attach, session_of, take_over
+from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
 from halfstep.adapters.versions import check_version
 from halfstep.errors import SetupError
 from halfstep.plan.plan import Plan
@@ -63,6 +63,7 @@ class HalfstepMixin:
         optimizer: Optimizer = own.create_optimizer(*args, **kwargs)
         sinks = [*self._settings.get("sinks", ()), self._keep]
         trainer: Any = self
+        self._close()  # `auto_find_batch_size` begins again within one call of `train`
         attach(trainer.accelerator, [trainer.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
         return optimizer
 
@@ -72,15 +73,29 @@ class HalfstepMixin:
         take_over(self.optimizer)  # type: ignore[attr-defined]
         return own.create_scheduler(*args, **kwargs)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes a pass as the Trainer does.
+
+        Raises:
+            SetupError: another optimizer has taken the place of the session's.
+        """
+        trainer: Any = self
+        if not isinstance(trainer.optimizer, SessionOptimizer):
+            other = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has one inside
+            raise SetupError(
+                f"the Trainer's optimizer has been replaced by {type(other).__name__}, which halfstep was not given: "
+                "give it to HalfstepTrainer(optimizers=...), or override create_optimizer"
+            )
+        own: Any = super()
+        return own.training_step(*args, **kwargs)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends the session."""
-        trainer: Any = self
         own: Any = super()
         try:
             return own.train(*args, **kwargs)
         finally:
-            if trainer.accelerator.scaler is not None:
-                session_of(trainer.accelerator).close()
+            self._close()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs what the Trainer does, and with a loss what the last step did."""
@@ -101,6 +116,11 @@ class HalfstepMixin:
             trainer.model.config.dtype = torch.float32
             trainer.model.config.save_pretrained(folder)
 
+    def _close(self) -> None:
+        trainer: Any = self
+        if isinstance(trainer.accelerator.scaler, SessionScaler):
+            trainer.accelerator.scaler.session.close()
+
     def _keep(self, record: StepRecord) -> None:
         self._record = record
 
@@ -115,5 +135,10 @@ def _check_arguments(args: Any) -> None:
             raise SetupError(
                 f"TrainingArguments({name}=True) is on beside halfstep, which casts by its plan; leave {name} out"
             )
+    if args.n_gpu > 1:
+        raise SetupError(
+            f"the Trainer would run on {args.n_gpu} devices in one process by DataParallel, in which halfstep does not "
+            "train; start one process for each (torchrun --nproc-per-node=...), or set CUDA_VISIBLE_DEVICES=0"
+        )
     if args.logging_nan_inf_filter:
         _LOG.warning(FILTERED)

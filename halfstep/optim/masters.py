@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +174,27 @@ class MasterStore:
         if p in self:
             _set_data(p, self.full(p))
             del self._entries[id(p)]
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Stores tracked parameters in fp32 for a while; what they hold at its end is their value from then on.
+
+        Gradients are set aside meanwhile. The low storage comes back, as others know its address.
+        """
+        held = [(p, p.detach(), p.grad) for p in self]
+        for p, _, _ in held:
+            value = self.full(p)
+            p.grad = None
+            p.data = value
+        try:
+            yield
+        finally:
+            for p, low, grad in held:
+                value = p.detach()
+                p.grad = None
+                p.data = low
+                self.write(p, value)
+                p.grad = grad
 
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
         """Remembers that tracked weights are now as the store or their update wrote them.

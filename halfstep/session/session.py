@@ -624,6 +624,20 @@ class Session:
             self._store.adopt(parameter)
         self._casting.weights_changed()
 
+    @contextmanager
+    def full_weights(self) -> Iterator[None]:
+        """Stores weights in fp32 for a while, for code that reads or writes them (`p.data.copy_(average)`).
+
+        What they hold at the end is their value from then on, in the masters too; at O3, which has none, it is rounded.
+        Gradients are set aside meanwhile.
+        """
+        self._check_open()
+        try:
+            with self._store.widened():
+                yield
+        finally:
+            self._casting.weights_changed()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns scale, counters and plan as plain Python values; the weights are in `model.state_dict()`, in fp32."""
         scales = self._scales.state_dict()

@@ -227,6 +227,52 @@ def test_weights_written_behind_the_session_are_adopted():
     assert torch.equal(model.weight, torch.full((4, 8), 0.5))
 
 
+@pytest.mark.parametrize(("low", "master"), [("bf16", "split"), ("bf16", "copy"), ("fp16", "copy"), ("bf16", "none")])
+def test_weights_are_fp32_in_full_weights_and_what_is_written_there_is_kept_in_the_masters(low, master):
+    model = nn.Linear(8, 4)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session = halfstep.initialize(model, opt, "O2", low=low, master=master)
+    session.backward(model(batch(0)[0]).mean())
+    held = [(p, p.dtype, p.data_ptr(), p.grad, p.grad.clone()) for p in model.parameters()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    written = torch.full((4, 8), 0.5) + torch.arange(32).view(4, 8) * 2.0**-20
+    with session.full_weights():
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert all(p.dtype is torch.float32 and p.grad is None for p in model.parameters())
+        model.weight.data.copy_(written)
+    for p, dtype, place, grad, values in held:
+        assert (p.dtype, p.data_ptr()) == (dtype, place)
+        assert p.grad is grad
+        assert torch.equal(p.grad, values)
+    kept = written if master != "none" else written.bfloat16().float()  # no value lies between two others
+    assert torch.equal(model.state_dict()["weight"], kept)
+    assert torch.equal(model.weight.detach(), written.to(model.weight.dtype))
+    assert torch.equal(model.state_dict()["bias"], before["bias"])
+    session.step()
+    assert not torch.equal(model.state_dict()["weight"], kept)
+
+
+@pytest.mark.parametrize("master", ["split", "copy"])
+def test_full_weights_that_nothing_writes_change_no_bit_of_what_follows(master):
+    def trained(look):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        session = halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16", master=master)
+        for step in range(6):
+            session.backward(model(batch(step)[0]).square().sum())
+            if look:
+                with session.full_weights():
+                    pass
+            if step % 2:
+                session.step()
+                model.zero_grad()
+        session.close()
+        return model.state_dict()
+
+    plain, looked = trained(False), trained(True)
+    assert all(torch.equal(plain[name], looked[name]) for name in plain)
+
+
 def test_status_names_what_is_not_finite_and_counts_bytes():
     model = nn.Linear(8, 4)
     opt = torch.optim.AdamW(model.parameters())

@@ -1,5 +1,6 @@
 """What the trainers are compared with: a small network, its batches, and a loop written by hand with halfstep."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ import halfstep
 
 SETTINGS = [("O0", "bf16"), *((level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16"))]
 ACCUMULATE, MAX_NORM, BAD = 2, 0.5, 20  # backward passes per step, what gradients are clipped to, the infinite batch
+PROCESSES = 2
 
 
 def network():
@@ -41,6 +43,11 @@ def loss_of(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
+def share(items, rank):
+    """Returns what one of two processes takes of these; all of them where there is one process."""
+    return items if rank is None else items[rank::PROCESSES]
+
+
 @dataclass
 class Trained:
     losses: list = field(default_factory=list)
@@ -49,27 +56,44 @@ class Trained:
     skipped: int = 0
 
 
-def by_hand(level, low, count=100, *, accumulate=ACCUMULATE, leave_out=False, name="AdamW", **settings):
+def by_hand(
+    level,
+    low,
+    count=100,
+    *,
+    accumulate=ACCUMULATE,
+    leave_out=False,
+    name="AdamW",
+    after=lambda model: None,
+    rank=None,
+    clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, MAX_NORM),
+    **settings,
+):
     """Trains by a loop that a user of halfstep writes who unscales and clips by himself, as trainers do.
 
-    `leave_out` makes no step of the schedule where the optimizer's was skipped.
+    `leave_out` makes no step of the schedule where the optimizer's was skipped. `after` is called after each step.
+    With a `rank`, this is one of two processes, which train on every other batch under DistributedDataParallel.
     """
     model = network()
     optimizer = optimizer_of(model, name, **settings)
     schedule = schedule_of(optimizer)
     trained = Trained()
     with halfstep.initialize(model, optimizer, level, low=low) as session:
-        for index, batch in enumerate(batches(count, bad_at(level))):
-            loss = loss_of(model, batch)
-            trained.losses.append(loss.item())
-            session.backward(loss / accumulate)
+        wrapped = model if rank is None else nn.parallel.DistributedDataParallel(model)
+        for index, batch in enumerate(share(batches(count, bad_at(level)), rank)):
+            with nullcontext() if rank is None or index % accumulate == accumulate - 1 else wrapped.no_sync():
+                loss = loss_of(wrapped, batch)
+                trained.losses.append(loss.item())
+                session.backward(loss / accumulate)
             session.unscale_()
             if index % accumulate == accumulate - 1:
-                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                clip(list(model.parameters()))
                 record = session.step()
                 optimizer.zero_grad()
+                after(model)
                 if not (leave_out and record.skipped):
-                    schedule.step()
+                    for _ in range(1 if rank is None else PROCESSES):  # as Accelerate steps
+                        schedule.step()
                 trained.rates.append(schedule.get_last_lr()[0])
         trained.skipped = session.status().skipped
         trained.weights = {key: value.clone() for key, value in model.state_dict().items()}

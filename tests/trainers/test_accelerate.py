@@ -5,7 +5,7 @@ import torch
 
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed; run ./dev adapters")
 
-from accelerate import Accelerator  # noqa: E402
+from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -25,6 +25,7 @@ from tests.trainers.loops import (  # noqa: E402
     same_losses,
     same_weights,
     schedule_of,
+    share,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,11 +50,11 @@ def opened(level, low, **settings):
     return (accelerator, model, *prepared)
 
 
-def train(level, low, trained, count=100, first=0, load=None, **settings):
+def train(level, low, trained, count=100, first=0, load=None, rank=None, **settings):
     accelerator, own, model, optimizer, schedule = opened(level, low, **settings)
     if load is not None:
         accelerator.load_state(load)
-    for batch in batches(100, bad_at(level))[first:count]:
+    for batch in share(batches(100, bad_at(level)), rank)[first:count]:
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)
             trained.losses.append(loss.item())
@@ -108,12 +109,41 @@ def test_fused_and_other_optimizers_train_as_by_hand(name, settings):
     assert same_weights(trained.weights, by_hand("O2", "bf16", name=name, leave_out=True, **settings).weights)
 
 
+def test_backward_takes_what_torchs_takes_and_a_step_its_closure():
+    accelerator, _, model, optimizer, _ = opened("O2", "bf16")
+    first, second = batches(2, None)
+    accelerator.gradient_accumulation_steps = 1
+    loss = loss_of(model, first)
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss)
+    optimizer.zero_grad()
+    losses = []
+
+    def closure():
+        losses.append(loss_of(model, second))
+        accelerator.backward(losses[-1])
+
+    with torch.no_grad():
+        optimizer.step(closure)
+    assert len(losses) == session_of(accelerator).status().steps == 1
+
+
 def test_mixed_precision_left_on_is_refused_by_the_line_to_change():
     accelerator = accelerator_of(mixed_precision="bf16")
     model = network()
     with pytest.raises(SetupError, match=r"mixed_precision='bf16' is on beside halfstep.*Accelerator\(\.\.\.\)"):
         prepare(accelerator, model, optimizer_of(model))
     assert accelerator.scaler is None
+
+
+def test_a_distributed_type_and_a_scaler_that_do_not_go_with_halfstep_are_refused():
+    accelerator, model = accelerator_of(), network()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(SetupError, match=r"has a scaler already; do not set accelerator\.scaler"):
+        prepare(accelerator, model, optimizer_of(model))
+    accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(SetupError, match=r"does not work with Accelerate's FSDP; use one device, or Distributed"):
+        prepare(accelerator, model, optimizer_of(model))
 
 
 def test_a_second_call_and_a_replaced_optimizer_are_refused_before_a_step():

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed; run ./dev adapters")
@@ -126,19 +127,13 @@ def test_fused_and_other_optimizers_are_clipped_and_step_as_by_hand(level, low, 
     assert same_weights(module.net.state_dict(), other.weights)
 
 
-def test_clipping_by_value_sees_true_gradients():
-    seen = []
-
-    class Look(Callback):
-        def on_before_zero_grad(self, trainer, module, optimizer):
-            grads = [p.grad for p in module.parameters() if p.grad is not None]
-            if grads:
-                seen.append(max(float(g.abs().max()) for g in grads))
-
-    fitted("O1", "fp16", gradient_clip_val=0.01, gradient_clip_algorithm="value", callbacks=[Look()])
-    finite = [value for value in seen if value < 1]
-    assert len(finite) > 40
-    assert max(finite) == pytest.approx(0.01, rel=1e-6)
+@pytest.mark.parametrize("settings", [{}, {"fused": True}])
+@pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16")])
+def test_clipping_by_value_is_that_of_the_loop_by_hand(level, low, settings):
+    clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    _, module = fitted(level, low, Module(**settings), **clip)
+    other = by_hand(level, low, clip=lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01), **settings)
+    assert same_weights(module.net.state_dict(), other.weights)
 
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
@@ -294,13 +289,90 @@ def test_a_compiled_lightning_module_trains_too():
     torch._dynamo.reset()
 
 
-def test_an_exponential_average_is_kept_at_o1_and_refused_where_weights_are_low():
-    average = EMAWeightAveraging(decay=0.5)
-    _, module = fitted("O1", "fp16", callbacks=[average])
-    assert not same_weights(module.net.state_dict(), by_hand("O1", "fp16").weights)  # the average
+AVERAGED = [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")]
+
+
+def averaged_by_hand(level, low):
+    """Averages what `state_dict` says after each step, in an fp32 model of torch's own that knows no session."""
+    twin, average = network(), AveragedModel(network(), avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
+
+    def after(model):
+        twin.load_state_dict(model.state_dict())
+        average.update_parameters(twin)
+
+    by_hand(level, low, after=after)
+    return average.module
+
+
+@pytest.mark.parametrize(("level", "low"), AVERAGED)
+def test_an_exponential_average_is_of_the_fp32_weights_validates_as_such_and_becomes_them(level, low):
+    seen = []
+
+    class Checked(Module):
+        def validation_step(self, batch, index):
+            seen.append(loss_of(self.net, batch).item())
+
+    module = Checked()
+    often = {"val_check_interval": 20, "check_val_every_n_epoch": None, "num_sanity_val_steps": 1}
+    trainer = trainer_of(level, low, callbacks=[EMAWeightAveraging(decay=0.5)], **often)
+    trainer.fit(module, data(level), data("O0", 3))
+    average = averaged_by_hand(level, low)
+    assert same_weights(module.net.state_dict(), average.state_dict())
+    with halfstep.initialize(average, None, level, low=low), torch.no_grad():
+        assert [loss_of(average, batch).item() for batch in batches(3, None)] == seen[-3:]
+    assert len(seen) == 1 + 5 * 3
+
+
+def test_a_run_with_an_average_resumes_bit_identically(tmp_path):
+    def fit(module, epochs, path=None, **settings):
+        trainer = trainer_of("O2", "bf16", max_epochs=epochs, **settings)
+        trainer.callbacks.insert(0, EMAWeightAveraging(decay=0.5))
+        trainer.fit(module, data("O2", 50), ckpt_path=path)
+
+    whole, first, second = Module(), Module(), Module()
+    fit(whole, 2)
+    saver = ModelCheckpoint(tmp_path, filename="at", save_top_k=-1)
+    fit(first, 1, enable_checkpointing=True, callbacks=[saver])
+    fit(second, 2, tmp_path / "at.ckpt")
+    assert same_weights(second.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize(("level", "low"), AVERAGED)
+@pytest.mark.parametrize("norm", [False, True])
+def test_stochastic_weight_averaging_averages_the_fp32_weights_of_epochs(level, low, norm):
+    seen = []
+
+    class Note(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            seen.append({name: value.clone() for name, value in module.state_dict().items()})
+
+        def on_train_batch_start(self, trainer, module, batch, index):
+            if trainer.current_epoch == 4 and index == 0:  # where statistics of the average are taken
+                seen.append({name: value.clone() for name, value in module.state_dict().items()})
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)) if norm else None
+    module = Module(model)
+    average = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+    trainer = trainer_of(level, low, max_epochs=4, callbacks=[Note(), average], accumulate_grad_batches=1)
+    trainer.fit(module, data("O0", 6))
+    weights = seen[-1] if norm else module.state_dict()  # Lightning itself makes a stale step in that last epoch
+    for name, _ in module.named_parameters():
+        wanted, value = seen[1][name], weights[name]
+        for count, epoch in enumerate(seen[2:4], 1):
+            wanted = wanted + (epoch[name] - wanted) / torch.tensor(count + 1)
+        assert torch.equal(value, wanted)
+        assert value.dtype is torch.float32
+    assert not torch.equal(value, value.bfloat16().float())
+    assert "on_train_end" not in vars(average)
+
+
+def test_averages_that_would_be_rounded_are_refused_before_the_first_step():
     for callback in (EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.01)):
-        with pytest.raises(SetupError, match="would round the averages: use Halfstep"):
-            fitted("O2", "bf16", callbacks=[callback])
+        with pytest.raises(SetupError, match=rf"{type(callback).__name__} averages weights, and O3 .*Halfstep\('O2'\)"):
+            fitted("O3", "bf16", callbacks=[callback])
+        with pytest.raises(SetupError, match=r"in torch.bfloat16, as the weights came.*call module.float\(\) before"):
+            fitted("O2", "bf16", Module(network().bfloat16()), callbacks=[callback])
+        assert not {"on_train_end", "on_train_epoch_start"} & vars(callback).keys()
 
 
 class Data(torch.utils.data.Dataset):
@@ -367,6 +439,12 @@ def test_a_replaced_optimizer_is_found_before_it_steps():
     with pytest.raises(SetupError, match=r"the SGD that steps is none of those .*Return it from configure_optimizers"):
         fitted("O1", "bf16", module, callbacks=[Replace()])
     assert same_weights(module.state_dict(), before)
+
+
+def test_sinks_of_the_user_get_the_steps_too():
+    seen = []
+    fitted("O1", "fp16", plugins=[Halfstep("O1", low="fp16", sinks=[seen.append])])
+    assert [record.step for record in seen] == list(range(1, 51))
 
 
 def test_settings_are_checked_when_the_plugin_is_made_and_versions_too(monkeypatch):

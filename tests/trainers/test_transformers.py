@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from halfstep.errors import SetupError  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM, SETTINGS, same_weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS, BATCH, SAVED = 50, 2, 30
+STEPS, BATCH, SAVED = 50, 2, 12  # a checkpoint after the step that is skipped
 
 
 @pytest.fixture(autouse=True)
@@ -89,25 +90,27 @@ def weights(model):
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def by_hand(level, low):
-    """What the Trainer does, written with halfstep, with its linear schedule."""
-    model = language_model(None if level == "O0" else 20)
+def by_hand(level, low, steps=STEPS, rank=0, size=1):
+    """What the Trainer does, written with halfstep, with its linear schedule; in one of several processes, too."""
+    model = language_model(None if level == "O0" or rank else 20)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8, fused=True)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, STEPS)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps)
     model.train()
     rows, losses = samples(), []
     with halfstep.initialize(model, optimizer, level, low=low) as session:
-        for step in range(STEPS):
+        wrapped = model if size == 1 else nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        for step in range(steps):
             total = torch.zeros(())
             for index in range(ACCUMULATE):
-                first = (step * ACCUMULATE + index) * BATCH
+                first = ((step * ACCUMULATE + index) * size + rank) * BATCH
                 inputs = torch.stack([row["input_ids"] for row in rows[first : first + BATCH]])
-                loss = model(input_ids=inputs, labels=inputs).loss / ACCUMULATE
-                total += loss.detach()
-                session.backward(loss)
+                with nullcontext() if size == 1 or index == ACCUMULATE - 1 else wrapped.no_sync():
+                    loss = wrapped(input_ids=inputs, labels=inputs).loss / ACCUMULATE
+                    total += loss.detach()
+                    session.backward(loss)
                 session.unscale_()
             losses.append(total.item())
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -146,16 +149,17 @@ def test_the_trainer_trains_bit_for_bit_as_the_loop_by_hand(level, low, tmp_path
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
 def test_a_run_resumed_from_the_trainers_checkpoint_is_bit_identical(level, low, tmp_path):
-    whole = trainer_of(level, low, tmp_path)
+    settings = {"max_steps": SAVED + 4, "save_steps": SAVED}
+    whole = trainer_of(level, low, tmp_path, settings=settings)
     whole.train()
     folder = tmp_path / f"checkpoint-{SAVED}"
-    resumed = trainer_of(level, low, tmp_path, language_model())
+    resumed = trainer_of(level, low, tmp_path, language_model(), settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert same_weights(weights(resumed.model), weights(whole.model))
     held = load_file(folder / "model.safetensors")
     assert {value.dtype for value in held.values()} == {torch.float32}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
-    last = tmp_path / f"checkpoint-{STEPS}"
+    last = tmp_path / f"checkpoint-{SAVED + 4}"
     plain = GPT2LMHeadModel.from_pretrained(last)
     assert same_weights(weights(plain), weights(whole.model))
 
@@ -166,16 +170,38 @@ def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_pat
         trainer_of("O1", "bf16", tmp_path, settings={name: True})
 
 
-def test_a_replaced_optimizer_is_refused_before_it_steps(tmp_path):
-    trainer = trainer_of("O1", "bf16", tmp_path)
+def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(SetupError, match=r"2 devices in one process by DataParallel.*torchrun"):
+        trainer_of("O1", "bf16", tmp_path)
+
+
+def test_a_run_that_begins_again_with_smaller_batches_trains(tmp_path):
+    class Small(HalfstepTrainer):
+        def training_step(self, model, inputs, *rest):
+            if len(inputs["input_ids"]) > 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *rest)
+
+    args = arguments(tmp_path, auto_find_batch_size=True, max_steps=3, save_strategy="no")
+    trainer = Small(language_model(), args, train_dataset=samples(), plan="O2", halfstep={"low": "bf16"})
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_replaced_optimizer_is_refused_before_it_steps(prepared, tmp_path):
+    trainer = trainer_of("O2", "bf16", tmp_path)
     before = weights(trainer.model)
 
     class Replace(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
-            trainer.optimizer = trainer.accelerator.prepare(torch.optim.SGD(trainer.model.parameters(), lr=1.0))
+            made = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+            trainer.optimizer = trainer.accelerator.prepare(made) if prepared else made
 
     trainer.add_callback(Replace())
-    with pytest.raises(SetupError, match="the SGD that steps is none of those"):
+    with pytest.raises(SetupError, match=r"replaced by SGD, .*HalfstepTrainer\(optimizers=\.\.\.\)"):
         trainer.train()
     assert same_weights(weights(trainer.model), before)
 
@@ -202,19 +228,37 @@ def test_training_goes_on_in_a_second_call_and_evaluates_between(tmp_path):
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
-def test_a_compiled_model_trains(tmp_path):
-    settings = {"save_strategy": "no", "max_steps": 2, "torch_compile": True, "torch_compile_backend": "eager"}
-    trainer = trainer_of("O2", "bf16", tmp_path, GPT2LMHeadModel(language_model().config), settings)
-    trainer.train()
-    assert trainer.state.global_step == 2
+def test_a_compiled_model_trains_as_it_does_uncompiled_and_sinks_of_the_user_get_the_steps(tmp_path):
+    def trained(seen, **compiled):
+        settings = {"save_strategy": "no", "max_steps": 3, **compiled}
+        trainer = HalfstepTrainer(
+            GPT2LMHeadModel(language_model().config),
+            arguments(tmp_path, **settings),
+            train_dataset=samples(),
+            plan="O2",
+            halfstep={"low": "bf16", "sinks": [seen.append]},
+        )
+        trainer.train()
+        return weights(trainer.model)
+
+    seen, other = [], []
+    compiled = trained(seen, torch_compile=True, torch_compile_backend="eager")
+    assert same_weights(compiled, trained(other))
+    assert [record.step for record in seen] == [record.step for record in other] == [1, 2, 3]
     torch._dynamo.reset()
 
 
-def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base(tmp_path):
+@pytest.mark.parametrize("inside", [False, True], ids=["PEFT's wrapper", "add_adapter"])
+def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base(inside, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is not installed; run ./dev adapters")
 
     def adapted():
-        return peft.get_peft_model(language_model().bfloat16(), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+        torch.manual_seed(0)
+        model, config = language_model().bfloat16(), peft.LoraConfig(r=2, target_modules=["c_attn"])
+        if not inside:
+            return peft.get_peft_model(model, config)
+        model.add_adapter(config)
+        return model
 
     settings = {"max_steps": 4, "save_steps": 2, "learning_rate": 0.01}
     whole = trainer_of("O2", "bf16", tmp_path, adapted(), settings)
@@ -224,6 +268,8 @@ def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base
     assert {value.dtype for value in held.values()} == {torch.float32}
     assert not (folder / "config.json").exists()
     assert whole.model.config.dtype is not torch.float32  # the base is bf16
+    if inside:
+        return  # from which the Trainer itself cannot resume
     resumed = trainer_of("O2", "bf16", tmp_path, adapted(), settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert same_weights(weights(resumed.model), weights(whole.model))
