@@ -210,10 +210,10 @@ def test_the_cure_of_an_overflow_cures_it():
     model = images()
     apply_plan(model, PLAN)
     x, y = enlarge("conv", 6e4)(model, *batch(model))
-    verdict = find_broken(model, x, y, loss=lambda y, p: ops.mean(ops.square(p - y)))
+    verdict = find_broken(model, x, y, loss=lambda y, p: ops.mean(ops.square(ops.subtract(p, y))))
     assert verdict.cure == (Rule("conv", FULL),)
     apply_plan(model, PLAN.edit(*verdict.cure, Rule("norm", FULL)))
-    assert find_broken(model, x, y, loss=lambda y, p: ops.mean(ops.square(p - y))) is None
+    assert find_broken(model, x, y, loss=lambda y, p: ops.mean(ops.square(ops.subtract(p, y)))) is None
 
 
 def test_weights_and_targets_that_are_not_finite_are_named():

@@ -78,7 +78,8 @@ def batch(model):
 def test_every_layer_stores_computes_and_returns_what_the_plan_says(build, name):
     plan = ruled(PLANS[name], build())
     seed()
-    set_plan(plan)
+    if not plan.rules:  # a rule on a block is not seen while it is built: its layers would differ from its own code
+        set_plan(plan)
     model = build()
     assignment = apply_plan(model, plan)
     with seen_outputs(model) as seen:
@@ -100,13 +101,16 @@ def test_a_model_that_was_built_before_takes_a_plan_that_stores_fp32(name):
 
 
 def test_a_map_alone_gives_layers_with_weights_what_rules_of_names_and_types_say():
-    plan = level("O1", "bf16").edit(Rule("head", FULL), Rule("second", FULL), Rule("second.wide", LOW_OF_O1))
-    keras.config.set_dtype_policy(policy_map(plan))
-    model = transformer()
-    got = {path: layer.compute_dtype for path, layer in layers_of(model)}
-    names = ("head", "second", "second.narrow", "second.attention.query", "first.narrow", "stem")
-    assert [got[each] for each in names] == ["float32"] * 4 + ["bfloat16"] * 2
-    assert got["second.wide"] == "bfloat16"
+    rules = [Rule("head", FULL), Rule("encoder", FULL), Rule("encoder.b", LOW_OF_O1), Rule("type:LayerNorm*", FULL)]
+    keras.config.set_dtype_policy(policy_map(level("O1", "bf16").edit(*rules)))
+    layers = keras.layers
+    x = inputs = keras.Input((4,))
+    x = layers.LayerNormalization()(layers.Dense(4, name="a")(x))
+    x = keras.Sequential([layers.Dense(4, name="a"), layers.Dense(4, name="b")], name="encoder")(x)
+    model = keras.Model(inputs, layers.Dense(2, name="head")(x))
+    got = {path: layer.compute_dtype for path, layer in layers_of(model) if layer.weights and path}
+    assert {path for path, dtype in got.items() if dtype == "float32"} == {"layer_normalization", "encoder.a", "head"}
+    assert {path for path, dtype in got.items() if dtype == "bfloat16"} >= {"a", "encoder.b"}
 
 
 LOW_OF_O1 = Policy("full", "low", "low")

@@ -15,7 +15,7 @@ except ImportError as error:
         "that is installed before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
     ) from error
 
-FIRST, BELOW = "3.12", "3.20"
+FIRST, BELOW = "3.15", "3.16"
 check_version("keras", keras.__version__, first=FIRST, below=BELOW)
 
 BACKEND: str = keras.backend.backend()
