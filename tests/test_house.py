@@ -54,6 +54,8 @@ def imported_names(path):
 
 @pytest.mark.parametrize("path", PACKAGES, ids=name_of)
 def test_all_names_what_the_package_imports_and_nothing_else(path):
+    if "keras" in path.parts:
+        pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
     names = getattr(importlib.import_module(name_of(path)), "__all__", [])
     assert len(set(names)) == len(names)
     assert set(names) == imported_names(path) - {"annotations"}

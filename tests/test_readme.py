@@ -19,6 +19,7 @@ NAMES = {
     "apex.md": ("apex",),
     "diagnosis.md": ("before", "blame"),
     "guide.md": ("plan", "average", "schedule"),
+    "keras.md": ("keras fit", "keras tape"),  # run by tests/keras/test_page.py
     "processes.md": ("sharded",),
     "seeing.md": ("observe", "seeing"),
     "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),  # run by tests/trainers/test_page.py

@@ -36,6 +36,11 @@ class Site:
         """The short names of its class and of all bases that are modules."""
         return tuple(cls.__name__ for cls in type(self.module).__mro__ if issubclass(cls, nn.Module))
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of its own parameters and buffers."""
+        return (*parameters_of(self.module), *buffers_of(self.module))
+
 
 def uncompiled(path: str) -> str:
     """Returns a module's path without the names that torch.compile adds.
@@ -93,7 +98,7 @@ def nearest(rule: Rule, sites: Iterable[Site]) -> str:
         return f"; did you mean {deeper.pattern!r}?"
     owner, _, leaf = rule.pattern.rpartition(".")
     for site in sites:
-        if owner in site.names and leaf in (*parameters_of(site.module), *buffers_of(site.module)):
+        if owner in site.names and leaf in site.tensors:
             return f"; it is a tensor of module {owner!r}: put the rule on the module"
     if rule.pattern in types:
         return f"; did you mean {TYPE_PREFIX + rule.pattern!r}?"

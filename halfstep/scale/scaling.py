@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -61,6 +61,11 @@ class Schedule:
     min: float
     max: float
     hysteresis: int
+
+
+def schedule_of(scaling: Scaling) -> Schedule:
+    """Returns the schedule of a dynamic scale."""
+    return Schedule(**{each.name: getattr(scaling, each.name) for each in fields(Schedule)})
 
 
 class NoScale:
@@ -131,7 +136,7 @@ class DynamicScale:
     active = True
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._schedule = Schedule(**{each.name: getattr(scaling, each.name) for each in fields(Schedule)})
+        self._schedule = schedule_of(scaling)
         self.value = torch.full((), float(scaling.init), dtype=torch.float32, device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
@@ -204,14 +209,36 @@ def adapt_(
 
 def _adapt_any_(value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, count: bool) -> None:
     """Does what `adapt_` says with any hysteresis, on any device; products are rounded once from float64 as torch's."""
-    steps = torch.where(found, torch.zeros_like(clean), clean + int(count))
-    grown = ~found & (steps >= schedule.growth_interval) if count else torch.zeros_like(found)
-    grown_or_kept = torch.where(grown, _times(value, schedule.growth), value)
-    adapted = torch.where(found & (left <= 1), _times(value, schedule.backoff), grown_or_kept)
+    adapted, steps, overflows = next_state(
+        value, clean, left, found, schedule, select=torch.where, times=_times, count=count
+    )
     value.copy_(adapted.clamp_(min=schedule.min, max=schedule.max))
-    clean.copy_(torch.where(grown, torch.zeros_like(steps), steps))
-    spent = torch.where(found, (left - 1).clamp_(min=1), left)
-    left.copy_(torch.where(grown, torch.full_like(left, schedule.hysteresis), spent))
+    clean.copy_(steps)
+    left.copy_(overflows)
+
+
+def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and two operations of a library
+    value: Any,
+    clean: Any,
+    left: Any,
+    found: Any,
+    schedule: Schedule,
+    *,
+    select: Callable[[Any, Any, Any], Any],
+    times: Callable[[Any, float], Any],
+    count: bool = True,
+) -> tuple[Any, Any, Any]:
+    """Returns what `adapt_` makes of `value`, `clean` and `left`, except that the scale is not kept within its range.
+
+    They and `found` are scalars of any library of arrays, of which `select(condition, a, b)` is the `where` and `times`
+    gives the product of a scale and a number.
+    """
+    steps = select(found, clean * 0, clean + int(count))
+    grown = ~found & (steps >= schedule.growth_interval) if count else found & ~found
+    grown_or_kept = select(grown, times(value, schedule.growth), value)
+    adapted = select(found & (left <= 1), times(value, schedule.backoff), grown_or_kept)
+    spent = select(found & (left > 1), left - 1, left)
+    return adapted, select(grown, steps * 0, steps), select(grown, left * 0 + schedule.hysteresis, spent)
 
 
 def _times(value: Tensor, factor: float) -> Tensor:

@@ -1,0 +1,22 @@
+"""halfstep inside Keras 3, on the TensorFlow, JAX and torch backends; needs the extra [keras].
+
+A Plan becomes Keras's own dtype policies, its loss scale an optimizer that wraps another, and the run log a callback.
+"""
+
+from halfstep.adapters.keras.find import find_broken
+from halfstep.adapters.keras.log import LogCallback, StepLog
+from halfstep.adapters.keras.policies import apply_plan, describe, policy_map, set_plan
+from halfstep.adapters.keras.rewrite import enable_mixed_precision_graph_rewrite
+from halfstep.adapters.keras.scale import LossScaleOptimizer
+
+__all__ = [
+    "LogCallback",
+    "LossScaleOptimizer",
+    "StepLog",
+    "apply_plan",
+    "describe",
+    "enable_mixed_precision_graph_rewrite",
+    "find_broken",
+    "policy_map",
+    "set_plan",
+]

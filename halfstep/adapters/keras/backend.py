@@ -1,0 +1,25 @@
+"""The backend's own part of each mechanism, from the file of the backend that Keras runs on."""
+
+from __future__ import annotations
+
+from halfstep.adapters.keras.installed import BACKEND
+
+if BACKEND == "tensorflow":
+    from halfstep.adapters.keras.on_tensorflow import (
+        apply_where_finite,
+        gradients,
+        hand_out_batches,
+        rewrite_graphs,
+        sync,
+    )
+elif BACKEND == "jax":
+    from halfstep.adapters.keras.on_jax import apply_where_finite, gradients, hand_out_batches, rewrite_graphs, sync
+elif BACKEND == "torch":
+    from halfstep.adapters.keras.on_torch import apply_where_finite, gradients, hand_out_batches, rewrite_graphs, sync
+else:
+    raise ImportError(
+        f"halfstep trains on Keras's backends tensorflow, jax and torch, not {BACKEND}; choose one before the import "
+        "of keras: os.environ['KERAS_BACKEND'] = 'jax'"
+    )
+
+__all__ = ["apply_where_finite", "gradients", "hand_out_batches", "rewrite_graphs", "sync"]

@@ -1,0 +1,248 @@
+"""The run log from Keras: a callback for `fit`, and a call for loops of one's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from halfstep.adapters.keras.backend import gradients, hand_out_batches, sync
+from halfstep.adapters.keras.find import find_broken
+from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.policies import describe
+from halfstep.adapters.keras.scale import LossScaleOptimizer
+from halfstep.errors import PlanError, SetupError
+from halfstep.observe.rows import format_name
+from halfstep.observe.stats import measure
+from halfstep.plan.io import to_dict
+from halfstep.plan.plan import Plan
+from halfstep.records import NumericsError, Observation, SessionStart, StepRecord, Verdict
+from halfstep.report.log import RunLog
+
+ops = keras.ops
+_LOG = logging.getLogger("halfstep")
+_VERDICTS = 3  # looked for in a run: each costs several runs of a batch without compilation
+
+
+class StepLog:
+    """Writes halfstep's run log from a loop of one's own: call `step` after each step of the optimizer.
+
+    `every` is how often histograms of weights, and of the gradients that `step` is given, are written. `halfstep report
+    PATH` draws the page. Reading a step's values waits for the device. Leave it as a `with`, or call `close`.
+
+    Raises:
+        SetupError: the optimizer does not scale.
+        PlanError: a layer has another policy than the plan's.
+        LogError: the path cannot be written.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], model: keras.Model, optimizer: Any, plan: Plan, *, every: int = 50
+    ) -> None:
+        if not isinstance(optimizer, LossScaleOptimizer):
+            raise SetupError(
+                f"the optimizer is a {type(optimizer).__name__}, whose scale and skips are not known; wrap it: "
+                "LossScaleOptimizer(optimizer, plan.scale)"
+            )
+        self._model, self._optimizer, self._every = model, optimizer, every
+        modules = _names_as_planned(model, plan)
+        self.log = RunLog(path)
+        self.log.record(SessionStart(to_dict(plan), _device(), emulated=False, modules=modules))
+        self.number = 0
+        self.scale, self._skipped = float(optimizer.scaling.init if optimizer.scaling.kind != "none" else 1.0), 0
+        if optimizer.built:
+            self.scale, self._skipped, _ = self._read(optimizer.variables)
+
+    def step(
+        self,
+        loss: Any = None,
+        gradients: Sequence[Any] | None = None,
+        *,
+        optimizer_variables: Sequence[Any] | None = None,
+        trainable_variables: Sequence[Any] | None = None,
+    ) -> bool:
+        """Writes what the step did; returns whether it was skipped.
+
+        `loss` is the unscaled one, `gradients` those of the scaled loss in the order of `model.trainable_variables`.
+        A stateless loop gives its variables after the step.
+        """
+        self.number += 1
+        carried, before = self.scale, self._skipped
+        self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
+        skipped = self._skipped > before
+        value = None if loss is None else torch.tensor(_number(loss))
+        values = torch.tensor(skipped), torch.tensor(carried), torch.tensor(norm)
+        self.log(StepRecord(self.number, *values, loss=value))
+        if self.number % self._every == 0:
+            weights = trainable_variables or [v.value for v in self._model.trainable_variables]
+            self._observe("weight", weights, 1.0)
+            if gradients is not None:
+                self._observe("weight_grad", gradients, carried)
+        return skipped
+
+    def due(self) -> bool:
+        """Returns whether the step to come is one of those with histograms."""
+        return (self.number + 1) % self._every == 0
+
+    def _read(self, values: Sequence[Any]) -> tuple[float, int, float]:
+        optimizer = self._optimizer
+        by_id = {id(v): value for v, value in zip(optimizer.variables, values, strict=True)}
+        scale, skipped, norm = (by_id[id(v)] for v in (optimizer.dynamic_scale, optimizer.skipped, optimizer.grad_norm))
+        return _number(scale), int(_number(skipped)), _number(norm)
+
+    def _observe(self, kind: str, values: Sequence[Any], scale: float) -> None:
+        for variable, value in zip(self._model.trainable_variables, values, strict=True):
+            if value is not None:
+                dtype = getattr(torch, keras.backend.standardize_dtype(value.dtype))
+                wide = torch.from_numpy(np.array(ops.convert_to_numpy(ops.cast(value, "float32"))))
+                layer, _, name = variable.path.rpartition("/")
+                module = layer.removeprefix(f"{self._model.name}/").replace("/", ".")
+                stats = measure(wide)
+                self.log.record(Observation(self.number, module, kind, name, format_name(dtype), scale, stats))
+
+    def close(self) -> None:
+        """Ends the log."""
+        self.log.close()
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.log.__exit__(kind, error, trace)
+
+
+class LogCallback(keras.callbacks.Callback):
+    """Writes halfstep's run log while `fit` runs: loss, scale, skips and gradient norm of every step.
+
+    At every `every`-th step it adds histograms of the weights, and of their gradients on that batch, which costs one
+    more forward and backward pass. A step that is skipped with the scale at its floor is run once more, layer by layer:
+    the verdict names the layer, is written, and logged; with `on_failure="raise"` it ends the run. With
+    `steps_per_execution` above 1, and with several replicas, the batches are not seen: there are neither gradients'
+    histograms nor verdicts. The loss of a step comes from the mean that Keras keeps, so that after one that
+    is not finite there is none until the next epoch.
+
+    Raises:
+        SetupError, PlanError, LogError: as `StepLog`, when `fit` begins.
+        NumericsError: a step failed for good, with `on_failure="raise"`.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        plan: Plan,
+        *,
+        every: int = 50,
+        on_failure: Literal["warn", "raise"] = "warn",
+    ) -> None:
+        super().__init__()
+        if on_failure not in ("warn", "raise"):
+            raise SetupError(f"on_failure is {on_failure!r}; give 'warn' or 'raise'")
+        self._path, self._plan, self._every, self._on_failure = path, plan, every, on_failure
+        self._steps: StepLog | None = None
+        self._train_function: Any = None
+        self._batch: Any = None
+        self._sums = (0.0, 0.0)
+        self.verdicts: list[Verdict] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the log."""
+        self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
+        self._train_function = self.model.train_function
+        hand_out_batches(self.model, self._take)
+
+    def _take(self, batch: Any) -> None:
+        self._batch = batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins a mean of losses anew, as Keras does."""
+        self._sums = (0.0, 0.0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Writes what the step did."""
+        sync(self.model)
+        steps = self._steps
+        assert steps is not None
+        carried = steps.scale
+        found = self._gradients(carried) if steps.due() and self._batch is not None else None
+        skipped = steps.step(self._loss(), found)
+        scaling = self.model.optimizer.scaling
+        if skipped and (scaling.kind != "dynamic" or carried <= scaling.min):
+            self._blame(carried)
+
+    def _loss(self) -> float | None:
+        """Returns the loss of the last step, from the sums of which Keras's mean of the epoch is made."""
+        mean = next((each for each in self.model.metrics if each.name == "loss"), None)
+        if mean is None:
+            return None
+        before, self._sums = self._sums, (_number(mean.total), _number(mean.count))
+        weight = self._sums[1] - before[1]
+        return (self._sums[0] - before[0]) / weight if weight and np.isfinite(before[0]) else None
+
+    def _gradients(self, scale: float) -> list[Any]:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batch)
+
+        def run(tap: Any) -> Any:
+            with keras.StatelessScope():
+                loss = self.model.compute_loss(
+                    x=x, y=y, y_pred=self.model(x, training=True), sample_weight=sample_weight, training=True
+                )
+                return loss * scale
+
+        return gradients(run, self.model.trainable_variables)[1]
+
+    def _blame(self, scale: float) -> None:
+        if self._batch is None or len(self.verdicts) == _VERDICTS:
+            return
+        verdict = find_broken(self.model, *keras.utils.unpack_x_y_sample_weight(self._batch), scale=scale)
+        if verdict is None:
+            return
+        assert self._steps is not None
+        self.verdicts.append(verdict)
+        self._steps.log.record(verdict)
+        message = f"step {self._steps.number} was skipped at a loss scale of {scale:g}, which goes no lower: {verdict}"
+        if self._on_failure == "raise":
+            self.close()
+            raise NumericsError(message, verdict)
+        _LOG.warning(message)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends the log."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the log, also of a run that an error ended; idempotent."""
+        if self._steps is not None:
+            self._steps.close()
+            self.model.train_function = self._train_function
+            self._steps = self._batch = None
+
+
+def _names_as_planned(model: keras.Model, plan: Plan) -> tuple[str, ...]:
+    """Returns the names of the model's layers.
+
+    Raises:
+        PlanError: a layer has another policy than the plan's.
+    """
+    assignment = describe(model, plan)
+    wrong = [f"{each.name or '(model)'}: {each.reason}" for each in assignment.modules if "not as" in each.reason]
+    if wrong:
+        raise PlanError(
+            f"{len(wrong)} layers of {model.name!r} have other policies than plan {plan.name!r} gives them "
+            f"({'; '.join(wrong[:3])}); call apply_plan(model, plan) before model.compile"
+        )
+    return tuple(each.name for each in assignment.modules if each.name)
+
+
+def _number(value: Any) -> float:
+    return float(ops.convert_to_numpy(value))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() and keras.distribution.list_devices("gpu") else "cpu"

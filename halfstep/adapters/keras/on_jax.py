@@ -1,0 +1,62 @@
+"""What is JAX's own: steps and gradients without assignments, and the state that `fit` keeps outside of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from halfstep.adapters.keras.installed import keras
+
+
+def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
+    """Steps where no gradient overflowed, and adapts the scale; waits for the device, as branches may not assign."""
+    if not bool(found):
+        optimizer.inner_optimizer.apply(grads, variables)
+    optimizer.adapt(found, norm)
+
+
+def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
+
+    A tapped tensor gets zeros added, whose gradient is its own.
+    """
+    zeros: list[Any] = []
+
+    def measure(tensor: Any) -> Any:
+        zeros.append(jax.numpy.zeros_like(tensor))
+        return tensor
+
+    run(measure)
+
+    def loss(added: Sequence[Any], values: Sequence[Any]) -> Any:
+        rest = iter(added)
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            return run(lambda tensor: tensor + next(rest))
+
+    of_tapped, of_variables = jax.grad(loss, argnums=(0, 1))(zeros, [v.value for v in variables])
+    return of_tapped, of_variables
+
+
+def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
+    """Has each batch that `fit` draws given to `take` too; does nothing where a call of Keras's makes several steps."""
+    if model.steps_per_execution > 1:
+        return
+    step = model.train_function
+
+    def train_function(state: Any, iterator: Any) -> Any:
+        batch = next(iterator)
+        take(batch)
+        return step(state, iter([batch]))
+
+    model.train_function = train_function
+
+
+def sync(model: Any) -> None:
+    """Puts the state that `fit` holds into the variables of the model and its optimizer."""
+    model.jax_state_sync()
+
+
+def rewrite_graphs() -> None:
+    """Does nothing: there are no graphs but those of Keras's layers."""

@@ -1,0 +1,81 @@
+"""What is TensorFlow's own: steps across replicas, tapes, and the batches that `fit` draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from halfstep.errors import SetupError
+
+
+def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
+    """Steps where no gradient of any replica overflowed, and adapts the scale.
+
+    Replicas sum their gradients only within the step, so each of them must know of an overflow in any before.
+
+    Raises:
+        SetupError: it is called outside of `strategy.run`.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise SetupError("apply() was called outside of a replica; call the train step as strategy.run(step, args)")
+    step = optimizer.inner_optimizer.apply
+    if context.num_replicas_in_sync == 1:
+        tf.cond(found, lambda: None, lambda: step(grads, variables))
+        optimizer.adapt(found, norm)
+        return
+    found = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(found, tf.float32)) > 0
+
+    def across(strategy: Any, found: Any, norm: Any, grads: Any, variables: Any) -> None:
+        # A branch that holds a step, which merges the replicas itself, has to lie outside of them.
+        anywhere, first_norm = (strategy.experimental_local_results(each)[0] for each in (found, norm))
+        tf.cond(
+            anywhere,
+            lambda: None,
+            lambda: strategy.extended.call_for_each_replica(step, args=(grads, variables)),
+        )
+        optimizer.adapt(anywhere, first_norm)
+
+    context.merge_call(across, args=(found, norm, list(grads), list(variables)))
+
+
+def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables."""
+    tapped: list[Any] = []
+    with tf.GradientTape() as tape:
+
+        def tap(tensor: Any) -> Any:
+            tapped.append(tf.identity(tensor))
+            tape.watch(tapped[-1])
+            return tapped[-1]
+
+        loss = run(tap)
+    found = tape.gradient(loss, [*tapped, *(v.value for v in variables)])
+    return found[: len(tapped)], [None if g is None else tf.convert_to_tensor(g) for g in found[len(tapped) :]]
+
+
+def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
+    """Has each batch that `fit` draws given to `take` too; does nothing where a call of Keras's makes several steps."""
+    if model.distribute_strategy.num_replicas_in_sync > 1 or model.steps_per_execution > 1:
+        return
+    step = model.train_step
+    if not model.run_eagerly:
+        step = tf.function(step, reduce_retracing=True, jit_compile=model.jit_compile, autograph=False)
+
+    def train_function(iterator: Any) -> Any:
+        batch = next(iterator)
+        take(batch)
+        return step(batch)
+
+    model.train_function = train_function
+
+
+def sync(model: Any) -> None:
+    """Does nothing: variables hold their values."""
+
+
+def rewrite_graphs() -> None:
+    """Has TensorFlow rewrite the graphs of functions, where it can, to compute in fp16."""
+    tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})

@@ -1,0 +1,55 @@
+"""The one line of TensorFlow 1 and 2.3 that switched mixed precision on, by today's means."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from halfstep.adapters.keras.backend import rewrite_graphs
+from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.policies import set_plan
+from halfstep.adapters.keras.scale import LossScaleOptimizer
+from halfstep.edits import Scaling
+from halfstep.errors import SetupError
+from halfstep.plan.levels import customize, level
+
+
+def enable_mixed_precision_graph_rewrite(
+    optimizer: keras.optimizers.Optimizer,
+    loss_scale: str | float | Scaling = "dynamic",
+    *,
+    others: tuple[keras.Model, ...] = (),
+) -> LossScaleOptimizer:
+    """Makes models that are built from now on compute in fp16 with fp32 variables, and returns the optimizer wrapped.
+
+    It is `set_plan(level("O1", "fp16"))` and `LossScaleOptimizer`. On TensorFlow graphs without Keras's layers are
+    rewritten too, where TensorFlow has a rewrite for the device. `others` are models that stay as they are.
+
+    Raises:
+        SetupError: a model was built before, which keeps its policy, or the optimizer was used.
+        PlanError: a global policy is set already, or `loss_scale` stands for none.
+    """
+    plan = customize(level("O1", "fp16"), loss_scale=loss_scale)
+    if optimizer.built:
+        raise SetupError(
+            f"{optimizer.name!r} was built for a model already; switch mixed precision on before the model is made, "
+            "with a new optimizer"
+        )
+    known = {id(each) for each in others}
+    found = [each for each in gc.get_objects() if _is_built(each)]
+    known |= {id(each._functional) for each in found if isinstance(each, keras.Sequential)}  # what runs inside of one
+    built = [each.name for each in found if id(each) not in known]
+    if built:
+        raise SetupError(
+            f"{', '.join(map(repr, sorted(built)[:3]))} is built already and would stay as it is; call "
+            "enable_mixed_precision_graph_rewrite before the model is made, or for this one apply_plan(model, "
+            "level('O1', 'fp16')) and LossScaleOptimizer(optimizer); name models that are to stay so: others=(model,)"
+        )
+    wrapped = LossScaleOptimizer(optimizer, plan.scale)
+    set_plan(plan)
+    rewrite_graphs()
+    return wrapped
+
+
+def _is_built(value: Any) -> bool:
+    return issubclass(type(value), keras.Model) and bool(value.built) and bool(value.weights)

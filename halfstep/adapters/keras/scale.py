@@ -1,0 +1,154 @@
+"""The loss scale in Keras: an optimizer that wraps another and follows the rule of halfstep's dynamic scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from halfstep.adapters.keras.backend import apply_where_finite
+from halfstep.adapters.keras.installed import keras
+from halfstep.edits import Scaling
+from halfstep.errors import SetupError
+from halfstep.plan.levels import as_scaling
+from halfstep.scale.scaling import next_state, schedule_of
+
+ops = keras.ops
+
+
+@keras.saving.register_keras_serializable(package="halfstep")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Scales the loss for another optimizer, whose step is skipped where a gradient is not finite.
+
+    `scaling` is a Scaling, "dynamic", "none" (only the skips) or a number. `model.compile(optimizer=...)` takes it as
+    any other, and `fit` does the rest. A loop of one's own scales and applies: `scale_loss`, gradients, `apply`; to see
+    or change true gradients in between, `unscale` and `apply_unscaled`. The scale and its counters are variables of the
+    optimizer, saved and loaded with it. Under a strategy of several replicas a step is skipped if it overflowed in any.
+
+    Raises:
+        SetupError: the optimizer scales already.
+        PlanError: `scaling` stands for no loss scale.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        scaling: Scaling | str | float = "dynamic",
+        *,
+        name: str | None = None,
+    ) -> None:
+        if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+            raise SetupError(
+                f"{inner_optimizer.name!r} scales the loss already; give the optimizer that it wraps: "
+                "LossScaleOptimizer(optimizer.inner_optimizer)"
+            )
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise SetupError(
+                f"{inner_optimizer!r:.80} is no optimizer of Keras; give one, such as keras.optimizers.Adam(1e-3)"
+            )
+        scaling = as_scaling(scaling)
+        first = 1.0 if scaling.kind == "none" else scaling.init
+        super().__init__(inner_optimizer, first, scaling.growth_interval, name=name)
+        self.scaling = scaling
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Makes the variables, those of the wrapped optimizer too."""
+        super().build(var_list)
+        counter = {"shape": (), "dtype": "int", "aggregation": "none"}
+        hysteresis = keras.initializers.Constant(self.scaling.hysteresis)
+        self.overflows_left = self.add_variable(initializer=hysteresis, name="overflows_left", **counter)
+        self.skipped = self.add_variable(initializer="zeros", name="skipped", **counter)
+        self.grad_norm = self.add_variable((), "zeros", "float32", aggregation="none", name="grad_norm")
+
+    def unscale(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns true gradients for those of a scaled loss; None stays None."""
+        return [g if g is None else ops.divide(g, self.dynamic_scale) for g in grads]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Applies the gradients of a scaled loss, or skips the step, and adapts the scale."""
+        self._build_for(trainable_variables)
+        self._apply(grads, self.unscale(grads), trainable_variables)
+
+    def apply_unscaled(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Does the same with gradients that `unscale` has returned."""
+        self._build_for(trainable_variables)
+        self._apply(grads, grads, trainable_variables)
+
+    def _build_for(self, variables: Sequence[Any] | None) -> None:
+        if self.built:
+            return
+        if variables is None:
+            raise ValueError(f"{self.name} is not built; give the variables too: apply(gradients, variables)")
+        with keras.name_scope(self.name):
+            self.build(list(variables))
+
+    def _apply(self, grads: Sequence[Any], true: Sequence[Any], variables: Sequence[Any] | None) -> None:
+        found = ops.logical_not(self.check_finite(grads))
+        apply_where_finite(self, found, true, _norm(true), list(variables or self._trainable_variables))
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the weights and the optimizer's variables after a step on the gradients of a scaled loss."""
+        with self._holding(optimizer_variables) as scope:
+            found, true = ops.logical_not(self.check_finite(grads)), self.unscale(grads)
+            self.adapt(found, _norm(true))
+            own = [scope.get_current_value(v) for v in self._variables]
+        inner = list(optimizer_variables[len(own) :])
+        weights, inner = ops.cond(
+            found,
+            lambda: (list(trainable_variables), inner),
+            lambda: self.inner_optimizer.stateless_apply(inner, true, trainable_variables),
+        )
+        return list(weights), [*own, *inner]
+
+    def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
+        """Returns the loss times the scale that is among the optimizer's variables."""
+        with self._holding(optimizer_variables):
+            return self.scale_loss(loss)
+
+    def _holding(self, optimizer_variables: Sequence[Any]) -> Any:
+        if not self.built:
+            raise ValueError(f"{self.name} is not built; call optimizer.build(model.trainable_variables) first")
+        return keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True)))
+
+    def adapt(self, found: Any, norm: Any) -> None:
+        """Assigns what a step makes of the scale and of the counters.
+
+        `found` says that it overflowed, and `norm` is that of its true gradients.
+        """
+        self.grad_norm.assign(norm)
+        self.skipped.assign_add(ops.cast(found, self.skipped.dtype))
+        if self.scaling.kind != "dynamic":
+            return
+        variables = (self.dynamic_scale, self.step_counter, self.overflows_left)
+        scale, clean, left = (ops.convert_to_tensor(v) for v in variables)
+        schedule = schedule_of(self.scaling)
+        scale, clean, left = next_state(scale, clean, left, found, schedule, select=ops.where, times=_times)
+        scale = ops.clip(scale, self.scaling.min, self.scaling.max)
+        for variable, value in zip(variables, (scale, clean, left), strict=True):
+            variable.assign(ops.cast(value, variable.dtype))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what the optimizer is made of again."""
+        config: dict[str, Any] = super().get_config()
+        del config["initial_scale"], config["dynamic_growth_steps"]
+        return config | {"scaling": asdict(self.scaling)}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
+        """Makes the optimizer of a config."""
+        made: LossScaleOptimizer = super().from_config(
+            config | {"scaling": Scaling(**config["scaling"])}, custom_objects
+        )
+        return made
+
+
+def _norm(grads: Sequence[Any]) -> Any:
+    """Returns the L2 norm of all gradients together."""
+    dense = [g.values if hasattr(g, "dense_shape") else g for g in grads if g is not None]  # of sparse ones the rows
+    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in dense))
+
+
+def _times(scale: Any, factor: float) -> Any:
+    return scale * factor

@@ -1,0 +1,237 @@
+"""The run log from `fit` and from loops of one's own: what it holds, the page, and verdicts."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from tests.keras.common import BACKEND, keras, numbers, on, seed
+
+from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, set_plan  # isort: skip
+from halfstep.edits import Scaling  # isort: skip
+from halfstep.errors import PlanError, SetupError  # isort: skip
+from halfstep.plan.levels import level  # isort: skip
+from halfstep.records import Kind, NumericsError  # isort: skip
+from halfstep.report.html import page_html  # isort: skip
+from halfstep.report.run import read_log  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SCALING = Scaling("dynamic", init=64.0, growth_interval=4, min=16.0)
+PLAN = level("O1", "fp16").edit(SCALING)
+ROWS = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+BATCHES, BAD = 12, 5
+
+
+def network(plan=PLAN):
+    set_plan(plan)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "relu", name="body"), layers.Dense(1, name="head")])
+    apply_plan(model, plan)
+    return model
+
+
+def data(bad=BAD):
+    rows, targets = ROWS.copy(), ROWS.sum(1, keepdims=True)
+    if bad is not None:
+        rows[2 * bad] = np.inf
+    return rows, targets
+
+
+def fit(model, path, *, scaling=SCALING, plan=PLAN, epochs=1, bad=BAD, **settings):
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), scaling), "mse")
+    callback = LogCallback(path, plan, every=4, **settings)
+    rows = data(bad)
+    model.fit(*rows, batch_size=2, epochs=epochs, shuffle=False, verbose=0, callbacks=[callback])
+    return callback
+
+
+def test_fit_writes_every_step_and_what_is_to_be_seen_at_some(tmp_path):
+    model = network()
+    before = [numbers(v) for v in model.trainable_variables]
+    fit(model, tmp_path / "run.jsonl", epochs=2, bad=None)
+    log = read_log(tmp_path / "run.jsonl")
+    assert [step.step for step in log.steps] == list(range(1, 25))
+    assert [step.scale for step in log.steps[:9]] == [64.0] * 4 + [128.0] * 4 + [256.0]
+    assert log.plan["name"] == "O1"
+    assert log.modules == ("body", "head")
+    assert log.observed == (4, 8, 12, 16, 20, 24)
+    seen = {(each.module, each.kind, each.name): each for each in log.observations() if each.step == 4}
+    kinds = {(m, k, n) for m in ("body", "head") for k in ("weight", "weight_grad") for n in ("kernel", "bias")}
+    assert set(seen) == kinds
+    assert (seen["body", "weight", "kernel"].stats.count, seen["head", "weight_grad", "bias"].scale) == (12, 64.0)
+    assert log.processes[0].closed
+    loss, norm = first_step(before)
+    assert (log.steps[0].loss, log.steps[0].grad_norm) == pytest.approx((loss, norm), rel=2e-2)
+    assert all(0 < step.loss < 100 for step in log.steps)
+
+
+def first_step(weights):
+    """Loss and norm of the gradient of the first batch, in NumPy at fp64."""
+    w1, b1, w2, b2 = (w.astype("float64") for w in weights)
+    rows, targets = ROWS[:2].astype("float64"), ROWS[:2].sum(1, keepdims=True)
+    hidden = rows @ w1 + b1
+    error = np.maximum(hidden, 0) @ w2 + b2 - targets
+    out = 2 * error / error.size
+    into = (out @ w2.T) * (hidden > 0)
+    parts = (np.maximum(hidden, 0).T @ out, out.sum(0), rows.T @ into, into.sum(0))
+    return (error**2).mean(), np.sqrt(sum((part**2).sum() for part in parts))
+
+
+def test_a_loss_is_that_of_its_own_batch(tmp_path):
+    """The batch's loss by `evaluate`, of a model that does not learn."""
+    model = network()
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0), SCALING), "mse")
+    rows, targets = data(None)
+    callback = LogCallback(tmp_path / "still.jsonl", PLAN)
+    model.fit(rows, targets, batch_size=2, shuffle=False, verbose=0, callbacks=[callback])
+    logged = [step.loss for step in read_log(tmp_path / "still.jsonl").steps]
+    each = [model.evaluate(rows[i : i + 2], targets[i : i + 2], verbose=0) for i in (0, 10, 22)]
+    assert [logged[i] for i in (0, 5, 11)] == pytest.approx(each, rel=1e-4)
+
+
+def test_skips_are_written_and_the_page_is_drawn(tmp_path):
+    fit(network(), tmp_path / "run.jsonl")
+    log = read_log(tmp_path / "run.jsonl")
+    assert [step.step for step in log.steps if step.skipped] == [BAD + 1]
+    assert [step.scale for step in log.steps[4:8]] == [128.0, 128.0, 64.0, 64.0]
+    assert log.events == ()
+    page = page_html(log)
+    assert "head" in page
+    assert page.startswith("<!DOCTYPE html>")
+
+
+def test_the_logs_of_fit_are_keras_s_own(tmp_path):
+    rows, targets = data(None)
+    histories = []
+    for callbacks in ([], [LogCallback(tmp_path / "run.jsonl", PLAN, every=4)]):
+        keras.config.set_dtype_policy("float32")
+        seed()
+        model = network()
+        model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), SCALING), "mse", metrics=["mae"])
+        found = model.fit(rows, targets, batch_size=2, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        histories.append(found.history)
+    assert histories[0] == histories[1]
+
+
+def test_a_step_that_fails_at_the_floor_gets_a_verdict(tmp_path, caplog):
+    model = network()
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        callback = fit(model, tmp_path / "run.jsonl", scaling=Scaling("dynamic", init=16.0, min=16.0))
+    (event,) = read_log(tmp_path / "run.jsonl").events
+    assert event.step == BAD + 1
+    assert (event.record.module, event.record.kind) == ("body", Kind.INPUT_DATA)
+    assert callback.verdicts == [event.record]
+    assert "input data: " in caplog.text
+    assert "body" in caplog.text
+    model.fit(*data(None), batch_size=2, verbose=0)
+
+
+def test_a_verdict_ends_the_run_where_it_is_told_to(tmp_path):
+    with pytest.raises(NumericsError, match="step 6 was skipped") as raised:
+        fit(network(), tmp_path / "run.jsonl", scaling=Scaling("none"), on_failure="raise")
+    assert raised.value.verdict.module == "body"
+    assert len(read_log(tmp_path / "run.jsonl").steps) == BAD + 1
+
+
+def test_an_overflow_of_a_layer_in_fit_is_named_while_others_learn(tmp_path):
+    model = network()
+    kernel = model.get_layer("head").weights[0]
+    kernel.assign(np.full(kernel.shape, 6e4))
+    model.get_layer("body").weights[1].assign(np.full(4, 100.0))
+    callback = fit(model, tmp_path / "run.jsonl", scaling=Scaling("none"), bad=None)
+    assert {(each.module, each.kind) for each in callback.verdicts} == {("head", Kind.OVERFLOW)}
+    assert len(callback.verdicts) == 3
+
+
+def test_a_loop_of_one_s_own_writes_the_same(tmp_path):
+    model = network()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.05), SCALING)
+    optimizer.build(model.trainable_variables)
+    ops = keras.ops
+    rows, targets = data()
+
+    def loss_of(x, y):
+        return ops.mean(ops.square(ops.cast(model(x), "float32") - y))
+
+    with StepLog(tmp_path / "run.jsonl", model, optimizer, PLAN, every=4) as log:
+        for i in range(0, 24, 2):
+            x, y = ops.convert_to_tensor(rows[i : i + 2]), ops.convert_to_tensor(targets[i : i + 2])
+            loss, grads = step_of(model, optimizer, loss_of, x, y)
+            skipped = log.step(loss, grads)
+            assert skipped == (i // 2 == BAD)
+    own, fitted = read_log(tmp_path / "run.jsonl"), tmp_path / "fit.jsonl"
+    keras.config.set_dtype_policy("float32")
+    seed()
+    fit(network(), fitted)
+    keys = [(step.step, step.scale, step.skipped) for step in own.steps]
+    assert keys == [(step.step, step.scale, step.skipped) for step in read_log(fitted).steps]
+    assert {each.kind for each in own.observations()} == {"weight", "weight_grad"}
+
+
+def step_of(model, optimizer, loss_of, x, y):
+    variables = model.trainable_variables
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_of(x, y)
+            scaled = optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, variables)
+    elif BACKEND == "torch":
+        model.zero_grad()
+        loss = loss_of(x, y)
+        optimizer.scale_loss(loss).backward()
+        grads = [v.value.grad for v in variables]
+    else:
+        import jax
+
+        def scaled(values):
+            with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+                loss = loss_of(x, y)
+                return optimizer.scale_loss(loss), loss
+
+        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)([v.value for v in variables])
+    optimizer.apply(grads, variables)
+    return loss if BACKEND != "torch" else loss.detach(), grads
+
+
+def test_what_cannot_be_logged_is_refused(tmp_path):
+    model = network()
+    model.compile("sgd", "mse")
+    with pytest.raises(SetupError, match=r"LossScaleOptimizer\(optimizer, plan\.scale\)"):
+        model.fit(*data(), verbose=0, callbacks=[LogCallback(tmp_path / "run.jsonl", PLAN)])
+    other = level("O1", "bf16")
+    with pytest.raises(PlanError, match=r"call apply_plan\(model, plan\)"):
+        StepLog(tmp_path / "run.jsonl", model, LossScaleOptimizer(keras.optimizers.SGD(0.1)), other)
+    with pytest.raises(SetupError, match="give 'warn' or 'raise'"):
+        LogCallback(tmp_path / "run.jsonl", PLAN, on_failure="no")
+
+
+@on("torch")
+def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
+    import torch
+
+    import halfstep
+
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "relu", name="body"), layers.Dense(1, name="head")])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, y = torch.from_numpy(ROWS), torch.from_numpy(ROWS.sum(1, keepdims=True))
+
+    def closure():
+        return torch.nn.functional.mse_loss(model(x), y)
+
+    assert halfstep.whatif(closure, model).formats
+    with halfstep.initialize(model, optimizer, "O1", low="bf16") as session:
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = closure()
+            session.backward(loss)
+            session.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        assert halfstep.blame(session, closure) is None
+        halfstep.check(session, closure)
+        x.fill_(torch.nan)
+        assert halfstep.blame(session, closure).kind == Kind.INPUT_DATA

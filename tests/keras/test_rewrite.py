@@ -1,0 +1,67 @@
+"""The one-line switch of mixed precision."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from tests.keras.common import BACKEND, keras, numbers
+
+from halfstep.adapters.keras import LossScaleOptimizer, enable_mixed_precision_graph_rewrite  # isort: skip
+from halfstep.errors import PlanError, SetupError  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def no_models():
+    gc.collect()
+    yield
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.optimizer.set_experimental_options({"auto_mixed_precision": False})
+
+
+def network():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+def models():
+    return tuple(each for each in gc.get_objects() if isinstance(each, keras.Model))
+
+
+def test_one_line_switches_mixed_precision_on():
+    optimizer = enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), others=models())
+    model = network()
+    layer = model.layers[-1]
+    assert (layer.compute_dtype, layer.variable_dtype) == ("float16", "float32")
+    assert isinstance(optimizer, LossScaleOptimizer)
+    model.compile(optimizer, "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    assert float(numbers(optimizer.dynamic_scale)) in (65536.0, 32768.0)  # the first may be too high for these numbers
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        assert tf.config.optimizer.get_experimental_options()["auto_mixed_precision"] is True
+
+
+def test_a_fixed_scale_is_taken():
+    optimizer = enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), 128, others=models())
+    assert optimizer.scaling.init == 128.0
+
+
+def test_what_comes_too_late_is_refused():
+    before = models()
+    model = network()
+    with pytest.raises(
+        SetupError, match=rf"'{model.name}' is built already.*apply_plan\(model, level\('O1', 'fp16'\)\)"
+    ):
+        enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), others=before)
+    used = keras.optimizers.SGD(0.1)
+    used.build(model.trainable_variables)
+    with pytest.raises(SetupError, match="with a new optimizer"):
+        enable_mixed_precision_graph_rewrite(used, others=(*before, model))
+    keras.config.set_dtype_policy("mixed_float16")
+    with pytest.raises(PlanError, match="is 'mixed_float16' already"):
+        enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), others=(*before, model))

@@ -1,0 +1,314 @@
+"""The loss scale in Keras against the rule in Python numbers: 200 steps, planted overflows, every kind of loop."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tests.keras.common import BACKEND, keras, numbers, on
+
+from halfstep.adapters.keras import LossScaleOptimizer  # isort: skip
+from halfstep.edits import Scaling  # isort: skip
+from halfstep.errors import PlanError, SetupError  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS, LR = 200, 0.5
+SCALINGS = {
+    "default": Scaling("dynamic"),
+    "limits": Scaling("dynamic", init=2.0**10, growth_interval=3, min=2.0**6, max=2.0**12),
+    "hysteresis": Scaling(
+        "dynamic", init=256.0, growth=4.0, backoff=0.25, growth_interval=4, hysteresis=3, max=2.0**20
+    ),
+    "static": Scaling("static", init=128.0),
+    "none": Scaling("none"),
+}
+
+
+def planted():
+    """Rows whose gradients are themselves: small whole numbers, and an overflow in every sixth or so, some in a row."""
+    numbers = np.random.default_rng(7)
+    rows = numbers.integers(-4, 5, (STEPS, 3)).astype("float32")
+    bad = numbers.random(STEPS) < 0.16
+    bad[50:54] = True
+    rows[bad, 1] = np.inf
+    rows[60:90] = np.where(np.isfinite(rows[60:90]), rows[60:90], 1.0)  # long enough to reach a ceiling
+    return rows
+
+
+@dataclass
+class Rule:
+    """The rule in Python numbers: an `if` for each case, and the weights that gradient descent reaches."""
+
+    scaling: Scaling
+    scales: list = field(default_factory=list)
+    skips: list = field(default_factory=list)
+
+    def run(self, rows):
+        given = self.scaling
+        scale = 1.0 if given.kind == "none" else given.init
+        clean = overflows = 0
+        weights = np.zeros(3, "float32")
+        for row in rows:
+            overflow = not np.isfinite(row).all()
+            self.skips.append(overflow)
+            if not overflow:
+                weights = weights - np.float32(LR) * row
+            if given.kind == "dynamic":
+                clean, overflows = (0, overflows + 1) if overflow else (clean + 1, overflows)
+                if overflow and overflows >= given.hysteresis:
+                    scale = max(scale * given.backoff, given.min)
+                if clean == given.growth_interval:
+                    scale, clean, overflows = min(scale * given.growth, given.max), 0, 0
+            self.scales.append(scale)
+        return weights
+
+
+def network():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+
+
+def loss_of(_, outputs):
+    return keras.ops.mean(outputs)
+
+
+class Watch(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.scales, self.skipped = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if BACKEND == "jax":
+            self.model.jax_state_sync()
+        self.scales.append(float(numbers(self.model.optimizer.dynamic_scale)))
+        if hasattr(self.model.optimizer, "skipped"):
+            self.skipped.append(int(numbers(self.model.optimizer.skipped)))
+
+
+def fitted(model, optimizer, rows, **settings):
+    model.compile(optimizer, loss_of, **settings)
+    watch = Watch()
+    model.fit(rows, np.zeros(len(rows)), batch_size=1, shuffle=False, verbose=0, callbacks=[watch])
+    return watch
+
+
+def in_fit(model, optimizer, rows):
+    watch = fitted(model, optimizer, rows)
+    return watch.scales, watch.skipped
+
+
+def in_a_loop(model, optimizer, rows, *, unscaled=False, compiled=False):
+    """A step of each backend as its users write it."""
+    apply = optimizer.apply_unscaled if unscaled else optimizer.apply
+    changed = optimizer.unscale if unscaled else list
+    optimizer.build(model.trainable_variables)
+    scales, skipped = [], []
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        def step(row):
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(loss_of(None, model(row)))
+            apply(changed(tape.gradient(loss, model.trainable_variables)), model.trainable_variables)
+
+        step = tf.function(step) if compiled else step
+    elif BACKEND == "torch":
+
+        def step(row):
+            model.zero_grad()
+            optimizer.scale_loss(loss_of(None, model(row))).backward()
+            apply(changed([v.value.grad for v in model.trainable_variables]), model.trainable_variables)
+
+    else:
+        import jax
+
+        def scaled(weights, row, own):
+            outputs, _ = model.stateless_call(weights, [], row)
+            return optimizer.stateless_scale_loss(own, loss_of(None, outputs))
+
+        def step(row):
+            weights = [v.value for v in model.trainable_variables]
+            own = [v.value for v in optimizer.variables]
+            apply(changed(jax.grad(scaled)(weights, row, own)), model.trainable_variables)
+
+    for row in rows:
+        step(keras.ops.convert_to_tensor(row[None]))
+        scales.append(float(numbers(optimizer.dynamic_scale)))
+        skipped.append(int(numbers(optimizer.skipped)))
+    return scales, skipped
+
+
+def stateless(model, optimizer, rows):
+    """A train step of JAX, compiled, with all state outside of the model."""
+    import jax
+
+    optimizer.build(model.trainable_variables)
+
+    def loss(weights, own, row):
+        outputs, _ = model.stateless_call(weights, [], row)
+        return optimizer.stateless_scale_loss(own, loss_of(None, outputs))
+
+    @jax.jit
+    def step(weights, own, row):
+        return optimizer.stateless_apply(own, jax.grad(loss)(weights, own, row), weights)
+
+    weights, own = [v.value for v in model.trainable_variables], [v.value for v in optimizer.variables]
+    order = [id(v) for v in optimizer.variables]
+    places = [order.index(id(v)) for v in (optimizer.dynamic_scale, optimizer.skipped)]
+    seen = []
+    for row in rows:
+        weights, own = step(weights, own, row[None])
+        seen.append([float(own[place]) for place in places])
+    for variable, value in zip(model.trainable_variables, weights, strict=True):
+        variable.assign(value)
+    return [scale for scale, _ in seen], [int(count) for _, count in seen]
+
+
+LOOPS = {
+    "fit": in_fit,
+    "loop": in_a_loop,
+    "unscaled": lambda *given: in_a_loop(*given, unscaled=True),
+    "graph": lambda *given: in_a_loop(*given, compiled=True),
+    "stateless": stateless,
+}
+CASES = [*(("fit", name) for name in SCALINGS), ("loop", "hysteresis"), ("unscaled", "limits")]
+CASES += [("graph", "limits")] * (BACKEND == "tensorflow")
+CASES += [("stateless", "limits"), ("stateless", "hysteresis")] * (BACKEND == "jax")
+
+
+@pytest.mark.parametrize(("loop", "name"), CASES)
+def test_scale_skips_and_weights_are_those_of_the_rule(name, loop):
+    rows, rule = planted(), Rule(SCALINGS[name])
+    weights = rule.run(rows)
+    model = network()
+    scales, skipped = LOOPS[loop](model, LossScaleOptimizer(keras.optimizers.SGD(LR), SCALINGS[name]), rows)
+    assert scales == rule.scales
+    assert np.diff([0, *skipped]).tolist() == [int(each) for each in rule.skips]
+    assert numbers(model.trainable_variables[0]).ravel().tolist() == weights.tolist()
+    assert 20 < sum(rule.skips) < 60
+
+
+def test_without_limits_it_is_the_rule_of_keras():
+    rows = planted()
+    free = Scaling("dynamic", init=2.0**15, growth_interval=3, min=2.0**-126, max=2.0**126)
+    kept = []
+    for optimizer in (
+        LossScaleOptimizer(keras.optimizers.SGD(LR), free),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(LR), 2.0**15, 3),
+    ):
+        model = network()
+        kept.append((fitted(model, optimizer, rows).scales, numbers(model.trainable_variables[0]).tolist()))
+    assert kept[0] == kept[1]
+    assert len(set(kept[0][0])) > 5
+
+
+def test_a_saved_model_goes_on_where_it_was(tmp_path):
+    rows = np.where(np.isfinite(planted()[:60]), planted()[:60], 1.0)
+    rows[[5, 29, 31, 33, 40], 0] = np.inf
+    scaling = SCALINGS["hysteresis"]
+    whole = network()
+    expected = fitted(whole, LossScaleOptimizer(keras.optimizers.Adam(0.01), scaling), rows)
+    model = network()
+    fitted(model, LossScaleOptimizer(keras.optimizers.Adam(0.01), scaling), rows[:33])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"loss_of": loss_of})
+    assert loaded.optimizer.scaling == scaling
+    watch = Watch()
+    loaded.fit(rows[33:], np.zeros(27), batch_size=1, shuffle=False, verbose=0, callbacks=[watch])
+    assert watch.scales == expected.scales[33:]
+    assert watch.skipped == expected.skipped[33:]
+    assert np.array_equal(numbers(loaded.trainable_variables[0]), numbers(whole.trainable_variables[0]))
+
+
+def test_a_norm_is_that_of_the_true_gradients():
+    optimizer, model = LossScaleOptimizer(keras.optimizers.SGD(LR), 64.0), network()
+    fitted(model, optimizer, np.array([[3.0, 0.0, 4.0]], "float32"))
+    assert float(numbers(optimizer.grad_norm)) == 5.0
+
+
+def test_clipping_of_the_wrapped_optimizer_sees_true_gradients():
+    optimizer, model = LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=1.0), 64.0), network()
+    fitted(model, optimizer, np.array([[3.0, 0.0, 4.0]], "float32"))
+    assert numbers(model.trainable_variables[0]).ravel() == pytest.approx([-0.6, 0.0, -0.8])
+
+
+def test_rates_and_steps_are_those_of_the_wrapped_optimizer():
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+    optimizer.learning_rate = 0.125
+    assert float(numbers(optimizer.inner_optimizer.learning_rate)) == 0.125
+    fitted(network(), optimizer, planted()[:3])
+    assert int(numbers(optimizer.iterations)) == int(np.isfinite(planted()[:3]).all(1).sum())
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    wrapped = LossScaleOptimizer(keras.optimizers.SGD(LR))
+    with pytest.raises(SetupError, match=r"LossScaleOptimizer\(optimizer\.inner_optimizer\)"):
+        LossScaleOptimizer(wrapped)
+    with pytest.raises(SetupError, match="Adam"):
+        LossScaleOptimizer("sgd")
+    with pytest.raises(PlanError, match="loss_scale is 'dynamc'"):
+        LossScaleOptimizer(keras.optimizers.SGD(LR), "dynamc")
+    with pytest.raises(ValueError, match="give the variables too"):
+        wrapped.apply([0.0])
+
+
+REPLICAS = """
+import numpy as np, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras
+from halfstep.adapters.keras import LossScaleOptimizer
+from halfstep.edits import Scaling
+
+strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+scaling = Scaling("dynamic", init=256.0, growth_interval=3, min=32.0, max=1024.0)
+rows = np.ones((12, 2, 3), "float32")
+for step, replica in ((2, 0), (6, 1), (7, 1), (8, 0)):
+    rows[step, replica] = np.inf
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), scaling)
+    optimizer.build(model.trainable_variables)
+
+@tf.function
+def loop_step(row):
+    def one(row):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_mean(model(row)) / 2)
+        grads = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(grads, model.trainable_variables)
+    strategy.run(one, args=(row,))
+
+scales, skipped = [], []
+for each in rows:
+    values = strategy.experimental_distribute_values_from_function(lambda c: each[c.replica_id_in_sync_group][None])
+    loop_step(values)
+    scales.append(float(optimizer.dynamic_scale.numpy()))
+    skipped.append(int(optimizer.skipped.numpy()))
+print("LOOP", scales, skipped, model.trainable_variables[0].numpy().ravel().tolist())
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), scaling)
+    model.compile(optimizer, lambda y, p: tf.reduce_mean(p) / 2)
+class Watch(keras.callbacks.Callback):
+    scales = []
+    def on_train_batch_end(self, batch, logs=None):
+        self.scales.append(float(self.model.optimizer.dynamic_scale.numpy()))
+model.fit(rows.reshape(24, 3), np.zeros(24), batch_size=2, shuffle=False, verbose=0, callbacks=[Watch()])
+print("FIT", Watch.scales, int(optimizer.skipped.numpy()), model.trainable_variables[0].numpy().ravel().tolist())
+"""
+
+
+@on("tensorflow")
+def test_several_replicas_skip_together():
+    """Overflows in either replica; 8 of 12 steps are made, each with the sum of two halves of a gradient of ones."""
+    run = subprocess.run([sys.executable, "-c", REPLICAS], capture_output=True, text=True, timeout=300)
+    told = dict(line.split(" ", 1) for line in run.stdout.splitlines() if line.startswith(("LOOP", "FIT")))
+    scales = [256.0, 256.0, 128.0, 128.0, 128.0, 256.0, 128.0, 64.0, 32.0, 32.0, 32.0, 64.0]
+    skipped = [0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4]
+    weights = [-4.0] * 3
+    assert told.get("LOOP") == f"{scales} {skipped} {weights}", run.stderr[-2000:]
+    assert told.get("FIT") == f"{scales} 4 {weights}", run.stderr[-2000:]
