@@ -73,11 +73,11 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
-    def open(self, path: Path) -> float:
-        """Opens a file and returns the milliseconds from then until it was loaded and painted."""
+    def open(self, page: Path | str) -> float:
+        """Opens a file or an address and returns the milliseconds from then until it was loaded and painted."""
         self.errors.clear()
         self.requests.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self._until(lambda message: message.get("method") == "Page.loadEventFired")
         painted = (
             "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"

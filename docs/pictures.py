@@ -1,12 +1,14 @@
-"""Makes the pictures of the report: trains char_lm at O2 in fp16 with a log and a probe, and takes them of its page.
+"""Makes the pictures of the pages: trains char_lm at O2 in fp16 with a log and a probe, and takes them of its page.
 
     python docs/pictures.py        # one to two minutes; needs Chromium and the extra [report]
+    python docs/pictures.py masters        # only the curves with and without masters, from their result file
 
 fp16 is emulated where the device has no units for it. The first step that is skipped is explained by `halfstep.blame`.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -59,8 +61,32 @@ def take(page: Path) -> None:
             raise SystemExit(f"the page logged {browser.errors}")
 
 
+def take_masters() -> None:
+    """Draws the losses of a GPT that was loaded in bf16, as `benchmarks/loaded_low.py` measured them."""
+    import plotly.graph_objects as go
+
+    (result,) = (HERE.parent / "benchmarks" / "results").glob("loaded_low-*.json")
+    curves = json.loads(result.read_text(encoding="utf-8"))["curves"]
+    figure = go.Figure(
+        layout={"template": "plotly_white", "width": 900, "height": 380, "margin": dict.fromkeys("ltrb", 40)}
+    )
+    for (name, points), dash in zip(curves.items(), ("solid", "dot", "dash"), strict=True):
+        steps, losses = zip(*points, strict=True)
+        figure.add_scatter(x=steps, y=losses, name=name, line={"dash": dash})
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(title="loss")
+    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+        page = Path(folder) / "masters.html"
+        figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
+        browser.open(page)
+        browser.picture(HERE / "masters.png", selector=".plotly-graph-div")
+
+
 def main() -> None:
     """Trains, makes the page, takes the pictures."""
+    take_masters()
+    if sys.argv[1:] == ["masters"]:
+        return
     with tempfile.TemporaryDirectory() as folder:
         log, page = Path(folder) / "runs" / "char_lm.jsonl", Path(folder) / "char_lm.html"
         train(log)

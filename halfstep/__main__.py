@@ -16,24 +16,27 @@ from halfstep.cli.report import report
 from halfstep.cli.run import ScriptRaised, run
 from halfstep.cli.whatif import whatif
 from halfstep.errors import HalfstepError, ScriptError
+from halfstep.pages import DIAGNOSIS, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
 
 USAGE_ERROR = 2
 
 app = typer.Typer(
     help="Mixed precision training for PyTorch.",
+    epilog=more(FRONT),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(bench)
-app.command()(check)
-app.command()(doctor)
-app.command()(inspect)
-app.command()(levels)
-app.command()(ops)
-app.command()(report)
-app.command(context_settings={"allow_interspersed_args": False})(run)  # what follows the script is the script's
-app.command()(whatif)
+app.command(epilog=more(LEVELS))(bench)
+app.command(epilog=more(DIAGNOSIS))(check)
+app.command(epilog=more(LEVELS))(doctor)
+app.command(epilog=more(SLOWER))(inspect)
+app.command(epilog=more(LEVELS))(levels)
+app.command(epilog=more(PLANS))(ops)
+app.command(epilog=more(SEEING))(report)
+what_follows = {"allow_interspersed_args": False}  # the script is the script's
+app.command(epilog=more(GUIDE), context_settings=what_follows)(run)
+app.command(epilog=more(DIAGNOSIS))(whatif)
 
 
 def main() -> None:

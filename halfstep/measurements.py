@@ -301,3 +301,15 @@ class Inspection:
     savings: tuple[Saving, ...]
     machine: Machine
     kernels: tuple[KernelRow, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the heaviest operations and the savings; the fields have all that `halfstep inspect` prints."""
+        lines = [f"a step at {self.level} in {self.low}: {self.seconds * 1e3:.3g} ms in operations"]
+        rows = sorted(self.rows, key=lambda row: row.seconds, reverse=True)[:5]
+        lines += [
+            f"  {row.seconds * 1e3:.3g} ms in {row.calls} x {row.operator} ({row.phase}, {row.formats})" for row in rows
+        ]
+        for each in self.savings:
+            lines.append(f"{each.code} at {each.place} costs {each.seconds * 1e3:.3g} ms: {each.evidence}")
+            lines.append(f"  do: {each.advice}")
+        return "\n".join(lines if self.savings else [*lines, "nothing was found that would save time"])

@@ -527,3 +527,12 @@ class WhatIf:
         """
         scale = self.scale(fmt)
         return (scale.edit, *(edit for finding in self.stay_full[scale.format] for edit in finding.cure))
+
+    def __str__(self) -> str:
+        """Returns the loss scales and findings of each format; `rows` has the figures of each module."""
+        lines = [f"predicted from {self.steps} steps in fp32, for what plan {self.plan} stores low"]
+        for scale in self.scales:
+            safe = f"{scale.smallest:g} to {scale.largest:g}" if scale.smallest is not None else "none"
+            lines.append(f"{scale.format}: safe loss scales {safe}")
+            lines += ["  " + str(finding).replace("\n", "\n  ") for finding in self.stay_full[scale.format]]
+        return "\n".join(lines)

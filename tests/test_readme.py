@@ -19,14 +19,21 @@ NAMES = {
     "apex.md": ("apex",),
     "diagnosis.md": ("before", "blame"),
     "guide.md": ("plan", "average", "schedule"),
+    "index.md": ("front",),
     "keras.md": ("keras fit", "keras tape"),  # run by tests/keras/test_page.py
+    "nan.md": ("ask",),
+    "plans.md": ("edited plan",),
     "processes.md": ("sharded",),
+    "quickstart.md": ("loop", "evaluation", "checkpoint", "look", "end"),
+    "slower.md": ("inspected",),
     "seeing.md": ("observe", "seeing"),
     "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),  # run by tests/trainers/test_page.py
 }
 
 
 def blocks(page: Path) -> dict[str, str]:
+    if page.name == "tutorial.md":  # rendered from examples/tutorial.py, see test_site.py
+        return {}
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     return dict(zip(NAMES.get(page.name, ()), code, strict=True))
 
@@ -204,3 +211,61 @@ def test_a_sharded_model_trains(names, process_group):
     with names["session"] as session:
         assert session.status().steps == len(names["loader"])
         assert session.status().skipped == 0
+
+
+def test_the_front_page_trains(names):
+    before = names["model"].state_dict()["head.weight"].clone()
+    inputs, targets = names["loader"][0]
+    names["loss"] = names["loss_fn"](names["model"](inputs), targets)
+    exec(BLOCKS["front"], names)
+    with names["session"]:
+        assert not torch.equal(names["model"].state_dict()["head.weight"], before)
+
+
+def test_the_quickstart_trains_evaluates_resumes_looks_and_closes(names, capsys):
+    for name in ("loop", "evaluation", "checkpoint", "look", "end"):
+        exec(BLOCKS[name], names)
+    assert names["session"].status().steps == len(names["loader"])
+    assert 0 <= names["accuracy"] <= 1
+    assert capsys.readouterr().out == "", "nothing is found in this model"
+    assert type(names["model"]) is Model
+
+
+def test_a_batch_that_fails_is_explained(names, capsys):
+    names["inputs"], names["targets"] = torch.randn(4, 8), torch.randint(0, 4, (4,))
+    with torch.no_grad():
+        names["model"].head.weight.mul_(1e7)
+    with halfstep.initialize(names["model"], names["optimizer"], "O1", low="fp16") as names["session"]:
+        exec(BLOCKS["ask"], names)
+    assert "overflow: linear in head" in capsys.readouterr().out
+
+
+def test_a_step_is_inspected(names, capsys):
+    names["inputs"], names["targets"] = names["loader"][0]
+    with halfstep.initialize(names["model"], names["optimizer"], "O1", low="bf16") as names["session"]:
+        exec(BLOCKS["inspected"], names)
+    printed = capsys.readouterr().out
+    assert printed.startswith("a step at O1 in bf16: ")
+    assert len(printed) < 3000, "it is read in a terminal"
+
+
+def test_an_edited_plan_is_what_the_session_says(names, capsys):
+    exec(BLOCKS["edited plan"], names)
+    with names["session"] as session:
+        assert "rule 'head'" in capsys.readouterr().out
+        assert session.plan.scale == halfstep.Scaling("dynamic", init=1024, min=1.0)
+
+
+def test_the_plan_file_of_the_page_is_read(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "plans.md").read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "plan.toml"
+    path.write_text(text, encoding="utf-8")
+    plan = halfstep.load_plan(path)
+    full = halfstep.level("O2", "fp16").edit(
+        halfstep.Rule("blocks.*.attn", halfstep.FULL),
+        halfstep.Rule("type:GroupNorm", halfstep.FULL),
+        halfstep.OpChange("deny", "gelu"),
+        halfstep.OpChange("allow", "einsum"),
+        halfstep.Scaling("dynamic", init=1024.0, min=1.0),
+    )
+    assert plan == full

@@ -107,3 +107,16 @@ def test_edits_and_verdicts_are_typed_where_a_user_meets_them():
     assert get_type_hints(WhatIf.edits)["return"] == tuple[Edit, ...]
     assert get_type_hints(ScaleRange)["edit"] is Scaling
     assert get_type_hints(NumericsError.__init__)["verdict"] is Verdict
+
+
+def test_a_prediction_prints_scales_and_findings():
+    scale = ScaleRange("fp16", 2.0, 1024.0, 16.0, (512.0, 1024.0), 64.0, "head", Scaling("static", init=16))
+    finding = Finding("warning", "stay full", "head", "activation: 5.6% saturated", "keep head full", ())
+    prediction = WhatIf("O2", 3, ("fp16",), (), (scale,), {"fp16": (finding,)})
+    assert str(prediction).splitlines() == [
+        "predicted from 3 steps in fp32, for what plan O2 stores low",
+        "fp16: safe loss scales 2 to 1024",
+        "  warning: stay full at head",
+        "    seen: activation: 5.6% saturated",
+        "    do: keep head full",
+    ]

@@ -28,6 +28,7 @@ from halfstep.formats import Format
 from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.pages import NAN, more
 from halfstep.records import Kind, NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
 from halfstep.session.stage import Stage
@@ -367,7 +368,7 @@ class Guardian:
             return
         self._said.add(key)
         self._tell(verdict)
-        text = f"step {step} was skipped like those before it{about_scale}\n{verdict}"
+        text = f"step {step} was skipped like those before it{about_scale}\n{verdict}\n  {more(NAN)}"
         if self._on_failure == "raise" and not self._stage.summing():
             raise NumericsError(text, verdict)
         if self._on_failure == "raise":
@@ -381,7 +382,7 @@ class Guardian:
         if error is None:
             verdict = of_another(stopping)
             self._tell(verdict)
-            error = NumericsError(f"step {step} was skipped like those before it\n{verdict}", verdict)
+            error = NumericsError(f"step {step} was skipped like those before it\n{verdict}\n  {more(NAN)}", verdict)
         raise error
 
 

@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
 from halfstep.formats import Format, as_format
+from halfstep.pages import PLANS, more
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
@@ -289,7 +290,7 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
     try:
         return from_dict(entries, low=low)
     except PlanError as error:
-        raise PlanError(f"plan file {str(file)!r} {error}") from None
+        raise PlanError(f"plan file {str(file)!r} {error}; {more(PLANS)}") from None
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

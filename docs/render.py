@@ -1,0 +1,61 @@
+"""Runs examples/tutorial.py cell by cell, and writes its text, code and what it prints to docs/tutorial.md.
+
+    python docs/render.py        # some seconds on a CPU
+
+Cells begin with `# %%`, those of text with `# %% [markdown]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+TUTORIAL = HERE.parent / "examples" / "tutorial.py"
+
+
+def cells(source: str) -> list[tuple[bool, int, str]]:
+    """Returns the cells: whether it is text, the number of its first line, and what it holds."""
+    found = []
+    for match in re.finditer(r"^# %%(.*)\n((?:(?!# %%).*(?:\n|\Z))*)", source, re.MULTILINE):
+        text, body = match[1].strip() == "[markdown]", match[2]
+        first = source[: match.start(2)].count("\n") + 1
+        found.append((text, first, re.sub(r"^# ?", "", body, flags=re.MULTILINE) if text else body))
+    return found
+
+
+def render(path: Path) -> str:
+    """Returns the page: each cell, and below each cell of code what it printed."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    parts = []
+    for text, first, body in cells(path.read_text(encoding="utf-8")):
+        if text:
+            parts.append(body.strip())
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (first - 1) + body, str(path), "exec"), names)  # its lines have their numbers
+        parts.append(f"```python\n{body.strip()}\n```")
+        if printed.getvalue():
+            parts.append(f"```text\n{printed.getvalue().rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Writes the page."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        page = render(TUTORIAL)
+        os.chdir(here)
+    (HERE / "tutorial.md").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The pages of the documentation to which commands and errors point, by what they answer."""
+
+from __future__ import annotations
+
+FRONT = "docs/index.md"
+GUIDE = "docs/guide.md"
+LEVELS = "docs/which-level.md"
+NAN = "docs/nan.md"
+DIAGNOSIS = "docs/diagnosis.md"
+SLOWER = "docs/slower.md"
+PLANS = "docs/plans.md"
+SEEING = "docs/seeing.md"
+SUPPORT = "docs/support.md"
+
+
+def more(page: str) -> str:
+    """Returns the words that point to a page.
+
+    >>> more(NAN)
+    'more: docs/nan.md'
+    """
+    return f"more: {page}"
