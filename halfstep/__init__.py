@@ -3,6 +3,7 @@
 from halfstep.adapters.fsdp import fsdp_policy
 from halfstep.cast.autocast import autocast
 from halfstep.diagnose.blame import blame
+from halfstep.diagnose.gathered import on_gathered_copy
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import (
     FormatError,
@@ -107,6 +108,7 @@ __all__ = [
     "level",
     "load_plan",
     "measure",
+    "on_gathered_copy",
     "read_log",
     "resolve",
     "save_plan",

@@ -134,6 +134,15 @@ def read_facts(device: torch.device) -> DeviceFacts:
     return DeviceFacts(device.type, capability, read_processor())
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Returns how many bytes of memory are free on a device; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = Path("/proc/meminfo")  # of Linux; the kernel's own estimate, which counts what it would give up
+    lines = known.read_text(encoding="utf-8").splitlines() if device.type == "cpu" and known.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def read_processor() -> Processor:
     """Returns the class of this machine's processor, as far as torch uses it: the one place that asks torch for it.
 

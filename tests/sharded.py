@@ -9,6 +9,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -482,6 +483,69 @@ def refused(rank, what):
     ask = {"blame": halfstep.blame, "check": halfstep.check}[what]
     found = said(lambda: ask(session, lambda: loss_of(net, 0, rank, dist.get_world_size())))
     session.close()
+    return found
+
+
+def overflowing():
+    net = made()
+    with torch.no_grad():
+        net.blocks[1].norm.weight.fill_(3e4)  # so that the product that follows is beyond fp16
+    return net
+
+
+def told(ask, whole, model):
+    """Returns what blame or check says of a model, of a batch of process 1 in words that do not hang on bits."""
+    found = ask(whole, lambda: loss_of(model, 0, 1, 2))
+    each = found if isinstance(found, tuple) else [found]
+    return [[one.kind if ask is halfstep.blame else one.code, one.place, str(one.cure)] for one in each]
+
+
+ASKS = {"blame": halfstep.blame, "check": halfstep.check}
+
+
+def gathered(rank, what):
+    """Asks process 1 of a copy of a sharded model after a skipped step; returns what it says, and what has changed."""
+    net = shard(overflowing(), "O1", "fp16")
+    optimizer = adamw(net)
+    session = halfstep.initialize(net, optimizer, "O1", low="fp16")
+    train(net, optimizer, session, 1, rank=rank, size=dist.get_world_size())
+    before = states(net, optimizer), session.state_dict()
+    found = halfstep.on_gathered_copy(session, made, lambda *given: told(ASKS[what], *given), rank=1)
+    unchanged = (states(net, optimizer), session.state_dict()) == before
+    train(net, optimizer, session, 1, rank=rank, size=dist.get_world_size())
+    goes_on = session.status().steps == 2
+    session.close()
+    return found, unchanged, goes_on
+
+
+def not_gathered(rank):
+    """Asks of copies that cannot be made, or raises there; returns the error of each."""
+    net = shard(made(), "O1", "bf16")
+    session = halfstep.initialize(net, adamw(net), "O1", low="bf16")
+
+    def ask(build, ask=lambda whole, model: None, rank=0):
+        try:
+            return str(halfstep.on_gathered_copy(session, build, ask, rank=rank))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def fails(whole, model):
+        raise KeyError("its own")
+
+    with patch("halfstep.diagnose.gathered.free_bytes", lambda device: 1000):
+        small = ask(made)
+    found = {
+        "small": small,
+        "other": ask(lambda: made(hidden=33)),
+        "several": ask(lambda: [made(), made()]),
+        "no model": ask(lambda: 1),
+        "raises": ask(made, fails),
+        "not sent": ask(made, lambda whole, model: lambda: 0),
+        "rank": ask(made, rank=2),
+        "fits": ask(made),
+    }
+    session.close()
+    found["closed"] = ask(made)
     return found
 
 

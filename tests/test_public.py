@@ -24,6 +24,7 @@ FUNCTIONS = {
     "level",
     "load_plan",
     "measure",
+    "on_gathered_copy",
     "read_log",
     "resolve",
     "save_plan",

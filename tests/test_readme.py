@@ -1,12 +1,15 @@
 """The code of the README and of docs/ runs as it stands there; links and quoted result files exist."""
 
+import copy
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import halfstep
 from halfstep.adapters.apex import uninstall
@@ -23,7 +26,7 @@ NAMES = {
     "keras.md": ("keras fit", "keras tape"),  # run by tests/keras/test_page.py
     "nan.md": ("ask",),
     "plans.md": ("edited plan",),
-    "processes.md": ("sharded",),
+    "processes.md": ("sharded", "load", "gathered"),
     "quickstart.md": ("loop", "evaluation", "checkpoint", "look", "end"),
     "slower.md": ("inspected",),
     "seeing.md": ("observe", "seeing"),
@@ -269,3 +272,30 @@ def test_the_plan_file_of_the_page_is_read(tmp_path):
         halfstep.Scaling("dynamic", init=1024.0, min=1.0),
     )
     assert plan == full
+
+
+def test_a_sharded_model_is_loaded_from_a_distributed_checkpoint(names, process_group):
+    names["model"].blocks = [names["model"].body]
+    with torch.random.fork_rng():
+        exec(BLOCKS["sharded"], names)
+    names |= {"copy": copy, "dcp": dcp, "get_state_dict": get_state_dict, "set_state_dict": set_state_dict}
+    with names["session"] as session:
+        weights, states = get_state_dict(names["model"], names["optimizer"])
+        saved = {"model": weights, "optimizer": states, "session": session.state_dict()}
+        dcp.save(saved, checkpoint_id=names["path"])
+        before = {name: t.full_tensor().clone() for name, t in names["model"].state_dict().items()}
+        backward(names)
+        session.step()
+        exec(BLOCKS["load"], names)
+        assert session.status().steps == len(names["loader"])
+        assert all(torch.equal(t.full_tensor(), before[name]) for name, t in names["model"].state_dict().items())
+
+
+def test_a_sharded_model_is_blamed_on_a_gathered_copy(names, process_group):
+    names["model"].blocks = [names["model"].body]
+    with torch.random.fork_rng():
+        exec(BLOCKS["sharded"], names)
+    names |= {"GPT": Model, "inputs": torch.full((4, 8), torch.nan), "targets": torch.zeros(4, dtype=torch.long)}
+    with names["session"]:
+        exec(BLOCKS["gathered"], names)
+    assert names["verdict"].kind == "input data"

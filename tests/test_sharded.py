@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import halfstep
 from tests import replicas, sharded
 from tests.sharded import LEVELS, LOWS
 
@@ -45,6 +46,8 @@ CASES |= {
     "optimizer": (sharded.differing, ("optimizer",)),
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
+    **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
+    "not gathered": (sharded.not_gathered, ()),
 }
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
@@ -254,7 +257,38 @@ def test_processes_with_different_plans_or_optimizers(found):
 def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
     for each in found:
         assert f"SetupError: the model is sharded over processes, and {what}()" in each[what]
-        assert "in one process, from a checkpoint" in each[what]
+        assert f"halfstep.on_gathered_copy(session, build, lambda whole, model: halfstep.{what}(" in each[what]
+
+
+@pytest.mark.parametrize("what", sharded.ASKS)
+def test_blame_and_check_say_of_a_gathered_copy_what_they_say_of_an_unsharded_model(what, found):
+    net = sharded.overflowing()
+    optimizer = sharded.adamw(net)
+    with halfstep.initialize(net, optimizer, "O1", low="fp16") as session:
+        sharded.train(net, optimizer, session, 1)
+        said = sharded.told(sharded.ASKS[what], session, net)
+    assert any(place.startswith("blocks.1.up") for _, place, _ in said)
+    assert [each[f"gathered {what}"] for each in found] == [[said, True, True]] * 2
+
+
+def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
+    one, other = (each["not gathered"] for each in found)
+    assert "SetupError: to look at a copy of the model takes" in one["small"]
+    assert "cpu has 9.31e-07 GiB free: ask in a process with more memory" in one["small"]
+    assert "SetupError: build() returned another model than the one that is sharded: " in one["other"]
+    assert "SetupError: build() returned 2 models, and the session has 1" in one["several"]
+    assert "SetupError: build() returned int; it returns the model as it is before fully_shard" in one["no model"]
+    assert one["raises"] == "KeyError: 'its own'"
+    assert "lambda" in one["not sent"]
+    for what in ("small", "other", "several", "no model", "raises", "not sent"):
+        assert other[what] == f"SessionError: process 0 has raised {one[what]}"
+    assert (
+        one["rank"]
+        == other["rank"]
+        == ("SetupError: rank is 2; the model is sharded over the processes [0, 1]: give one of these")
+    )
+    assert one["fits"] == other["fits"] == "None"
+    assert "takes an open session, not a closed session" in one["closed"]
 
 
 SLOW = ("replicas", "fewer", "backward O1", "raises", "raises sharded")

@@ -88,8 +88,10 @@ def check_given(function: str, session: object, closure: object) -> None:
     if sharded_parameters(session.stage.roots):
         raise SetupError(
             f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 does "
-            "not make: build the model without fully_shard in one process, from a checkpoint "
-            "(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))), and ask there"
+            "not make; ask one of a copy that one process gathers, and call this in all of them: "
+            "halfstep.on_gathered_copy(session, build, lambda whole, model: "
+            f"halfstep.{function}(whole, lambda: loss_fn(model(inputs), targets))), where build() returns the model "
+            "without fully_shard"
         )
 
 

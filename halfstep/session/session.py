@@ -122,6 +122,7 @@ class Session:
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
         self._rehearsing = False
         self._trial: Session | None = None
+        self._tried_by: Session | None = None  # whose models these are copies of
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
@@ -426,6 +427,8 @@ class Session:
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Gives a record other than a step's to the sinks that take them (`Recorder`), such as a run log."""
+        if self._tried_by is not None:
+            self._tried_by.tell(record)
         for sink in self._recorders:
             sink.record(record)
 
@@ -458,10 +461,14 @@ class Session:
             self._rehearsing = False
 
     @contextmanager
-    def trial(self, plan: Plan) -> Iterator[Session]:
-        """Opens a session with another plan over copies of the models; `autocast` is that of the trial meanwhile."""
-        with Session(decide_for_copies(self._decision, plain_copies(self._roots), plan)) as trial:
-            self._trial = trial
+    def trial(self, plan: Plan, copies: Sequence[nn.Module] | None = None) -> Iterator[Session]:
+        """Opens a session with another plan over copies of the models, which it makes unless they are given.
+
+        `autocast` is that of the trial meanwhile, which knows the steps and optimizers of this session.
+        """
+        copies = plain_copies(self._roots) if copies is None else copies
+        with Session(decide_for_copies(self._decision, copies, plan)) as trial:
+            self._trial, trial._tried_by = trial, self
             try:
                 yield trial
             finally:
@@ -473,6 +480,8 @@ class Session:
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
         """Returns what is known of the last step on a loss, read on the host (this waits for the device)."""
+        if self._tried_by is not None:
+            return self._tried_by.last_step(loss_id)
         last = self._last.get(loss_id)
         skipped = last is not None and bool(last.skipped)
         now = self._scales.read(loss_id)
@@ -496,6 +505,8 @@ class Session:
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that the session was given."""
+        if self._tried_by is not None:
+            return self._tried_by.optimizers
         return tuple(part.optimizer for part in self._parts)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:

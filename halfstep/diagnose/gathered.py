@@ -1,0 +1,111 @@
+"""Sharded models looked at as whole ones: one process gathers a copy, asks there, and tells all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.errors import SessionError, SetupError
+from halfstep.machine import free_bytes
+from halfstep.plan.plan import Plan
+from halfstep.processes.alone import done_alone, whole_state
+from halfstep.processes.shards import fsdp_modules, group_of, reshard, sharded_parameters
+from halfstep.session.session import Session
+
+T = TypeVar("T")
+PER_ELEMENT = 16  # bytes: weights and gradients of the copy, and of one of its own that a cure is tried on
+
+
+def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[..., T], *, rank: int = 0) -> T:
+    """Returns what `ask` returns of an unsharded copy of a sharded model, in all processes; all have to call it.
+
+    One process, `rank`, calls `build()` for the model as it is before it is sharded (a list where the session has
+    several), gives it the weights and buffers of now, and calls `ask(whole, model)` with a session of it under the same
+    plan:
+
+        verdict = halfstep.on_gathered_copy(
+            session, GPT, lambda whole, model: halfstep.blame(whole, lambda: loss_fn(model(inputs), targets))
+        )
+
+    `halfstep.check` and `halfstep.inspect` work alike. `inputs` are those of that process, and
+    `session.status().spoiled_by` says whose loss was not finite. `whole` knows the last step of `session`. Weights are
+    rounded to the low format, as FSDP2 gathers them. Nothing of the sharded model and of its training changes.
+
+    Raises:
+        SessionError: the session is closed, or another process has raised an error, which it names.
+        SetupError: the model is not sharded, it does not fit into the memory of that process, or it is another model
+            than `build` returns.
+    """
+    if not isinstance(session, Session) or session.closed:
+        what = "a closed session" if isinstance(session, Session) else type(session).__name__
+        raise SessionError(f"on_gathered_copy() takes an open session, not {what}; call it after halfstep.initialize")
+    roots = session.stage.roots
+    reshard(roots)  # after an evaluation they hold whole weights
+    parameters = sharded_parameters(roots)
+    if not parameters:
+        raise SetupError("the model is not sharded: ask the session itself, as in halfstep.blame(session, closure)")
+    group = group_of(parameters)
+    if rank not in dist.get_process_group_ranks(group):
+        ranks = dist.get_process_group_ranks(group)
+        raise SetupError(f"rank is {rank}; the model is sharded over the processes {ranks}: give one of these")
+    built: list[nn.Module] = []
+    done_alone(lambda: built.extend(_built(build, roots, session.stage.device)), rank, group)
+    states = [whole_state(root, rank) for root in roots]
+
+    def look() -> T:
+        for model, root, state in zip(built, roots, states, strict=True):
+            _fill(model, root, state, session.plan)
+        with session.trial(session.plan, built) as whole:
+            return ask(whole, *built)
+
+    return done_alone(look, rank, group)
+
+
+def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
+    """Returns the models that were built, on the device; before that it looks whether there is room for them.
+
+    Raises:
+        SetupError: there is not, or these are other models.
+    """
+    needed = PER_ELEMENT * sum(p.numel() for root in roots for p in root.parameters())
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise SetupError(
+            f"to look at a copy of the model takes {needed / 2**30:.3g} GiB for its weights and gradients, and what a "
+            f"forward keeps; {device} has {free / 2**30:.3g} GiB free: ask in a process with more memory, from a "
+            "checkpoint (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
+        )
+    found = build()
+    models = list(found) if isinstance(found, (list, tuple)) else [found]
+    for model in models:
+        if not isinstance(model, nn.Module) or sharded_parameters([model]):
+            what = "a sharded model" if isinstance(model, nn.Module) else type(model).__name__
+            raise SetupError(f"build() returned {what}; it returns the model as it is before fully_shard")
+    if len(models) != len(roots):
+        raise SetupError(f"build() returned {len(models)} models, and the session has {len(roots)}: return as many")
+    return [model.to(device) for model in models]
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, root: nn.Module, state: dict[str, Tensor], plan: Plan) -> None:
+    """Gives a model what a sharded one has, as it reads it.
+
+    Raises:
+        SetupError: the two are not the same model.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise SetupError(f"build() returned another model than the one that is sharded: {error}") from error
+    own = dict(root.named_parameters())
+    low = plan.low.dtype if plan.ops != "none" and fsdp_modules([root]) else torch.float32
+    for name, p in model.named_parameters():
+        p.requires_grad_(own[name].requires_grad)
+        if p.dtype is torch.float32:
+            p.copy_(p.to(low))
+    for copied, module in zip(model.modules(), root.modules(), strict=True):
+        copied.training = module.training

@@ -1,0 +1,51 @@
+"""What one process of a group does for all of them: it holds whole tensors, works, and tells the others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.errors import SessionError
+from halfstep.processes.shards import is_sharded
+
+T = TypeVar("T")
+
+
+def whole_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Returns the state of a model with whole tensors in the process `rank`, and nothing in the others.
+
+    A collective call, which gathers one tensor at a time.
+    """
+    found = {}
+    for name, value in root.state_dict().items():
+        whole = value.full_tensor() if is_sharded(value) else value
+        if dist.get_rank() == rank:
+            found[name] = whole
+    return found
+
+
+def done_alone(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
+    """Runs something in the process `rank` and returns what it returns in all of a group; a collective call.
+
+    Raises:
+        SessionError: it has raised, which that process raises as it came; or what it returns cannot be sent.
+    """
+    failed: Exception | None = None
+    sent: list[Any] = [None, None]
+    if dist.get_rank() == rank:
+        try:
+            result = run()
+            sent = [pickle.dumps(result), None]
+        except Exception as error:  # whatever it is, the others are waiting
+            failed, sent = error, [None, f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(sent, src=rank, group=group)
+    if failed is not None:
+        raise failed
+    if sent[1] is not None:
+        raise SessionError(f"process {rank} has raised {sent[1]}")
+    answer: T = result if dist.get_rank() == rank else pickle.loads(sent[0])
+    return answer
