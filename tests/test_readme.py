@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import halfstep
 from halfstep.adapters.apex import uninstall
+from halfstep.workloads.load import load_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,7 +22,7 @@ NAMES = {
     "README.md": ("first lines",),
     "apex.md": ("apex",),
     "diagnosis.md": ("before", "blame"),
-    "guide.md": ("plan", "average", "schedule"),
+    "guide.md": ("own workload", "plan", "average", "schedule"),
     "index.md": ("front",),
     "keras.md": ("keras fit", "keras tape"),  # run by tests/keras/test_page.py
     "nan.md": ("ask",),
@@ -299,3 +300,13 @@ def test_a_sharded_model_is_blamed_on_a_gathered_copy(names, process_group):
     with names["session"]:
         exec(BLOCKS["gathered"], names)
     assert names["verdict"].kind == "input data"
+
+
+def test_a_workload_of_ones_own_is_taken(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(BLOCKS["own workload"], encoding="utf-8")
+    workload = load_workload(f"{path}:mine")
+    inputs, targets = next(workload.batches(0))
+    loss = workload.loss(workload.build(0)(inputs), targets)
+    assert loss.isfinite()
+    assert workload.evaluate(workload.build(0)).keys() == {"loss"}

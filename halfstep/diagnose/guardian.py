@@ -325,7 +325,7 @@ class Guardian:
         same step, none of them does before the lowest scale of the step, which they have `shared`, is at its floor.
         """
         plan = self._stage.plan
-        found = replace(found, untried="halfstep.blame(session, closure) would")
+        found = replace(found, untried="halfstep.blame(session, closure) tries it")
         lower = _Lower.estimate(found, plan.low, scale)
         dynamic = plan.scale.kind == "dynamic"
         lives_at_floor = self._counter.lives_at_floor(self._about) and scale <= self._floor * plan.scale.growth
