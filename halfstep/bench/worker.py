@@ -70,7 +70,8 @@ def answers(task: Task) -> Iterator[dict[str, Any]]:
     energy = energy_meter(device)
     peak, facts, total = None, None, COUNTED + UNTIMED + task.steps
     with ExitStack() as stack, ExitStack() as counted:
-        count = counted.enter_context(counting(device))
+        count = counting(device)
+        counted.enter_context(count)
         variant = task.entry.start(workload, task.seed, device)
         stack.callback(variant.close)
         base_lr = [group["lr"] for group in variant.optimizer.param_groups]

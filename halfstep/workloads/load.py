@@ -67,9 +67,10 @@ def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Pa
     >>> load_model("resnet50", {"width": "8"}).depth
     50
     """
-    if name not in (*MODELS, *WORKLOADS) and ":" not in name:
-        known = ", ".join((*MODELS, *WORKLOADS))
-        raise WorkloadError(f"unknown model {name!r}{near_miss(name, MODELS)}; known are {known} and path.py:function")
+    known = (*MODELS, *WORKLOADS)
+    if name not in known and ":" not in name:
+        hint = near_miss(name, known) or ";"
+        raise WorkloadError(f"unknown model {name!r}{hint} known are {', '.join(known)} and path.py:function")
     workload, own = MODELS.get(name, (name, {}))
     return load_workload(workload, {**own, **(settings or {})}, data=data)
 

@@ -47,7 +47,10 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
         (["regression", "--batch-size", "4,x"], "holds 'x', which is no size"),
         (["regression", "--model", "resnet18"], "both say what is trained"),
         (["--model", "resnet19"], "unknown model 'resnet19'"),
-        (["regresion", "--batch-size", "4"], "unknown model 'regresion'"),
+        (
+            ["regresion", "--batch-size", "4"],
+            "unknown model 'regresion'; did you mean 'regression'? known are resnet18",
+        ),
         (["--model", "resnet18"], "cifar_resnet: no data given"),
         (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),
         (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),
