@@ -5,14 +5,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
+
+from halfstep.adapters.keras import apply_plan, describe, policy_map, set_plan
+from halfstep.adapters.keras.policies import layers_of
+from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
+from halfstep.errors import PlanError
+from halfstep.plan.levels import customize, level
 from tests.keras.common import BACKEND, keras, seed
 from tests.keras.zoo import ZOO, densenet, recurrent, transformer, vgg
-
-from halfstep.adapters.keras import apply_plan, describe, policy_map, set_plan  # isort: skip
-from halfstep.adapters.keras.policies import layers_of  # isort: skip
-from halfstep.edits import FULL, LOW, OpChange, Policy, Rule  # isort: skip
-from halfstep.errors import PlanError  # isort: skip
-from halfstep.plan.levels import customize, level  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NORMS = ("BatchNormalization", "LayerNormalization")
