@@ -13,7 +13,7 @@ from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
 from halfstep.errors import PlanError
 from halfstep.plan.levels import customize, level
 from tests.keras.common import BACKEND, keras, seed
-from tests.keras.zoo import ZOO, densenet, recurrent, transformer, vgg
+from tests.keras.zoo import ZOO, convnext, recurrent, transformer, vgg
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NORMS = ("BatchNormalization", "LayerNormalization")
@@ -84,8 +84,8 @@ def run(model, x):
         model(x)
 
 
-CASES = [(build, name) for build in ZOO for name in ("O1 fp16", "O3 bf16", "rules")]
-CASES += [(build, name) for build in (densenet, transformer) for name in PLANS if (build, name) not in CASES]
+CASES = [(build, name) for build in ZOO for name in ("O1 fp16", "rules")]
+CASES += [(build, name) for build in (convnext, recurrent) for name in PLANS if (build, name) not in CASES]
 
 
 @pytest.mark.parametrize(("build", "name"), CASES, ids=lambda given: getattr(given, "__name__", given))
