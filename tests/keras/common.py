@@ -1,10 +1,10 @@
-"""What the tests of the Keras adapter share; importing it skips a module where Keras, or its backend, is missing."""
+"""What the tests of the Keras adapter share."""
 
 import random
 
+import keras
 import pytest
 
-keras = pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras", exc_type=ImportError)
 BACKEND = keras.backend.backend()
 
 

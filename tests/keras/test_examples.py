@@ -2,10 +2,11 @@
 
 import pytest
 
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
+
+from halfstep.report.run import read_log
 from tests.keras.common import BACKEND
 from tests.test_examples import data, run  # noqa: F401
-
-from halfstep.report.run import read_log  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXAMPLES = {

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
+
+from halfstep.adapters.keras import apply_plan, find_broken, set_plan
+from halfstep.edits import FULL, Rule
+from halfstep.plan.levels import level
+from halfstep.records import Kind
 from tests.keras.common import keras, numbers
 from tests.keras.zoo import Block
-
-from halfstep.adapters.keras import apply_plan, find_broken, set_plan  # isort: skip
-from halfstep.edits import FULL, Rule  # isort: skip
-from halfstep.plan.levels import level  # isort: skip
-from halfstep.records import Kind  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 layers, ops = keras.layers, keras.ops

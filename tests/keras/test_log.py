@@ -5,15 +5,16 @@ import logging
 import numpy as np
 import pytest
 
-from tests.keras.common import BACKEND, keras, numbers, on, seed
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, set_plan  # isort: skip
-from halfstep.edits import Scaling  # isort: skip
-from halfstep.errors import PlanError, SetupError  # isort: skip
-from halfstep.plan.levels import level  # isort: skip
-from halfstep.records import Kind, NumericsError  # isort: skip
-from halfstep.report.html import page_html  # isort: skip
-from halfstep.report.run import read_log  # isort: skip
+from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, set_plan
+from halfstep.edits import Scaling
+from halfstep.errors import PlanError, SetupError
+from halfstep.plan.levels import level
+from halfstep.records import Kind, NumericsError
+from halfstep.report.html import page_html
+from halfstep.report.run import read_log
+from tests.keras.common import BACKEND, keras, numbers, on, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SCALING = Scaling("dynamic", init=64.0, growth_interval=4, min=16.0)

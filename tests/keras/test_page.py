@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
+
+from halfstep.adapters.keras import LossScaleOptimizer
+from halfstep.report.run import read_log
 from tests.keras.common import keras, numbers, on
 from tests.test_readme import BLOCKS
-
-from halfstep.adapters.keras import LossScaleOptimizer  # isort: skip
-from halfstep.report.run import read_log  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 X, Y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")

@@ -5,10 +5,11 @@ import gc
 import numpy as np
 import pytest
 
-from tests.keras.common import BACKEND, keras, numbers
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import LossScaleOptimizer, enable_mixed_precision_graph_rewrite  # isort: skip
-from halfstep.errors import PlanError, SetupError  # isort: skip
+from halfstep.adapters.keras import LossScaleOptimizer, enable_mixed_precision_graph_rewrite
+from halfstep.errors import PlanError, SetupError
+from tests.keras.common import BACKEND, keras, numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tests.keras.common import BACKEND, keras, numbers, on
+pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import LossScaleOptimizer  # isort: skip
-from halfstep.edits import Scaling  # isort: skip
-from halfstep.errors import PlanError, SetupError  # isort: skip
+from halfstep.adapters.keras import LossScaleOptimizer
+from halfstep.edits import Scaling
+from halfstep.errors import PlanError, SetupError
+from tests.keras.common import BACKEND, keras, numbers, on
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS, LR = 200, 0.5
@@ -258,8 +259,6 @@ import numpy as np, tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import keras
-from halfstep.adapters.keras import LossScaleOptimizer
-from halfstep.edits import Scaling
 
 strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
 scaling = Scaling("dynamic", init=256.0, growth_interval=3, min=32.0, max=1024.0)
