@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,10 @@ ROLL_CALL = 5.0  # seconds
 
 
 @contextmanager
-def naming_who_is_gone(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
     """Names the processes that are gone where a collective operation inside fails.
+
+    `meeting` is a text that these processes alone have: torchrun keeps its store for those that it starts again.
 
     Raises:
         SessionError: a connection to other processes was closed or timed out in `what`.
@@ -28,13 +29,14 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str) -> Iterator[N
     except RuntimeError as error:
         if not (group_is_open() and is_lost_connection(error)):
             raise
+        said = _said_of(absent(group, meeting))
         raise SessionError(
-            f"process {dist.get_rank()} got no answer in {what} ({error}): {_said_of(absent(group))}. Nothing was "
-            "updated here: start all of them again from the last checkpoint"
+            f"process {dist.get_rank()} got no answer in {what} ({error}): {said}. Nothing was updated here: start all "
+            "of them again from the last checkpoint"
         ) from error
 
 
-def absent(group: dist.ProcessGroup | None) -> list[int]:
+def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:
     """Returns which processes of a group do not find within `ROLL_CALL` that it has failed.
 
     Those that are there tell the store that they met in, which answers whatever has become of the group.
@@ -44,20 +46,15 @@ def absent(group: dist.ProcessGroup | None) -> list[int]:
     until = time.monotonic() + ROLL_CALL
     try:
         store = default_store()
-        store.set(_key(own), "")
+        store.set(f"{meeting}/{own}", "")
         while True:
-            missing = [rank for rank in missing if not store.check([_key(rank)])]
+            missing = [rank for rank in missing if not store.check([f"{meeting}/{rank}"])]
             if not missing or time.monotonic() > until:
                 break
             time.sleep(0.05)
     except RuntimeError:  # the store ends with the process that keeps it, where no torchrun does
         pass
     return missing
-
-
-def _key(rank: int) -> str:
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it restarts
-    return f"halfstep/failed/{restarts}/{rank}"
 
 
 def _said_of(ranks: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import secrets
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ class Replicas:
         self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
         self._alike: list[nn.Parameter] = []  # what wrappers keep alike
         self._samples = 0
+        self._meeting = ""  # what the processes that compare what they train are known by
         self.sums = WideSums()
         self._is_own: Tensor | None = None
         self._undo = ExitStack()
@@ -177,7 +179,7 @@ class Replicas:
 
     def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
         """Returns a context whose error, where processes of the group are gone, names them; `what` needs them."""
-        return naming_who_is_gone(self._group, what)
+        return naming_who_is_gone(self._group, what, f"halfstep/failed/{self._meeting}")
 
     def sampled(self, device: torch.device) -> Tensor:
         """Returns a number (0-dim float64) of the bits of a few weights, other ones each time but in no process.
@@ -304,14 +306,15 @@ class Replicas:
         """
         lines = self._replica.described(parameters)
         found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, (lines, self._replica.state()), group=self._group)
-        for rank, (theirs, _) in enumerate(found):
+        dist.all_gather_object(found, (lines, self._replica.state(), secrets.token_hex(8)), group=self._group)
+        self._meeting = found[0][2]
+        for rank, (theirs, *_) in enumerate(found):
             for other, first in zip(theirs, found[0][0], strict=False):
                 if other != first:
                     raise _differing(rank, other, first)
             if len(theirs) != len(found[0][0]):
                 raise _differing(rank, f"{len(theirs)} entries", f"{len(found[0][0])}")
-        return [state for _, state in found]
+        return [state for _, state, _ in found]
 
 
 def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Parameter]) -> None:
