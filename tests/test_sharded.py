@@ -291,7 +291,7 @@ def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
     assert "takes an open session, not a closed session" in one["closed"]
 
 
-SLOW = ("replicas", "fewer", "backward O1", "raises", "raises sharded")
+SLOW = ("replicas", "fewer", "backward O1", "raises")
 
 
 @pytest.mark.parametrize(
