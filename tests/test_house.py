@@ -108,12 +108,11 @@ def test_no_module_is_named_by_a_string():
     assert places_where(MODULES, file_name) == []
 
 
-def test_no_module_reads_the_environment_but_for_folders_the_compiler_and_torchruns_restarts():
+def test_no_module_reads_the_environment_but_for_its_folders_and_the_compiler():
     def read(node):
         return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
 
-    kernels = {"halfstep/kernels/cache.py", "halfstep/kernels/build.py"}
-    readers = {*kernels, "halfstep/saved.py", "halfstep/processes/gone.py"}  # the last: torchrun's count of restarts
+    readers = {"halfstep/kernels/cache.py", "halfstep/kernels/build.py", "halfstep/saved.py"}
     assert {place.partition(":")[0] for place in places_where(MODULES, read)} == readers
 
 

@@ -22,6 +22,8 @@ from halfstep.session.session import Session
 
 try:
     import accelerate
+
+    check_version("accelerate", accelerate.__version__, first="1.14", below="1.16")
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError as error:
@@ -29,7 +31,6 @@ except ImportError as error:
         f"halfstep.adapters.accelerate needs {error.name or 'accelerate'}; run: pip install 'halfstep[accelerate]'"
     ) from error
 
-FIRST, BELOW = "1.14", "1.16"
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -42,7 +43,7 @@ def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **set
 
     Raises:
         PlanError: as `halfstep.initialize`.
-        SetupError: as that, or this version or setting of Accelerate is not supported.
+        SetupError: as that, or this setting of Accelerate is not supported.
     """
     models = [each for each in args if isinstance(each, nn.Module)]
     optimizers = [each for each in args if isinstance(each, Optimizer)]
@@ -70,7 +71,6 @@ def attach(
     accelerator: Accelerator, models: list[nn.Module], optimizers: list[Optimizer], plan: Plan | str, **settings: Any
 ) -> Session:
     """Opens a session on models and optimizers that the Accelerator is to prepare next."""
-    check_version("accelerate", accelerate.__version__, first=FIRST, below=BELOW)
     if accelerator.distributed_type not in SUPPORTED:
         raise SetupError(
             f"halfstep does not work with Accelerate's {accelerator.distributed_type.value}; use one device, or "

@@ -28,6 +28,8 @@ from halfstep.session.session import Session, Sink
 
 try:
     import lightning
+
+    check_version("lightning", lightning.__version__, first="2.6", below="2.7")
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.pytorch import LightningModule, Trainer
@@ -39,7 +41,6 @@ except ImportError as error:
         f"halfstep.adapters.lightning needs {error.name or 'lightning'}; run: pip install 'halfstep[lightning]'"
     ) from error
 
-FIRST, BELOW = "2.6", "2.7"
 # Where Lightning's averaging callbacks read and write weights, but for AveragedModel's reads, which see fp32 values.
 EXCHANGING = ("on_train_epoch_start", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
 # By name, as Trainer and Fabric have one class of each. Fabric shards a model after it has asked the plugin.
@@ -58,12 +59,10 @@ class Halfstep(Precision):
     Loggers of a Trainer get `halfstep/scale`, `halfstep/skipped` and `halfstep/grad_norm`, every `log_every_n_steps`.
 
     Raises:
-        SetupError: this version of Lightning is not supported.
         TypeError: `halfstep.initialize` has no such setting.
     """
 
     def __init__(self, plan: Plan | str = "O1", **settings: Any) -> None:
-        check_version("lightning", lightning.__version__, first=FIRST, below=BELOW)
         inspect.signature(initialize).bind(None, None, plan, stepping="optimizer", **settings)
         self._plan, self._settings = plan, settings
         self._session: Session | None = None

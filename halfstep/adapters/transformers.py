@@ -20,6 +20,8 @@ from halfstep.records import StepRecord
 
 try:
     import transformers
+
+    check_version("transformers", transformers.__version__, first="5.22", below="5.24")
     from transformers import PreTrainedModel, Trainer
     from transformers.utils import CONFIG_NAME
 except ImportError as error:
@@ -28,7 +30,6 @@ except ImportError as error:
         "run: pip install 'halfstep[transformers]'"
     ) from error
 
-FIRST, BELOW = "5.22", "5.24"
 FILTERED = (
     "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses in place of infinite "
     "and NaN ones, which hides what halfstep reports; look at halfstep/skipped beside it. With False, one such loss "
@@ -45,13 +46,12 @@ class HalfstepMixin:
     and `halfstep/skipped` (of the last step) beside the Trainer's own `grad_norm`.
 
     Raises:
-        SetupError: this version of transformers, or an argument, is not supported.
+        SetupError: an argument is not supported.
     """
 
     def __init__(
         self, *args: Any, plan: Plan | str = "O1", halfstep: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        check_version("transformers", transformers.__version__, first=FIRST, below=BELOW)
         self._plan, self._settings = plan, dict(halfstep or {})
         self._record: StepRecord | None = None
         super().__init__(*args, **kwargs)

@@ -66,13 +66,15 @@ def by_hand(
     name="AdamW",
     after=lambda model: None,
     rank=None,
+    turns=1,
     clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, MAX_NORM),
     **settings,
 ):
     """Trains by a loop that a user of halfstep writes who unscales and clips by himself, as trainers do.
 
     `leave_out` makes no step of the schedule where the optimizer's was skipped. `after` is called after each step.
-    With a `rank`, this is one of two processes, which train on every other batch under DistributedDataParallel.
+    The schedule makes so many `turns` for each. With a `rank`, this is one of two processes, which train on every other
+    batch under DistributedDataParallel.
     """
     model = network()
     optimizer = optimizer_of(model, name, **settings)
@@ -92,7 +94,7 @@ def by_hand(
                 optimizer.zero_grad()
                 after(model)
                 if not (leave_out and record.skipped):
-                    for _ in range(1 if rank is None else PROCESSES):  # as Accelerate steps
+                    for _ in range(turns):
                         schedule.step()
                 trained.rates.append(schedule.get_last_lr()[0])
         trained.skipped = session.status().skipped

@@ -1,5 +1,7 @@
 """halfstep inside Accelerate: the numbers of a loop by hand, resume from its files, and what it refuses."""
 
+import runpy
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from halfstep.adapters import accelerate as adapter  # noqa: E402
 from halfstep.adapters.accelerate import prepare, session_of  # noqa: E402
 from halfstep.errors import SessionError, SetupError  # noqa: E402
 from tests.trainers.loops import (  # noqa: E402
@@ -136,6 +139,20 @@ def test_mixed_precision_left_on_is_refused_by_the_line_to_change():
     assert accelerator.scaler is None
 
 
+def test_a_model_is_on_its_device_before_the_session_opens():
+    stored = []
+
+    class Moved(torch.nn.Linear):
+        def to(self, *args, **kwargs):
+            stored.append(self.weight.dtype)
+            return super().to(*args, **kwargs)
+
+    accelerator = accelerator_of()
+    prepare(accelerator, Moved(4, 4), plan="O2", low="bf16")
+    assert stored[0] is torch.float32
+    session_of(accelerator).close()
+
+
 def test_a_distributed_type_and_a_scaler_that_do_not_go_with_halfstep_are_refused():
     accelerator, model = accelerator_of(), network()
     accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -161,4 +178,4 @@ def test_an_accelerator_without_a_session_and_another_version_are_told(monkeypat
         session_of(accelerator_of())
     monkeypatch.setattr(accelerate, "__version__", "0.30.1")
     with pytest.raises(SetupError, match=r"accelerate 0\.30\.1 is installed.*pip install 'accelerate>="):
-        prepare(accelerator_of(), network())
+        runpy.run_path(adapter.__file__)

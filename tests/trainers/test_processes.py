@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 for package in ("lightning", "accelerate", "transformers"):
     pytest.importorskip(package, reason=f"{package} is not installed; run ./dev adapters")
 
+import lightning  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import halfstep  # noqa: E402
 from halfstep.adapters.accelerate import session_of  # noqa: E402
+from halfstep.adapters.lightning import Halfstep  # noqa: E402
 from tests.replicas import digest  # noqa: E402
 from tests.trainers import loops, test_accelerate, test_lightning, test_transformers  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM, PROCESSES, SETTINGS, Trained  # noqa: E402
@@ -30,7 +32,8 @@ STEPS = 20  # of the Trainer
 
 
 def in_accelerate(rank, level, low, path):
-    trained, other = Trained(), loops.by_hand(level, low, leave_out=True, rank=rank)
+    trained = Trained()
+    other = loops.by_hand(level, low, leave_out=True, rank=rank, turns=PROCESSES)  # as Accelerate steps schedules
     accelerator = test_accelerate.train(level, low, trained, rank=rank)
     kind = accelerator.distributed_type.value
     session_of(accelerator).close()
@@ -86,6 +89,47 @@ def by_hand_over_shards(rank, level, low):
         return losses, whole(net)
 
 
+def in_lightning_under_ddp(rank, level, low, path):
+    module = test_lightning.Module()
+    trainer = test_lightning.trainer_of(
+        level, low, strategy="ddp", devices=PROCESSES, use_distributed_sampler=False, max_epochs=1
+    )
+    items = loops.share(loops.batches(100, loops.bad_at(level)), rank)
+    trainer.fit(module, DataLoader(items, batch_size=None))
+    return compared(module.losses, module.net, level, low, rank)
+
+
+def in_fabric(rank, level, low, path):
+    plugin = Halfstep(level, low=low)
+    fabric = lightning.Fabric(accelerator="cpu", devices=PROCESSES, strategy="ddp", plugins=[plugin])
+    fabric.launch()
+    model = loops.network()
+    own = loops.optimizer_of(model)
+    schedule = loops.schedule_of(own)
+    wrapped, optimizer = plugin.setup(fabric, model, own)
+    losses = []
+    for index, batch in enumerate(loops.share(loops.batches(100, loops.bad_at(level)), rank)):
+        last = index % ACCUMULATE == ACCUMULATE - 1
+        with fabric.no_backward_sync(wrapped, enabled=not last):
+            loss = loops.loss_of(wrapped, batch)
+            losses.append(loss.item())
+            fabric.backward(loss / ACCUMULATE)
+        if last:
+            fabric.clip_gradients(wrapped, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    plugin.close()
+    return compared(losses, model, level, low, rank)
+
+
+def compared(losses, model, level, low, rank):
+    other = loops.by_hand(level, low, rank=rank)
+    mine = digest(model.state_dict().values())
+    same = loops.same_losses(losses, other.losses) and mine == digest(other.weights.values())
+    return torch.distributed.get_world_size(), same, other.skipped, mine
+
+
 def in_lightning(rank, level, low, path):
     class Sharded(test_lightning.Module):
         def configure_model(self):
@@ -117,7 +161,13 @@ def in_lightning(rank, level, low, path):
     )
 
 
-CASES = {"Lightning": in_lightning, "Accelerate": in_accelerate, "Trainer": in_trainer}
+CASES = {
+    "DDP": in_lightning_under_ddp,
+    "Fabric": in_fabric,
+    "Lightning": in_lightning,
+    "Accelerate": in_accelerate,
+    "Trainer": in_trainer,
+}
 
 
 def work(rank, path):
@@ -141,6 +191,17 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("processes")
     torch.multiprocessing.spawn(work, (path,), nprocs=PROCESSES)
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+@pytest.mark.parametrize(("level", "low"), SETTINGS)
+@pytest.mark.parametrize("trainer", ["DDP", "Fabric"])
+def test_lightning_and_fabric_train_bit_for_bit_as_the_loop_by_hand_under_ddp(found, trainer, level, low):
+    first, second = (each[f"{trainer} {level} {low}"] for each in found)
+    for processes, same, skipped, _ in (first, second):
+        assert processes == PROCESSES
+        assert same
+        assert skipped == (0 if level == "O0" else 1)
+    assert first[3] == second[3]
 
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
