@@ -3,7 +3,8 @@
     python benchmarks/inspect_gains.py
 
 Each plant is a model with one fault and the same model with the edit made; whole forward and backward passes of the two
-take turns. Products have one row, which the bytes of the weight bound, so that bf16 gains without units for it.
+take turns. Of the heavyweights one runs in fp32 under a plan in bf16, which is slow where there are units for bf16, and
+one in fp64, which is slow everywhere. Last, a model with no fault, of which nothing is to be found.
 """
 
 from __future__ import annotations
@@ -62,6 +63,14 @@ def _narrow(m: nn.Module, x: Tensor) -> Tensor:
     return m.c(h + m.b(h))
 
 
+def _double(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(nn.functional.linear(m.a(x).double(), m.fixed.double()).float())
+
+
+def _single(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(nn.functional.linear(m.a(x), m.fixed))
+
+
 def measured(
     code: str,
     level: str,
@@ -99,10 +108,22 @@ def _loss(session: halfstep.Session, x: Tensor) -> Tensor:
 
 
 def _plants() -> Iterator[tuple[str, tuple[Saving | None, float]]]:
-    yield "ran full", measured("ran full", "O2", _plain, _plain, rules=[halfstep.Rule("b", halfstep.FULL)])
+    full = [halfstep.Rule("b", halfstep.FULL)]
+    yield "ran full, in fp32", measured("ran full", "O2", _plain, _plain, rows=256, rules=full)
+    yield "ran full, in fp64", measured("ran full", "O0", _double, _single, rows=256)
     yield "cast again", measured("cast again", "O1", _cast_twice, _cast_once)
     yield "wide stream", measured("wide stream", "O2", _wide, _narrow, rows=512)
     yield "not aligned", measured("not aligned", "O2", _plain, _plain, rows=64, width=1003, padded=1008)
+
+
+def _unplanted() -> str:
+    """Returns what is found in a model with no fault, at each level that trains low."""
+    x, found = torch.randn(64, WIDTH), []
+    for level in ("O1", "O2", "O3"):
+        with _session(Layers(_plain, WIDTH), level) as session:
+            savings = halfstep.inspect(session, lambda session=session: _loss(session, x)).savings
+        found += [f"{each.code} at {each.place} under {level}: {1e3 * each.seconds:.2f} ms" for each in savings]
+    return "; ".join(found) or "nothing"
 
 
 if __name__ == "__main__":
@@ -112,3 +133,4 @@ if __name__ == "__main__":
         else:
             promised, share = 1e3 * saving.seconds, gained / saving.seconds
             print(f"{code} at {saving.place}: promised {promised:.2f} ms, gained {1e3 * gained:.2f} ({share:.0%})")
+    print(f"no plant: {_unplanted()} found")

@@ -41,7 +41,8 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     slower = f"about as fast as O0{costs}"
     if speeds[best] < 1 - ALIKE:
         slower = f"{fast} times as fast as O0{_units(*whole[best][0])}{costs}"
-    return f"Train at O0 where its memory is there: the fastest other, {best}, is {slower}."
+    where = " where its memory is there" if min(shares, default=1.0) < 1 else ""
+    return f"Train at O0{where}: the fastest other, {best}, is {slower}."
 
 
 def memory_share(result: BenchResult, run: BenchRun) -> float | None:

@@ -38,9 +38,8 @@ class Stage:
         low_loss = loss.dtype is torch.float16 or self.scales.ceiling is not None  # one that a forward returned
         if low_loss and self.plan.scale.kind == "dynamic":
             scale = min(scale, FP16_LOSS_CEILING)
-        sent = loss if scale == 1 else wide(loss) * scale  # no operation that a step without a scale has not
         with self.casting.backward():
-            begin_pass(lambda: sent.backward(retain_graph=True))  # type: ignore[no-untyped-call]
+            begin_pass(lambda: (wide(loss) * scale).backward(retain_graph=True))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self, recorder: OpRecorder) -> Iterator[None]:

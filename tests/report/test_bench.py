@@ -109,6 +109,13 @@ def test_the_last_line_recommends_a_level_with_its_figures(speed, loss, fast, se
 
 
 @pytest.mark.parametrize(
+    ("peak", "start"), [(3 * 2**20 - 1, "Train at O0 where its memory is there: "), (3 * 2**20, "Train at O0: ")]
+)
+def test_o0s_memory_is_spoken_of_where_it_takes_more(peak, start):
+    assert last_line(O0, replace(O2, vs_o0=0.5, peak_bytes=peak)).startswith(start)
+
+
+@pytest.mark.parametrize(
     ("loss", "steps", "best"),
     [(math.nan, 40, "O1"), (math.inf, 40, "O1"), (2.48, 50, "O1"), (2.47, 50, "O2"), (2.48, 49, "O2")],
 )
