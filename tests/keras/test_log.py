@@ -101,6 +101,15 @@ def test_skips_are_written_and_the_page_is_drawn(tmp_path):
     assert page.startswith("<!DOCTYPE html>")
 
 
+def test_a_run_that_goes_on_counts_on(tmp_path):
+    model = network()
+    fit(model, tmp_path / "run.jsonl")
+    model.fit(*data(None), batch_size=8, verbose=0, callbacks=[LogCallback(tmp_path / "run.jsonl", PLAN)])
+    log = read_log(tmp_path / "run.jsonl")
+    assert [step.step for step in log.steps] == list(range(1, 16))
+    assert log.returns == ()
+
+
 def test_the_logs_of_fit_are_keras_s_own(tmp_path):
     rows, targets = data(None)
     histories = []

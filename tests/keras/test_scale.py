@@ -259,6 +259,8 @@ import numpy as np, tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import keras
+from halfstep.adapters.keras import LossScaleOptimizer
+from halfstep.edits import Scaling
 
 strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
 scaling = Scaling("dynamic", init=256.0, growth_interval=3, min=32.0, max=1024.0)

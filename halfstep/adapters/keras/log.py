@@ -57,6 +57,8 @@ class StepLog:
         self.scale, self._skipped = float(optimizer.scaling.init if optimizer.scaling.kind != "none" else 1.0), 0
         if optimizer.built:
             self.scale, self._skipped, _ = self._read(optimizer.variables)
+            applied = int(_number(optimizer.iterations)) * (optimizer.inner_optimizer.gradient_accumulation_steps or 1)
+            self.number = applied + self._skipped  # a run that goes on counts on
 
     def step(
         self,
