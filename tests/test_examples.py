@@ -110,8 +110,20 @@ def test_the_two_lines_train_at_every_level(name, level, data, monkeypatch, caps
     assert 0 < run(name, OWN[name], data, monkeypatch, capsys, "--level", level) < 10
 
 
+def torch_has_an_lstm_in_bf16():
+    """Not with ONEDNN_MAX_CPU_ISA below what the processor has: torch then asks oneDNN for what it will not make."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(8, 8)(torch.zeros(2, 1, 8))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", TORCH_AMP)
 def test_a_torch_amp_loop_and_the_two_lines_train_alike(name, data, monkeypatch, capsys):
+    if name == "torch_amp_sentiment" and not torch_has_an_lstm_in_bf16():
+        pytest.skip("torch's own autocast fails in an LSTM on this CPU")
     theirs = run(name, TORCH_AMP[name], data, monkeypatch, capsys)
     own = name.replace("torch_amp", "halfstep")
     assert run(own, OWN[own], data, monkeypatch, capsys, "--level", "O1") == pytest.approx(theirs, rel=0.02)
