@@ -566,7 +566,7 @@ def work(rank, path, size, cases):
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{path}/rendezvous",
+        init_method=f"file://{path}/rendezvous-of-{size}",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=300),

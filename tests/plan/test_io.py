@@ -348,7 +348,8 @@ def test_an_error_names_the_file(tmp_path, name):
     save_plan(level("O2", BF16), path)
     path.write_text(path.read_text().replace("split", "splitt"))
     assert told_of(path) == (
-        f"plan file {str(path)!r} at `$.master`: 'splitt'; allowed are 'none', 'copy', 'split'; did you mean 'split'?"
+        f"plan file {str(path)!r} at `$.master`: 'splitt'; allowed are 'none', 'copy', 'split'; did you mean 'split'?; "
+        "more: docs/plans.md"
     )
 
 
