@@ -26,11 +26,12 @@ def test_the_rate_is_two_operations_for_each_multiply_add(monkeypatch):
     monkeypatch.setattr(compute, "take_turns", lambda calls, **rest: {name: taken[name] for name in calls})
     found = {rate.format: rate for rate in matrix_products(CPU, (100,))}
     assert found["fp32"].rate == 2 * 100**3 / median(taken["fp32"]) / 1e9
+    # Of so few turns it is the ratio of the medians: that of fp32 is 0.5 s.
     assert {name: rate.vs_fp32 for name, rate in found.items()} == {
-        "fp64": 0.5,
+        "fp64": 1.0,
         "fp32": None,
-        "bf16": 2.0,
-        "fp16": 0.125,
+        "bf16": 4.0,
+        "fp16": 0.25,
     }
 
 
