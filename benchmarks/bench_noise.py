@@ -1,39 +1,41 @@
-"""Runs `halfstep bench` again and again and says how often two runs of the same code are reported as different.
+"""How often `halfstep bench --against` calls runs of the same code different, and a planted slowdown alike.
 
-    python benchmarks/bench_noise.py [--pairs 20] [--steps 100] [--json FILE] [-- WORKLOAD --levels O0,O1 ...]
+    python benchmarks/bench_noise.py FOLDER [--runs 21] [--draws 200] [--json FILE] [-- WORKLOAD --levels O0,O1 ...]
 
-Consecutive runs make the pairs, and every level above O0 counts. `--slowdown 1.05` multiplies the step times of those
-rows in the later run of each pair by 1.05, and counts how often that is reported as slower. Run it on a machine that
-does nothing else.
+Runs the benchmark in so many processes, whose results stay in FOLDER (those that are there are not made again). Then it
+draws from them, again and again, two results of `--processes` processes that share none, and counts the verdicts on
+every level above O0: as they are, and with the step times of these rows multiplied by `--slowdown` in the later one.
+Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import torch
 from rich.console import Console
 
-from halfstep.bench.against import compare, load_saved
+from halfstep.bench.against import Saved, compare, load_saved
+from halfstep.bench.repeat import together
+from halfstep.bench.results import read_bench
 from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult
+from halfstep.report.json import bench_json
 
-DEFAULT = ["char_lm", "--set", "d=64", "--set", "layers=1", "--levels", "O0,O1,O2", "--low", "bf16"]
-
-
-def read(path: Path) -> BenchResult:
-    """Returns the result that `halfstep bench --json` wrote."""
-    return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
+DEFAULT = [
+    *("char_lm", "--set", "d=64", "--set", "layers=1", "--set", "batch=4", "--set", "eval_windows=8"),
+    *("--levels", "O0,O1,O2", "--low", "bf16", "--steps", "100"),
+]
 
 
 def slowed(result: BenchResult, factor: float) -> BenchResult:
@@ -45,36 +47,58 @@ def slowed(result: BenchResult, factor: float) -> BenchResult:
     return replace(result, runs=tuple(runs))
 
 
+def joined(results: Sequence[BenchResult]) -> BenchResult:
+    """Returns results of several processes as `halfstep bench --processes` does, and that of one as it is."""
+    return together(results) if len(results) > 1 else results[0]
+
+
+def as_saved(result: BenchResult) -> Saved:
+    """Returns a result as it is read again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "saved.json"
+        path.write_text(bench_json(result), encoding="utf-8")
+        return load_saved(path)
+
+
 def main() -> None:
-    """Measures, prints the counts and writes the JSON."""
+    """Measures, draws, prints the counts and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--slowdown", type=float, default=1.05)
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")
     parser.add_argument("bench", nargs="*", default=DEFAULT, help="what is measured, as for halfstep bench")
     options = parser.parse_args()
-    same: Counter[str] = Counter()
-    planted: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{number}.json" for number in range(options.pairs + 1)]
-        for path in paths:
-            command = [sys.executable, "-m", "halfstep", "bench", *options.bench, "--steps", str(options.steps)]
-            subprocess.run([*command, "--json", str(path)], check=True, stdout=subprocess.DEVNULL)
-        for before, after in pairwise(paths):
-            saved, now = load_saved(before), read(after)
+    options.folder.mkdir(exist_ok=True)
+    paths = [options.folder / f"{number}.json" for number in range(options.runs)]
+    for path in paths:
+        if not path.exists():
+            command = [sys.executable, "-m", "halfstep", "bench", *options.bench, "--json", str(path)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    results, chance, rows = [read_bench(path) for path in paths], random.Random(0), []
+    for count in options.processes:
+        same: Counter[str] = Counter()
+        planted: Counter[str] = Counter()
+        for _ in range(options.draws):
+            drawn = chance.sample(results, 2 * count)
+            saved, now = as_saved(joined(drawn[:count])), joined(drawn[count:])
             for counts, result in ((same, now), (planted, slowed(now, options.slowdown))):
                 levels = {run.name for run in now.runs if not run.peer and run.level != "O0" and run.error is None}
                 counts.update(each.verdict for each in compare(saved, result) if each.name in levels)
-    screen = Console()
-    screen.print(f"same code: {dict(same)}")
-    screen.print(f"{options.slowdown:g} times as long: {dict(planted)}")
+        rows.append({"processes": count, "same": dict(same), "slowed": dict(planted)})
+        Console().print(
+            f"{count} processes each: same code: {dict(same)}; {options.slowdown:g} times as long: {dict(planted)}"
+        )
     if options.json is not None:
         result = {
             "command": shlex.join(["python", *sys.argv]),
+            "bench": shlex.join(["halfstep", "bench", *options.bench]),
             "machine": asdict(read_machine(torch.device("cpu"))),
-            "same": dict(same),
-            "planted": dict(planted),
+            "runs": options.runs,
+            "slowdown": options.slowdown,
+            "rows": rows,
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

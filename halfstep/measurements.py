@@ -27,8 +27,9 @@ class BenchRun:
     time of the same step. `peak_bytes` is the most memory that one training step holds, weights included.
     `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
     mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have an entry
-    a seed. `losses` (in a sweep) has the loss of each step, `joules` the energy of one step. `error` says why the run
-    does not exist, or what ended it; the figures are then those from before. None: not measured.
+    a seed. `losses` (in a sweep) has the loss of each step, `joules` the energy of one step. `processes` (of more than
+    one) says how many of `times_ms` each has made. `error` says why the run does not exist, or what ended it; the
+    figures are then those from before. None: not measured.
     """
 
     name: str
@@ -50,6 +51,7 @@ class BenchRun:
     compiled: bool = False
     losses: tuple[float, ...] = ()
     joules: float | None = None
+    processes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -486,8 +486,8 @@ def refused(rank, what):
     return found
 
 
-def overflowing():
-    net = made()
+def overflowing(**options):
+    net = made(**options)
     with torch.no_grad():
         net.blocks[1].norm.weight.fill_(3e4)  # so that the product that follows is beyond fp16
     return net
@@ -503,16 +503,28 @@ def told(ask, whole, model):
 ASKS = {"blame": halfstep.blame, "check": halfstep.check}
 
 
-def gathered(rank, what):
-    """Asks process 1 of a copy of a sharded model after a skipped step; returns what it says, and what has changed."""
-    net = shard(overflowing(), "O1", "fp16")
+def gathered(rank, what, kind="sharded"):
+    """Asks process 1 of a copy of a sharded model after a skipped step; returns what it says, and what has changed.
+
+    `kind` is "sharded", "tensor" for tensor parallel blocks alone, or "both" for these under FSDP2 in four processes.
+    """
+    hidden, size = 65 if kind == "sharded" else 64, dist.get_world_size()
+    net = overflowing(hidden=hidden)
+    shape = (2, size // 2) if kind == "both" else (size,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[-len(shape) :])
+    for block in net.blocks if kind != "sharded" else ():
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind != "tensor":
+        shard(net, "O1", "fp16", mesh=mesh["data"] if kind == "both" else mesh)
+    share, shares = (rank // 2, 2) if kind == "both" else (rank, size) if kind == "sharded" else (0, 1)
     optimizer = adamw(net)
     session = halfstep.initialize(net, optimizer, "O1", low="fp16")
-    train(net, optimizer, session, 1, rank=rank, size=dist.get_world_size())
+    train(net, optimizer, session, 1, rank=share, size=shares, alone=kind != "sharded")
     before = states(net, optimizer), session.state_dict()
-    found = halfstep.on_gathered_copy(session, made, lambda *given: told(ASKS[what], *given), rank=1)
+    build = functools.partial(made, hidden=hidden)
+    found = halfstep.on_gathered_copy(session, build, lambda *given: told(ASKS[what], *given), rank=1)
     unchanged = (states(net, optimizer), session.state_dict()) == before
-    train(net, optimizer, session, 1, rank=rank, size=dist.get_world_size())
+    train(net, optimizer, session, 1, rank=share, size=shares, alone=kind != "sharded")
     goes_on = session.status().steps == 2
     session.close()
     return found, unchanged, goes_on
@@ -556,7 +568,7 @@ def leaving(rank, folder, size, how):
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
     )
     level = "O2" if how.endswith("O2") else "O1"
-    in_parts = how in ("sharded", "fewer")
+    in_parts = how in ("sharded", "fewer", "sharded raises")
     model = shard(made(), level, "bf16") if in_parts else made()
     optimizer = adamw(model)
     session = halfstep.initialize(model, optimizer, level, low="bf16")
@@ -569,7 +581,7 @@ def leaving(rank, folder, size, how):
         before = digest([p.to_local() if is_sharded(p) else p for p in model.parameters()])
         try:
             loss = loss_of(wrapped, step, rank, size)
-            if leaves and how == "raises":
+            if leaves and how.endswith("raises"):
                 return  # as a script whose own code has raised
             session.backward(loss)
             if leaves:

@@ -47,6 +47,7 @@ CASES |= {
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
     **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
+    "gathered tensor": (sharded.gathered, ("blame", "tensor")),
     "not gathered": (sharded.not_gathered, ()),
 }
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
@@ -202,7 +203,9 @@ def test_four_processes(found, pool_folder, tmp_path, process_group):
     cases |= {f"{level} {low}": (sharded.halved, (level, low, STEPS)) for level, low in SETTINGS}
     cases |= {f"{level} bf16 hybrid": (sharded.hybrid, (level, "bf16")) for level in ("O1", "O2")}
     cases |= {f"{level} bf16 under": (sharded.parallel, (level, "bf16", "under")) for level in ("O1", "O2")}
+    cases["gathered both"] = sharded.gathered, ("blame", "both")
     four = replicas.run(tmp_path, 4, cases)
+    assert [each["gathered both"] for each in four] == [found[0]["gathered blame"]] * 4
     for level, low in SAVED:
         for form in FORMS:
             assert [each[f"{level} {low} {form}"][0] for each in four] == [found[0][f"{level} {low} saved"][0]] * 4
@@ -271,6 +274,12 @@ def test_blame_and_check_say_of_a_gathered_copy_what_they_say_of_an_unsharded_mo
     assert [each[f"gathered {what}"] for each in found] == [[said, True, True]] * 2
 
 
+def test_blame_of_a_gathered_copy_of_tensor_parallel_layers_names_the_layer(found):
+    for said, unchanged, goes_on in (each["gathered tensor"] for each in found):
+        assert [(kind, place.partition(",")[0]) for kind, place, _ in said] == [("overflow", "blocks.1.up")]
+        assert (unchanged, goes_on) == (True, True)
+
+
 def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
     one, other = (each["not gathered"] for each in found)
     assert "SetupError: to look at a copy of the model takes" in one["small"]
@@ -291,7 +300,7 @@ def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
     assert "takes an open session, not a closed session" in one["closed"]
 
 
-SLOW = ("replicas", "fewer", "backward O1", "raises")
+SLOW = ("replicas", "fewer", "backward O1", "raises", "sharded raises")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +312,7 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
     torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 2, how), nprocs=2)
     step, unchanged, message = json.loads((tmp_path / "0.json").read_text())
     assert (step, unchanged) == (1, True)
-    where = "backward pass" if how.startswith(("backward", "raises")) else "step"
+    where = "backward pass" if how.startswith("backward") or how.endswith("raises") else "step"
     assert f"process 0 got no answer in the {where}" in message
     assert "process 1 has ended, has raised, or is late" in message
     assert time.monotonic() - begun < 240  # a deadline, with starts on a busy machine; the timeout is 10 s

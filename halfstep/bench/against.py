@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -15,8 +15,10 @@ from halfstep.errors import WorkloadError
 from halfstep.measurements import BenchChange, BenchResult
 
 BLOCKS, FEWEST = 10, 12  # parts that a run is cut into, and steps without which there is no telling
+_BLOCK = 3  # steps of a part at least
 LEAST = 0.025  # of the time: what two processes of the same code may differ by, as memory lies elsewhere
-_ERRORS = 2.2  # standard errors: of 95 in 100 differences by chance, with 18 degrees of freedom and a little room
+_UNSEEN = 1.5  # times the error that blocks of one process show: what processes differ by comes on top
+_FEW = 3  # processes, of which their own scatter tells more than that of the blocks in one
 _MEMORY = 0.01
 
 
@@ -87,7 +89,7 @@ def compare(saved: Saved, result: BenchResult) -> tuple[BenchChange, ...]:
     counts in milliseconds.
     """
     now = {run.name: {"times_ms": run.times_ms, "peak_bytes": run.peak_bytes, "peer": run.peer, "low": run.low,
-                      "level": run.level} for run in result.runs}  # fmt: skip
+                      "level": run.level, "processes": run.processes} for run in result.runs}  # fmt: skip
     before = saved.rows
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
         before = {name: {**run, "peak_bytes": None} for name, run in saved.rows.items()}
@@ -109,8 +111,11 @@ def _change(name: str, before: Rows, now: Rows) -> BenchChange:
         grown = share if abs(share - 1) > _MEMORY else 1.0
     if min(map(len, pairs)) < FEWEST:
         return BenchChange(name, "too few steps", yardstick, memory=grown)
-    (first, first_error), (second, second_error) = map(_centre, pairs)
-    difference, error = second - first, _ERRORS * math.hypot(first_error, second_error)
+    first, second = (
+        _centre(values, rows[name].get("processes") or ()) for values, rows in zip(pairs, (before, now), strict=True)
+    )
+    difference = second.value - first.value
+    error = _quantile(first.freedom + second.freedom) * math.hypot(first.error, second.error)
     time, low, high = (math.exp(each) for each in (difference, difference - error, difference + error))
     changed = abs(difference) > max(LEAST, error)
     verdict = "alike" if not changed else "slower" if difference > 0 else "faster"
@@ -136,12 +141,39 @@ def _ratios(rows: Rows, name: str, yardstick: str | None) -> list[float]:
     return [math.log(a / b) for a, b in zip(times, rows[yardstick]["times_ms"], strict=False)]
 
 
-def _centre(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of the medians of consecutive blocks, and its standard error.
+@dataclass(frozen=True)
+class _Centre:
+    """Where measurements lie, the standard error of that, and from how many independent differences it is known."""
+
+    value: float
+    error: float
+    freedom: int
+
+
+def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
+    """Returns the mean of what each process has, or of one process that of its blocks."""
+    parts = [values[a:b] for a, b in pairwise(accumulate(processes, initial=0))]
+    centres = [mean(_blocks(part)) for part in parts if len(part) >= _BLOCK]
+    if len(centres) >= _FEW:
+        return _Centre(mean(centres), stdev(centres) / math.sqrt(len(centres)), len(centres) - 1)
+    medians = _blocks(values)
+    return _Centre(mean(medians), _UNSEEN * stdev(medians) / math.sqrt(len(medians)), len(medians) - 1)
+
+
+def _blocks(values: Sequence[float]) -> list[float]:
+    """Returns the medians of consecutive blocks.
 
     Blocks, since what slows a machine lasts for several steps: neighbours are no independent measurements.
     """
-    count = min(BLOCKS, len(values) // 3)
+    count = min(BLOCKS, len(values) // _BLOCK)
     edges = [round(i * len(values) / count) for i in range(count + 1)]
-    medians = [median(values[a:b]) for a, b in pairwise(edges)]
-    return mean(medians), stdev(medians) / math.sqrt(count)
+    return [median(values[a:b]) for a, b in pairwise(edges)]
+
+
+def _quantile(freedom: int) -> float:
+    """Returns how many standard errors 95 in 100 differences by chance lie within: Student's t, to a hundredth.
+
+    >>> [round(_quantile(freedom), 2) for freedom in (4, 8, 18, 1000)]
+    [2.81, 2.31, 2.1, 1.96]
+    """
+    return 1.96 / (1 - 1.21 / freedom)

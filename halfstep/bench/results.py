@@ -1,4 +1,4 @@
-"""The file of a sweep's results: read whole or refused, replaced in one move."""
+"""Files of results: read whole or refused, replaced in one move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from halfstep.bench.sweep import SCHEMA
 from halfstep.errors import WorkloadError
-from halfstep.measurements import Sweep
+from halfstep.measurements import BenchResult, Sweep
 
 
 def read_sweep(path: Path) -> Sweep | None:
@@ -39,6 +39,11 @@ def read_sweep(path: Path) -> Sweep | None:
     raise WorkloadError(
         f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with --json"
     )
+
+
+def read_bench(path: Path) -> BenchResult:
+    """Returns the benchmark that `halfstep bench --json` of this halfstep has written."""
+    return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 
 def write_sweep(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from halfstep.bench.variants import Entry, Facts
@@ -64,8 +64,8 @@ class Tally:
         self.scale.append(facts.scale)
         self.memory = self.memory or facts.memory
 
-    def record(self, baseline: Sequence[float], peer: Sequence[float], parameters: int) -> BenchRun:
-        """Returns the record, with speed-ups over the step times of O0 and of the peer in the same format."""
+    def record(self, parameters: int) -> BenchRun:
+        """Returns the record, without speed-ups."""
         return BenchRun(
             name=self.entry.name,
             level=self.entry.level,
@@ -74,8 +74,6 @@ class Tally:
             emulated=self.entry.emulated,
             times_ms=tuple(self.times_ms),
             step_ms=spread(self.times_ms),
-            vs_o0=speedup(baseline, self.times_ms),
-            vs_amp=speedup(peer, self.times_ms),
             peak_bytes=self.peak,
             bytes_per_parameter={key: size / parameters for key, size in self.memory.items()},
             train_loss=tuple(self.train_loss),
@@ -147,9 +145,17 @@ def next_batch(batches: Iterator[Batch]) -> Batch:
 
 def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:
     """Returns the record of each row."""
-    baseline = next((tally.times_ms for tally in tallies if tally.entry.level == "O0"), [])
-    peers = {tally.entry.low: tally.times_ms for tally in tallies if tally.entry.peer and not tally.entry.compiled}
-    return tuple(tally.record(baseline, peers.get(tally.entry.low, []), parameters) for tally in tallies)
+    return speedups([tally.record(parameters) for tally in tallies])
+
+
+def speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
+    """Returns rows with their speed-ups over O0 and over torch.amp in the same format."""
+    baseline = next((run.times_ms for run in runs if run.level == "O0"), ())
+    peers = {run.low: run.times_ms for run in runs if run.peer and not run.compiled}
+    return tuple(
+        replace(run, vs_o0=speedup(baseline, run.times_ms), vs_amp=speedup(peers.get(run.low, ()), run.times_ms))
+        for run in runs
+    )
 
 
 def notes(tallies: Sequence[Tally]) -> tuple[str, ...]:

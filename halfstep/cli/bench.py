@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from halfstep.bench.against import check_comparable, compare, load_saved
+from halfstep.bench.bench import Progress, settings_of
 from halfstep.bench.bench import bench as run_bench
-from halfstep.bench.bench import settings_of
+from halfstep.bench.repeat import repeat
 from halfstep.bench.sweep import Asked
 from halfstep.bench.variants import Entry, compiled, entries
 from halfstep.cli.compute import KINDS, run_compute
@@ -33,6 +33,7 @@ from halfstep.cli.sweep import run_largest, run_sweep
 from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.machine import read_facts
+from halfstep.measurements import BenchResult
 from halfstep.report.against import against_table
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
@@ -49,6 +50,9 @@ Name = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"{', '.joi
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]
+Processes = Annotated[
+    int, typer.Option("--processes", min=1, help="Repeat all of it in so many processes, whose steps count together.")
+]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, from 0 on.")]
 Peer = Annotated[bool, typer.Option("--peer/--no-peer", help="Also train a plain torch.amp loop.")]
 Models = Annotated[
@@ -72,7 +76,8 @@ Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
-        help="Hold the result against this file of --json; ends with 3 where a row is worse. 100 steps tell 5%.",
+        help="Hold the result against this file of --json; ends with 3 where a row is worse. On a quiet machine 150 "
+        "steps tell 5%; on a shared one add --processes 8 to both.",
     ),
 ]
 
@@ -84,6 +89,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     low: Lows = "bf16,fp16",
     steps: Steps = 100,
     seeds: Seeds = 1,
+    processes: Processes = 1,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
     data: Data = None,
     device: Device = "auto",
@@ -112,8 +118,8 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     if json is not None:
         check_writable(json)
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
-        if seeds != 1 or against is not None:
-            raise WorkloadError("a sweep takes one seed and no --against; leave out --seeds and --against")
+        if seeds != 1 or against is not None or processes != 1:
+            raise WorkloadError("a sweep takes one seed and no --against; leave out --seeds, --processes and --against")
         if model and workload is not None:
             raise WorkloadError(
                 f"--model {model} and the workload {workload} both say what is trained; give one of them"
@@ -128,27 +134,29 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             run_sweep(asked, json=json, page=page)
         return
     job = load_workload(workload or DEFAULT, parse_settings(settings), data=data)
-    _side_by_side(job, rows, steps=steps, seeds=range(seeds), device=place, json=json, against=against)
+
+    def run(progress: Progress) -> BenchResult:
+        if processes == 1:
+            return run_bench(
+                job, rows, steps=steps, seeds=range(seeds), device=place, command=_command(), progress=progress
+            )
+        again = ["--levels", levels, "--low", low, "--steps", str(steps), "--seeds", str(seeds), "--device", device]
+        again += [*([] if peer else ["--no-peer"]), *(["--data", str(data)] if data is not None else [])]
+        again += [each for setting in settings for each in ("--set", setting)]
+        return repeat([workload or DEFAULT, *again], processes, command=_command(), progress=progress)
+
+    _side_by_side(job, run, json=json, against=against)
 
 
 def _side_by_side(
-    job: Workload,
-    rows: Sequence[Entry],
-    *,
-    steps: int,
-    seeds: range,
-    device: torch.device,
-    json: Path | None,
-    against: Path | None,
+    job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None
 ) -> None:
-    """Trains one workload in one process, prints the table and what changed since a saved result."""
+    """Trains one workload, prints the table and what changed since a saved result."""
     saved = None if against is None else load_saved(against)
     if saved is not None:
         check_comparable(saved, job.name, settings_of(job))
     with progress_bar() as progress:
-        result = run_bench(
-            job, rows, steps=steps, seeds=seeds, device=device, command=_command(), progress=progress,
-        )  # fmt: skip
+        result = run(progress)
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
     changes = () if saved is None else compare(saved, result)

@@ -2,11 +2,12 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from halfstep.bench.against import check_comparable, compare, load_saved
+from halfstep.bench.repeat import repeat, together
 from halfstep.errors import WorkloadError
 from halfstep.measurements import BenchChange, BenchRun
 from halfstep.report.against import against_table
@@ -25,17 +26,19 @@ class Result:
     peak_method: str = "counted"
 
 
-def simulated(seed, *, slower=1.0, steps=100, rows=("O0", "O1 bf16", "torch.amp bf16"), peak=1000):
-    """Runs of a machine that wanders by a fifth: steps scatter by 4%, processes differ by 0.3%."""
+def simulated(
+    seed, *, slower=1.0, steps=100, rows=("O0", "O1 bf16", "torch.amp bf16"), peak=1000, scatter=0.04, apart=0.003
+):
+    """Runs of a machine that wanders by a fifth: steps scatter by 4%, processes differ by 0.3%, where not said."""
     rng = random.Random(seed)
     times, machine = {name: [] for name in rows}, 0.0
-    own = {name: rng.gauss(0, 0.003) for name in rows}
+    own = {name: rng.gauss(0, apart) for name in rows}
     for _ in range(steps):
         machine = 0.95 * machine + rng.gauss(0, 0.05)
         for name in rows:
             base = 10.0 * (slower if name == "O1 bf16" else 1.0)
             outlier = 1.5 if rng.random() < 0.03 else 1.0
-            times[name].append(base * 2.718 ** (machine + own[name] + rng.gauss(0, 0.04)) * outlier)
+            times[name].append(base * 2.718 ** (machine + own[name] + rng.gauss(0, scatter)) * outlier)
     return Result(
         tuple(
             BenchRun(
@@ -47,8 +50,21 @@ def simulated(seed, *, slower=1.0, steps=100, rows=("O0", "O1 bf16", "torch.amp 
     )  # fmt: skip
 
 
+def repeated(seed, *, count=8, slower=1.0):
+    """Runs of a shared machine in `count` processes: steps scatter by 10%, processes differ by 1%."""
+    parts = [simulated(100 * seed + i, slower=slower, scatter=0.1, apart=0.01) for i in range(count)]
+    return Result(together([Whole(part.runs) for part in parts]).runs)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What of a BenchResult is joined."""
+
+    runs: tuple[BenchRun, ...]
+
+
 def saved(tmp_path, result, **edits):
-    kept = ("name", "times_ms", "peak_bytes", "peer")
+    kept = ("name", "times_ms", "peak_bytes", "peer", "processes")
     runs = [{name: getattr(run, name) for name in kept} for run in result.runs]
     path = tmp_path / "saved.json"
     path.write_text(json.dumps(FIELDS | {"runs": runs} | edits))
@@ -60,13 +76,37 @@ def verdicts(tmp_path, before, now):
 
 
 def test_runs_of_the_same_code_differ_in_at_most_one_of_twenty(tmp_path):
-    found = [verdicts(tmp_path, simulated(2 * i), simulated(2 * i + 1))["O1 bf16"] for i in range(200)]
+    found = [
+        verdicts(tmp_path, simulated(2 * i, steps=150), simulated(2 * i + 1, steps=150))["O1 bf16"] for i in range(200)
+    ]
     assert sum(change.verdict != "alike" for change in found) <= 10
 
 
 def test_a_slowdown_of_a_twentieth_is_found_in_nineteen_of_twenty(tmp_path):
-    found = [verdicts(tmp_path, simulated(2 * i), simulated(2 * i + 1, slower=1.05))["O1 bf16"] for i in range(200)]
+    found = [
+        verdicts(tmp_path, simulated(2 * i, steps=150), simulated(2 * i + 1, steps=150, slower=1.05))["O1 bf16"]
+        for i in range(200)
+    ]
     assert sum(change.verdict == "slower" and change.is_worse for change in found) >= 190
+
+
+def test_on_a_shared_machine_eight_processes_tell_a_twentieth_from_noise(tmp_path):
+    alike = [verdicts(tmp_path, repeated(2 * i), repeated(2 * i + 1))["O1 bf16"] for i in range(100)]
+    assert sum(change.verdict != "alike" for change in alike) <= 5
+    found = [verdicts(tmp_path, repeated(2 * i), repeated(2 * i + 1, slower=1.05))["O1 bf16"] for i in range(100)]
+    assert sum(change.verdict == "slower" for change in found) >= 95
+
+
+def test_on_a_shared_machine_one_process_says_nothing_that_is_not_so(tmp_path):
+    alike = [verdicts(tmp_path, repeated(2 * i, count=1), repeated(2 * i + 1, count=1))["O1 bf16"] for i in range(200)]
+    assert sum(change.verdict != "alike" for change in alike) <= 10
+
+
+def test_a_process_without_steps_counts_for_nothing(tmp_path):
+    whole, cut = repeated(0, count=4), repeated(1, count=4)
+    runs = tuple(replace(run, times_ms=run.times_ms[:-99], processes=(100, 100, 100, 1)) for run in cut.runs)
+    found = verdicts(tmp_path, whole, Result(runs))["O1 bf16"]
+    assert found.verdict == "alike"
 
 
 def test_what_gets_faster_is_no_fault(tmp_path):
@@ -150,3 +190,8 @@ def test_memory_that_was_counted_another_way_is_not_compared(tmp_path):
     assert all(change.memory == 2 for change in verdicts(tmp_path, before, now).values())
     path = saved(tmp_path, before, peak_method="weighed")
     assert [(change.memory, change.is_worse) for change in compare(load_saved(path), now)] == [(None, False)] * 3
+
+
+def test_a_process_that_fails_is_one_error_with_what_it_said():
+    with pytest.raises(WorkloadError, match=r"a process of the benchmark ended with code 2; it said: .*no workload"):
+        repeat(["no workload"], 2, command="", progress=lambda what, done, total: None)

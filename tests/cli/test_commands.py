@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.bench.results import read_bench
 from halfstep.errors import DataError
 from halfstep.machine import AMX_FP16, AVX2
 
@@ -278,3 +279,19 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert result["complete"] is False
     assert len(result["runs"][0]["times_ms"]) >= 10
+
+
+def test_several_processes_are_one_result(halfstep, tmp_path):
+    path = tmp_path / "saved.json"
+    rows = ("--levels", "O0,O1", "--low", "bf16")
+    assert halfstep("bench", "regression", *SMALL, *rows, "--steps", 10, "--processes", 3, "--json", path)[0] == 0
+    result = read_bench(path)
+    assert [run.name for run in result.runs] == ["O0", "O1 bf16", "torch.amp bf16"]
+    for run in result.runs:
+        assert (run.processes, len(run.times_ms), run.step_ms.count) == ((8, 8, 8), 24, 24)
+        assert len(run.train_loss) == 1
+        assert run.vs_o0 is not None
+    assert "--processes 3" in result.command
+    code, out, _ = halfstep("bench", "regression", *SMALL, *rows, "--steps", 20, "--against", path)
+    assert code in (0, 3)
+    assert "Against" in out
