@@ -32,7 +32,7 @@ DEFAULT = ["char_lm", "--set", "d=64", "--set", "layers=1", "--levels", "O0,O1,O
 
 
 def read(path: Path) -> BenchResult:
-    """Returns the result that `halfstep bench --json` wrote."""
+    """Returns the result that `halfstep bench --json FILE` wrote."""
     return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 
