@@ -78,7 +78,7 @@ def measured(
     after: Forward,
     *,
     rows: int = 1,
-    width: int = WIDTH,
+    width: int | None = None,
     padded: int = 0,
     **plan: object,
 ) -> tuple[Saving | None, float]:
@@ -86,6 +86,7 @@ def measured(
     x = torch.randn(rows, WIDTH)
     with ExitStack() as stack:
         opened = lambda forward, width, plan, **how: stack.enter_context(_session(Layers(forward, width), plan, **how))  # noqa: E731
+        width = width or WIDTH
         first = opened(before, width, level, **plan)
         found = halfstep.inspect(first, lambda: _loss(first, x))
         saving = next((each for each in found.savings if each.code == code), None)
@@ -126,7 +127,8 @@ def _unplanted() -> str:
     return "; ".join(found) or "nothing"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints what each plant promised and gained, and what is found where nothing is planted."""
     for code, (saving, gained) in _plants():
         if saving is None:
             print(f"{code}: not found here, as nothing would be gained")
@@ -134,3 +136,7 @@ if __name__ == "__main__":
             promised, share = 1e3 * saving.seconds, gained / saving.seconds
             print(f"{code} at {saving.place}: promised {promised:.2f} ms, gained {1e3 * gained:.2f} ({share:.0%})")
     print(f"no plant: {_unplanted()} found")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Writes the page of a sweep that was saved with `halfstep bench --json`, on whatever machine it was made.
+"""Writes the page of a sweep that was saved with `halfstep bench --json FILE`, on whatever machine it was made.
 
     python benchmarks/sweep_page.py benchmarks/results/sweep-resnet-2026-11-22-xeon-2-cores.json [PAGE.html] [--static]
 

@@ -90,10 +90,14 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def picture(self, path: Path, *, selector: str | None = None, width: int = 1240, height: int = 900) -> None:
-        """Writes a PNG of the page, or of the element that a selector names."""
+    def resize(self, width: int, height: int = 900) -> None:
+        """Gives the window another size, and the page time to follow."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         time.sleep(0.3)  # charts follow the width
+
+    def picture(self, path: Path, *, selector: str | None = None, width: int = 1240, height: int = 900) -> None:
+        """Writes a PNG of the page, or of the element that a selector names."""
+        self.resize(width, height)
         clip = {}
         if selector is not None:
             box = self.run(f"document.querySelector({selector!r}).getBoundingClientRect().toJSON()")

@@ -1,4 +1,4 @@
-"""Opens the pages of the built site in a headless Chromium; fails if one logs an error or asks another host.
+"""Opens the pages of the built site in a headless Chromium: none may log, ask another host or be cut off.
 
     python docs/look.py [FOLDER]        # with a folder, pictures at 1280 and 400 pixels are written there
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from docs.browser import Browser, find_browser
 
 SITE = Path(__file__).resolve().parents[1] / "site"
-SHOWN = ("index", "quickstart", "nan", "how-it-works")
+SHOWN = ("index", "quickstart", "which-level", "tutorial")
 WIDTHS = (1280, 400)
 
 
@@ -38,10 +38,11 @@ def look(address: str, pictures: Path | None) -> list[str]:
             foreign = [each for each in browser.requests if not each.startswith((address, "data:", "blob:"))]
             wrong += [f"{page.name} logs {each}" for each in browser.errors]
             wrong += [f"{page.name} asks for {each}" for each in foreign]
-            wide = browser.run("document.documentElement.scrollWidth > innerWidth")
-            wrong += [f"{page.name} is wider than the window"] if wide else []
-            if pictures is not None and page.stem in SHOWN:
-                for width in WIDTHS:
+            for width in WIDTHS:
+                browser.resize(width)
+                if browser.run("document.documentElement.scrollWidth > innerWidth"):
+                    wrong.append(f"{page.name} is wider than a window of {width} pixels")
+                if pictures is not None and page.stem in SHOWN:
                     browser.picture(pictures / f"{page.stem}-{width}.png", width=width)
     return wrong
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 FRONT = "docs/index.md"
+QUICKSTART = "docs/quickstart.md"
 GUIDE = "docs/guide.md"
 LEVELS = "docs/which-level.md"
 NAN = "docs/nan.md"
+MISMATCH = "docs/mismatch.md"
 DIAGNOSIS = "docs/diagnosis.md"
 SLOWER = "docs/slower.md"
 PLANS = "docs/plans.md"
 SEEING = "docs/seeing.md"
-SUPPORT = "docs/support.md"
+PROCESSES = "docs/processes.md"
+LIMITS = "docs/limits.md"
 
 
 def more(page: str) -> str:

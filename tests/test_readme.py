@@ -17,32 +17,59 @@ from halfstep.workloads.load import load_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-# The Python blocks of each page, in order. A new block fails here until it has a name, and a test below that runs it.
+# The blocks of each page, in order: Python, plan files, and what is printed. A new one fails here until it has a name,
+# and then until a test runs or prints it. Commands (sh) are run by tests/cli/test_shown.py.
 NAMES = {
-    "README.md": ("first lines",),
+    "README.md": ("first lines", "README's verdict"),
     "apex.md": ("apex",),
-    "diagnosis.md": ("before", "blame"),
+    "design.md": ("flow", "sweep"),
+    "diagnosis.md": ("before", "findings", "prediction", "blame", "verdict"),
     "guide.md": ("own workload", "plan", "average", "schedule"),
     "index.md": ("front",),
-    "keras.md": ("keras fit", "keras tape"),  # run by tests/keras/test_page.py
-    "nan.md": ("ask",),
-    "plans.md": ("edited plan",),
+    "keras.md": ("keras fit", "keras tape"),
+    "mismatch.md": ("mixed", "mixed formats", "outside"),
+    "nan.md": ("ask", "the tutorial's verdict"),
+    "plans.md": ("plan file", "edited plan"),
     "processes.md": ("sharded", "load", "gathered"),
     "quickstart.md": ("loop", "evaluation", "checkpoint", "look", "end"),
     "slower.md": ("inspected",),
     "seeing.md": ("observe", "seeing"),
-    "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),  # run by tests/trainers/test_page.py
+    "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),
+    "which-level.md": ("recommendation",),
 }
+DIAGRAMS = {"flow", "sweep"}
+HERE = Path(__file__).parent
+RUN_BY = (
+    HERE / "test_readme.py",
+    HERE / "cli/test_shown.py",
+    HERE / "trainers/test_page.py",
+    HERE / "keras/test_page.py",
+)
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """The blocks of a page: language and content."""
+    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: Path) -> dict[str, str]:
     if page.name == "tutorial.md":  # rendered from examples/tutorial.py, see test_site.py
         return {}
-    code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    code = [content for language, content in fences(page) if language != "sh"]
     return dict(zip(NAMES.get(page.name, ()), code, strict=True))
 
 
+def masked(text: str) -> str:
+    """What is printed without its numbers, which are those of a machine."""
+    return re.sub(r"-?\d[\d,.]*(e[+-]?\d+)?", "#", text)
+
+
 BLOCKS = {name: code for page in PAGES for name, code in blocks(page).items()}
+
+
+def test_every_block_is_run():
+    tests = "".join(path.read_text(encoding="utf-8") for path in RUN_BY)
+    assert BLOCKS.keys() - set(re.findall(r'BLOCKS\["(.*?)"\]', tests)) == DIAGRAMS
 
 
 def anchors(page: Path) -> set[str]:
@@ -136,6 +163,62 @@ def test_a_failed_batch_gets_a_verdict_whose_edits_are_taken(names, capsys):
         assert session.plan == first.plan.edit(*names["verdict"].cure)
 
 
+GPT = """\
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 3 * 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+
+        scores = torch.matmul(q, k.mT)
+        return torch.matmul(torch.softmax(scores / 8, -1), v)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(64), Attention(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(65, 64), nn.Linear(64, 65)
+        self.blocks = nn.Sequential(Block(), Block(), Block(), Block())
+
+    def forward(self, numbers):
+        return self.head(self.blocks(self.embed(numbers)))
+"""
+
+
+def test_the_verdict_of_the_pages_is_that_of_such_a_model(tmp_path):
+    (tmp_path / "gpt.py").write_text(GPT, encoding="utf-8")
+    made = {}
+    exec(compile(GPT, str(tmp_path / "gpt.py"), "exec"), made)
+    model = made["Net"]()
+    with torch.no_grad():
+        model.blocks[2].attn.qkv.weight[:128] *= 88  # of queries and keys
+    numbers, targets = torch.randint(65, (8, 64)), torch.randint(65, (8, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
+        verdict = halfstep.blame(
+            session, lambda: nn.functional.cross_entropy(model(numbers).flatten(0, 1), targets.flatten())
+        )
+    assert masked(f"{verdict}\n") == masked(BLOCKS["verdict"])
+    assert BLOCKS["README's verdict"] == BLOCKS["verdict"]
+    assert BLOCKS["the tutorial's verdict"] in (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+
 def test_a_probe_sees_the_gradients_of_the_steps_it_looks_at(names, capsys):
     def train(steps):
         for _ in range(steps):
@@ -227,8 +310,11 @@ def test_the_front_page_trains(names):
 
 
 def test_the_quickstart_trains_evaluates_resumes_looks_and_closes(names, capsys):
-    for name in ("loop", "evaluation", "checkpoint", "look", "end"):
-        exec(BLOCKS[name], names)
+    exec(BLOCKS["loop"], names)
+    exec(BLOCKS["evaluation"], names)
+    exec(BLOCKS["checkpoint"], names)
+    exec(BLOCKS["look"], names)
+    exec(BLOCKS["end"], names)
     assert names["session"].status().steps == len(names["loader"])
     assert 0 <= names["accuracy"] <= 1
     assert capsys.readouterr().out == "", "nothing is found in this model"
@@ -242,6 +328,61 @@ def test_a_batch_that_fails_is_explained(names, capsys):
     with halfstep.initialize(names["model"], names["optimizer"], "O1", low="fp16") as names["session"]:
         exec(BLOCKS["ask"], names)
     assert "overflow: linear in head" in capsys.readouterr().out
+
+
+FLOW = """\
+import torch
+from torch import nn
+
+
+@torch.library.custom_op("halfstep_page::warp", mutates_args=())
+def warp(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    if x.dtype != grid.dtype:
+        raise RuntimeError("expected scalar type Half but found Float")
+    return x * grid
+
+
+warp.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None)
+
+
+class Warp(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        grid = torch.ones(8)
+        return warp(x, grid)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.warp, self.head = Warp(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.warp(x))
+
+    def project(self, hidden):
+        return nn.functional.linear(hidden, self.head.weight)
+"""
+
+
+def test_two_formats_in_an_operation_of_ones_own_and_outside_of_forward(names, tmp_path, capsys):
+    made = {}
+    exec(compile(FLOW, str(tmp_path / "flow.py"), "exec"), made)
+    model = names["model"] = made["Net"]()
+    optimizer = names["optimizer"] = torch.optim.AdamW(model.parameters())
+    names["inputs"], names["targets"] = names["loader"][0]
+    names["session"] = halfstep.initialize(model, optimizer, "O2", low="fp16")
+    with pytest.raises(RuntimeError, match=r"two formats met in a forward.*halfstep\.check.*more: docs/mismatch\.md"):
+        model(names["inputs"])
+    exec(BLOCKS["mixed"], names)
+    assert capsys.readouterr().out == BLOCKS["mixed formats"]
+    names["session"] = halfstep.initialize(model, optimizer, names["session"].plan.edit(*names["findings"][0].cure))
+    backward(names)
+    names["hidden"] = torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match=r"Net\.project: .*session\.autocast.*more: docs/mismatch\.md"):
+        model.project(names["hidden"])
+    exec(BLOCKS["outside"], names)
+    assert names["logits"].dtype is torch.float16
 
 
 def test_a_step_is_inspected(names, capsys):
@@ -261,9 +402,8 @@ def test_an_edited_plan_is_what_the_session_says(names, capsys):
 
 
 def test_the_plan_file_of_the_page_is_read(tmp_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "plans.md").read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "plan.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(BLOCKS["plan file"], encoding="utf-8")
     plan = halfstep.load_plan(path)
     full = halfstep.level("O2", "fp16").edit(
         halfstep.Rule("blocks.*.attn", halfstep.FULL),

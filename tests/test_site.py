@@ -1,15 +1,15 @@
 """The site's pages are all reachable, its commands exist, and what it renders is what the code says."""
 
 import re
-import shlex
 import sys
 from pathlib import Path
 
-import click
 import pytest
 import typer.main
 
-from halfstep import pages
+from docs import look
+from docs.browser import find_browser
+from halfstep import errors, pages
 from halfstep.__main__ import app
 
 if sys.version_info >= (3, 11):
@@ -19,19 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
 
-def commands(page):
-    """The commands that a page shows, in a line or in a block."""
-    text = page.read_text(encoding="utf-8")
-    blocks = "\n".join(re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL))
-    return re.findall(r"`halfstep (?=[a-z])([^`\n]*)`", text) + re.findall(r"^halfstep (.*)", blocks, re.MULTILINE)
-
-
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-COMMANDS = [(page.name, command) for page in PAGES for command in commands(page)]
-
-
 def page_names():
     return {name: page for name, page in vars(pages).items() if name.isupper()}
+
+
+def test_each_page_is_named_by_an_error_or_a_command():
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "halfstep").rglob("*.py"))
+    assert [name for name in page_names() if not re.search(rf"\b(more\({name}\)|page = {name}\b)", code)] == []
+
+
+def test_errors_that_have_more_to_say_name_their_page():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    silent = {"HalfstepError", "FormatError", "DataError", "ScriptError"}  # they say all there is
+    assert {kind.__name__ for kind in kinds if kind.page is None} == silent
+    for kind in kinds:
+        assert getattr(kind("what came"), "__notes__", []) == ([f"more: {kind.page}"] if kind.page else [])
+        assert not hasattr(kind("what came; more: docs/nan.md"), "__notes__")
 
 
 @pytest.mark.parametrize("page", page_names().values())
@@ -51,14 +54,28 @@ def test_a_page_links_to_nothing_outside_of_the_site(page):
     assert re.findall(r"\]\(\.\./[^)]*\)", page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {command}" for page, command in COMMANDS])
-def test_commands_that_pages_show_are_taken(page, command):
-    name, *arguments = shlex.split(command.replace("\\|", "|").partition("#")[0])
-    group = typer.main.get_command(app)
-    with click.Context(group) as context:
-        found = group.get_command(context, name)
-        assert found is not None, f"{page} shows {command!r}; there is no command {name}"
-        found.make_context(name, arguments, parent=context, resilient_parsing=True)
+SHOWN = {
+    "good": "<p>text",
+    "logs": "<script>console.error('no')</script>",
+    "asks": "<img src='https://elsewhere.invalid/x.png'>",
+    "cut off": "<div style='width: 500px'>text</div>",
+}
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+def test_a_page_that_logs_asks_another_host_or_is_cut_off_is_told(tmp_path, monkeypatch, capsys):
+    for name, body in SHOWN.items():
+        (tmp_path / f"{name}.html").write_text(f"<!DOCTYPE html><link rel='icon' href='data:,'>{body}")
+    monkeypatch.setattr(look, "SITE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["look.py"])
+    with pytest.raises(SystemExit) as ended:
+        look.main()
+    told = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1
+    assert "logs.html logs no" in told
+    assert "asks.html asks for https://elsewhere.invalid/x.png" in told
+    assert "cut off.html is wider than a window of 400 pixels" in told
+    assert not [line for line in told if line.startswith("good") or "1280" in line]
 
 
 def test_every_command_names_its_page():

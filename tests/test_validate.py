@@ -16,7 +16,7 @@ def test_near_miss_is_silent_where_nothing_is_near(value):
 
 
 def test_one_of_names_value_and_choices():
-    with pytest.raises(PlanError, match=r"^master is 'splt'; allowed are 'copy', 'split'; did you mean 'split'\?$"):
+    with pytest.raises(PlanError, match=r"^master is 'splt'; allowed are 'copy', 'split'; did you mean 'split'\?"):
         one_of("master", "splt", ("copy", "split"))
 
 

@@ -37,7 +37,7 @@ class Saved:
 
 
 def load_saved(path: Path) -> Saved:
-    """Reads a file that `halfstep bench --json` wrote.
+    """Reads a file that `halfstep bench --json FILE` wrote.
 
     Raises:
         WorkloadError: there is none, or it is something else.

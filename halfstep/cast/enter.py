@@ -33,10 +33,10 @@ from halfstep.cast.copies import (
 )
 from halfstep.cast.gate import (
     EMULATED,
-    MIXED,
     Gate,
     Inside,
     as_written,
+    explain,
     run_eager,
     run_generator,
     run_in_region,
@@ -46,12 +46,13 @@ from halfstep.cast.gate import (
     with_marker,
 )
 from halfstep.errors import SessionError
+from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import AVERAGING, class_index_above, is_sharding, makes_weights
 
 AGAIN = "_halfstep_again"  # makes a class of ours over another one
 OUTSIDE = (
     "a parameter that the session stores in low precision was combined with another format outside of the model's "
-    "forward, where the plan does not apply: make this call inside `with session.autocast():`"
+    f"forward, where the plan does not apply: make this call inside `with session.autocast():`; {more(MISMATCH)}"
 )
 SHARD_FIRST = (
     "fully_shard was called on a model that is in a halfstep session, whose optimizer and masters have its old "
@@ -97,8 +98,7 @@ def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, F
             try:
                 return method(self, *args, **kwargs)
             except RuntimeError as error:
-                if MIXED.search(str(error)) and OUTSIDE not in str(error):
-                    error.args = (f"{error} ({type(self).__name__}.{method.__name__}: {OUTSIDE})", *error.args[1:])
+                explain(error, f"{type(self).__name__}.{method.__name__}", OUTSIDE)
                 raise
 
         return call  # type: ignore[return-value]

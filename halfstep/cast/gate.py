@@ -15,19 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.repeated import Calls
+from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import in_backward
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would bypass"
 SWITCHED_OFF = (
     "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
-    "module in fp32 with a rule, Rule(name, FULL)"
+    f"module in fp32 with a rule, Rule(name, FULL); {more(MISMATCH)}"
+)
+INSIDE = (
+    "values of two formats met in a forward under the plan: halfstep.check(session, closure) names the operation, and "
+    f"the edit that keeps its module in fp32; {more(MISMATCH)}"
 )
 # torch's words for formats that do not go together
 MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
 )
+_LOW = re.compile("Half|BFloat16|b?float16")
 _LOG = logging.getLogger("halfstep")
 
 
@@ -96,9 +102,19 @@ def _run_inside(
     token = gate.enter()
     try:
         out = forward(module, *args, **kwargs)
+    except RuntimeError as error:
+        if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
+            explain(error, type(module).__name__, INSIDE)
+        raise
     finally:
         gate.leave(token)
     return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def explain(error: RuntimeError, where: str, why: str) -> None:
+    """Adds to torch's error of formats that do not go together why they met, unless it says so already."""
+    if not torch.compiler.is_compiling() and MIXED.search(str(error)) and more(MISMATCH) not in str(error):
+        error.args = (f"{error} ({where}: {why})", *error.args[1:])
 
 
 def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -204,6 +220,5 @@ def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwa
     try:
         return forward(module, *args, **kwargs)
     except RuntimeError as error:
-        if not torch.compiler.is_compiling() and MIXED.search(str(error)) and SWITCHED_OFF not in str(error):
-            error.args = (f"{error} ({type(module).__name__}: {SWITCHED_OFF})", *error.args[1:])
+        explain(error, type(module).__name__, SWITCHED_OFF)
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -118,8 +118,11 @@ class _Decision:
         return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
-def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module]) -> Assignment:
+def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Iterable[nn.Parameter] = ()) -> Assignment:
     """Returns what the plan gives each module of a model, or of several trained together.
+
+    `made_low` are parameters that are low only because of a session about to end: they count as the fp32 that they will
+    be.
 
     The rule that matches the module, or else its nearest ancestor, decides; where none does, the plan. What the model
     itself returns is `plan.output`'s to decide. Where weights are low and `plan.norms` is "full", torch's norm classes
@@ -134,14 +137,17 @@ def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module]) -> Assignment:
     sites = [site for number, root in enumerate(roots) for site in find_sites(root, number)]
     matched = match_rules(plan.rules, sites)
     modules: list[ModuleFormats] = []
+    fp32 = {id(p) for p in made_low}
     for number in range(len(roots)):
-        modules += _assign(plan, [site for site in sites if site.model == number], matched)
+        modules += _assign(plan, [site for site in sites if site.model == number], matched, fp32)
     _check_shared(sites, modules)
-    _check_tied(sites, modules)
+    _check_tied(sites, modules, fp32)
     return Assignment(plan, tuple(modules))
 
 
-def _assign(plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule]) -> list[ModuleFormats]:
+def _assign(
+    plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int]
+) -> list[ModuleFormats]:
     """Returns what the modules of one model get: decisions go down every path, boundaries lie where they change."""
     at = {path: site for site in sites for path in site.paths}
     decided: dict[str, _Decision] = {}
@@ -153,7 +159,7 @@ def _assign(plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule]) -> 
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
             _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
-    return [_formats(plan, site, decided, callers) for site in sites]
+    return [_formats(plan, site, decided, callers, fp32) for site in sites]
 
 
 def _depth(path: str) -> int:
@@ -216,7 +222,11 @@ def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str 
 
 
 def _formats(
-    plan: Plan, site: Site, decided: Mapping[str, _Decision], callers: Mapping[str, _Decision | None]
+    plan: Plan,
+    site: Site,
+    decided: Mapping[str, _Decision],
+    callers: Mapping[str, _Decision | None],
+    fp32: Container[int],
 ) -> ModuleFormats:
     decision = decided[site.name]
     for path in site.paths:
@@ -228,7 +238,7 @@ def _formats(
     formats = ModuleFormats(
         name=site.name,
         type_name=type(site.module).__name__,
-        param=_width(plan, decision.param) if _own_fp32(site.module) else None,
+        param=_width(plan, decision.param) if _own_fp32(site.module, fp32) else None,
         compute=None,
         output=None,
         boundary=False,
@@ -239,9 +249,8 @@ def _formats(
     )
     if plan.ops == "none":
         return formats
-    formats = replace(
-        formats, compute=_width(plan, decision.policy.compute), door=_is_door(plan, site.module, decision)
-    )
+    door = _is_door(plan, site.module, decision, fp32)
+    formats = replace(formats, compute=_width(plan, decision.policy.compute), door=door)
     entries = [callers[path] for path in site.paths]
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
         return formats
@@ -255,7 +264,7 @@ def _formats(
     )
 
 
-def _is_door(plan: Plan, module: nn.Module, decision: _Decision) -> bool:
+def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
     """Returns whether a module computes low with parameters at or below it that are stored low or that products cast.
 
     Those of norms that stay full are neither.
@@ -264,10 +273,10 @@ def _is_door(plan: Plan, module: nn.Module, decision: _Decision) -> bool:
     called = own_forward or not _is_uncalled(module)
     if decision.policy.compute == "full" or not called or not enterable(module):
         return False
-    if decision.param == "low" and _own_fp32(module):
+    if decision.param == "low" and _own_fp32(module, fp32):
         return True
     norms = plan.norms == "low"
-    return any(_own_fp32(each) for each in module.modules() if norms or norm_kind(each) is None)
+    return any(_own_fp32(each, fp32) for each in module.modules() if norms or norm_kind(each) is None)
 
 
 def _width(plan: Plan, width: Width) -> Format:
@@ -294,8 +303,10 @@ def _model_output(plan: Plan) -> Format | None:
     return None if plan.output == "keep" else _width(plan, plan.output)
 
 
-def _own_fp32(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in parameters_of(module).items() if p is not None and p.dtype is torch.float32]
+def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:
+    """Returns a module's own fp32 parameters by name; `fp32` has the ids of those that count as such."""
+    own = [(name, p) for name, p in parameters_of(module).items() if p is not None]
+    return [(name, p) for name, p in own if p.dtype is torch.float32 or id(p) in fp32]
 
 
 def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Module, caller: _Decision | None) -> None:
@@ -320,11 +331,11 @@ def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> No
             )
 
 
-def _check_tied(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> None:
+def _check_tied(sites: Sequence[Site], modules: Sequence[ModuleFormats], fp32: Container[int]) -> None:
     """Raises a PlanError where modules hold the same parameter and would store it in different formats."""
     first: dict[nn.Parameter, tuple[str, ModuleFormats]] = {}
     for site, formats in zip(sites, modules, strict=True):
-        for name, parameter in _own_fp32(site.module):
+        for name, parameter in _own_fp32(site.module, fp32):
             full_name = f"{formats.name}.{name}".removeprefix(".")
             other_name, other = first.setdefault(parameter, (full_name, formats))
             if formats.param != other.param:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.cast.gate import INSIDE
 from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import edited, is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
@@ -40,6 +42,7 @@ WRITES = (
 GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
+_HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make this check
 UNTRIED = "so no edit could be tried; make the closure use the same batch on every call"
 
 
@@ -259,7 +262,8 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
     """Returns a failure as a finding; `reason` says why there are no edits, "" that none was found."""
     place = place_of(failure.module, failure.line)
-    message = str(failure.error).strip().splitlines()[0] if str(failure.error).strip() else ""
+    said = _HINT.sub("", str(failure.error)).strip()
+    message = said.splitlines()[0] if said else ""
     what = f"{failure.operator or 'the step'} ({failure.phase})"
     if failure.formats:
         what += f" of {', '.join(failure.formats)}"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from halfstep.errors import SessionError
+from halfstep.pages import PROCESSES, more
 from halfstep.processes.shards import group_is_open
 from halfstep.torch_internals import default_store, is_lost_connection
 
@@ -32,7 +33,7 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
         said = _said_of(absent(group, meeting))
         raise SessionError(
             f"process {dist.get_rank()} got no answer in {what} ({error}): {said}. Nothing was updated here: start all "
-            "of them again from the last checkpoint"
+            f"of them again from the last checkpoint; {more(PROCESSES)}"
         ) from error
 
 

@@ -86,12 +86,12 @@ def decide(  # noqa: PLR0913  # all that it depends on
         _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_training(optimizers, models, plan)
-    assignment = resolve(plan, roots)
+    assignment = resolve(plan, roots, made_low=made_low)
     check_forwards(roots, assignment)
     check_functions(plan.op_changes)
     if plan.master == "split" and any(row_of(optimizer) is None for optimizer in optimizers):
         plan = replace(plan, master="copy")
-        assignment = resolve(plan, roots)
+        assignment = resolve(plan, roots, made_low=made_low)
     mixed = plan.ops != "none"
     if emulate is None:
         emulate = mixed and needs_emulation(plan.low, facts)

@@ -203,6 +203,34 @@ def test_initialize_again_ends_the_session_before_with_a_notice(name, low, caplo
     assert [type(m) for m in model.modules()] == classes
 
 
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["O2", "O3"])
+def test_initialize_again_gives_weights_the_formats_that_a_first_session_does(name, low):
+    def formats(again):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        model.append(nn.Linear(8, 8))[3].weight = model[2].weight  # tied
+        optimizer = torch.optim.AdamW(model.parameters())
+        if again:
+            halfstep.initialize(model, optimizer, name, low=low)
+        with halfstep.initialize(model, optimizer, name, low=low, rules=[halfstep.Rule("0", halfstep.FULL)]) as session:
+            session.backward(model(torch.ones(4, 8)).square().mean())
+            session.step()
+            return [p.dtype for p in model.parameters()], session.assignment.modules, session.status().memory
+
+    assert formats(again=True) == formats(again=False)
+
+
+def test_initialize_again_refuses_a_tied_weight_in_two_formats_and_changes_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    with halfstep.initialize(model, optimizer, "O2", low="bf16") as session:
+        with pytest.raises(halfstep.PlanError, match="are one tied parameter"):
+            halfstep.initialize(model, optimizer, session.plan.edit(halfstep.Rule("1", halfstep.FULL)))
+        assert not session.closed
+        assert model[0].weight.dtype is torch.bfloat16
+
+
 def test_an_initialize_that_fails_leaves_the_session_before_as_it_was():
     model, opt, first = start("O2", "bf16")
     with pytest.raises(halfstep.PlanError):

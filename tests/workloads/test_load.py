@@ -45,7 +45,7 @@ def test_a_workload_comes_by_name_with_its_settings(tmp_path):
             "regression has no setting depth; it has batch, lr, max_norm, d_in, d_out, layers",
         ),
         ("regression", {"data": "x"}, "regression has no setting data; it has"),
-        ("regression", {"batch": "1.5"}, "regression: batch='1.5' is not of type int; give a int$"),
+        ("regression", {"batch": "1.5"}, "regression: batch='1.5' is not of type int; give a int\\b"),
         ("regression", {"lr": "fast"}, "lr='fast' is not of type float"),
         ("regression", {"lr": "none"}, "lr='none' is not of type float"),
         ("regression", {"max_norm": "x"}, "max_norm='x' is not of type float; give a float or none"),
@@ -90,7 +90,7 @@ def test_data_for_a_users_function_has_to_exist(own, tmp_path):
 
 def test_data_for_a_workload_that_reads_none_is_an_error_that_names_those_that_do(tmp_path):
     with pytest.raises(
-        WorkloadError, match=r"regression reads no data.* choose one of char_lm, cifar_resnet, imdb_lstm$"
+        WorkloadError, match=r"regression reads no data.* choose one of char_lm, cifar_resnet, imdb_lstm"
     ):
         load_workload("regression", data=tmp_path)
 
