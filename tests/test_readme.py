@@ -24,7 +24,7 @@ NAMES = {
     "diagnosis.md": ("before", "blame"),
     "guide.md": ("own workload", "plan", "average", "schedule"),
     "index.md": ("front",),
-    "keras.md": ("keras fit", "keras tape"),  # run by tests/keras/test_page.py
+    "keras.md": ("keras fit", "keras tape", "keras modules"),  # run by tests/keras/test_page.py
     "nan.md": ("ask",),
     "plans.md": ("edited plan",),
     "processes.md": ("sharded", "load", "gathered"),

@@ -121,12 +121,24 @@ def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[
         if id(layer) in seen:
             return
         seen.add(id(layer))
-        if not isinstance(layer, keras.layers.InputLayer):
-            yield path, layer
-        for child in [] if isinstance(layer, opaque) else _children(layer):
+        yield path, layer
+        for child in [] if isinstance(layer, opaque) else children_of(layer):
             yield from walk(child, f"{path}.{child.name}".removeprefix("."))
 
     yield from walk(model, "")
+
+
+def children_of(layer: Any) -> list[Any]:
+    """Returns the layers right below a layer that compute."""
+    is_model = isinstance(layer, keras.Model)
+    found = layer.layers if is_model else layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in found if not isinstance(child, keras.layers.InputLayer)]
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """Returns the weights of a layer that belong to none below it."""
+    below = {id(v) for child in children_of(layer) for v in child.weights}
+    return [v for v in layer.weights if id(v) not in below]
 
 
 def policy_name(plan: Plan, policy: Policy) -> str:
@@ -263,7 +275,7 @@ def _check_stored(decided: Mapping[str, _Decision]) -> None:
     wrong = [
         f"{path or '(model)'} ({stored.dtype}, planned is {each.dtypes[1]})"
         for path, each in decided.items()
-        for stored in _own_variables(each.layer)[:1]
+        for stored in own_variables(each.layer)[:1]
         if "float" in stored.dtype and stored.dtype != each.dtypes[1]
     ]
     if wrong:
@@ -274,20 +286,9 @@ def _check_stored(decided: Mapping[str, _Decision]) -> None:
         )
 
 
-def _children(layer: Any) -> list[Any]:
-    if isinstance(layer, keras.Model):
-        return list(layer.layers)
-    return list(layer._flatten_layers(include_self=False, recursive=False))
-
-
-def _own_variables(layer: Any) -> list[Any]:
-    below = {id(v) for child in _children(layer) for v in child.weights}
-    return [v for v in layer.weights if id(v) not in below]
-
-
 def _formats(path: str, layer: Any, why: str) -> ModuleFormats:
     compute = FORMATS.get(layer.compute_dtype)
-    stored = {FORMATS[v.dtype] for v in _own_variables(layer) if v.dtype in FORMATS}
+    stored = {FORMATS[v.dtype] for v in own_variables(layer) if v.dtype in FORMATS}
     return ModuleFormats(
         name=path,
         type_name=type(layer).__name__,
