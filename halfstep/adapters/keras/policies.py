@@ -19,6 +19,7 @@ from halfstep.plan.resolve import Assignment, ModuleFormats
 NORMS = ("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization")
 DTYPES = {BF16: "bfloat16", FP16: "float16", FP32: "float32"}
 FORMATS = {name: fmt for fmt, name in DTYPES.items()}
+_FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
 _SHOWN = 5
 
 
@@ -79,17 +80,16 @@ def apply_plan(model: keras.Model, plan: Plan) -> Assignment:
     A layer that was given a `dtype=` of its own keeps it, unless a rule names it.
 
     Raises:
-        PlanError: the model is not built, was trained already, or has weights that the plan stores in another format;
+        PlanError: the model is not built, has run already, or has weights that the plan stores in another format;
             a rule matches no layer; two rules disagree on a layer; or as `policy_map`. Nothing was changed.
     """
-    if not model.built:
-        raise PlanError(f"model {model.name!r} is not built, so its layers have no names; call model.build(shape)")
-    if getattr(model, "train_function", None) is not None:
-        raise PlanError(
-            f"model {model.name!r} is compiled and was trained, and what runs is made already; call "
-            "apply_plan(model, plan) before model.fit, or model.compile(...) again before it"
-        )
     decided = _decide(model, plan)
+    ran = [name for name in ("fit", "evaluate", "predict") if getattr(model, _FUNCTIONS[name], None) is not None]
+    if ran:
+        raise PlanError(
+            f"model {model.name!r} was compiled by model.{ran[0]}, and what runs is made already; call "
+            "apply_plan(model, plan) before it, or model.compile(...) again and then apply_plan"
+        )
     _check_stored(decided)
     for each in decided.values():
         if not each.holds:
@@ -101,7 +101,7 @@ def describe(model: keras.Model, plan: Plan) -> Assignment:
     """Returns what each layer of a model has, and why; changes nothing.
 
     Raises:
-        PlanError: a rule matches no layer, or two rules disagree on a layer.
+        PlanError: the model is not built, a rule matches no layer, or two rules disagree on a layer.
     """
     modules = [
         _formats(path, each.layer, each.why if each.holds else f"not as planned ({each.policy}, {each.why})")
@@ -168,8 +168,10 @@ def _of_plan(plan: Plan) -> Policy:
     """Returns the policy of layers that no rule matches.
 
     Raises:
-        PlanError: the plan has something that Keras has no means for.
+        PlanError: it is no plan, or one with something that Keras has no means for.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r:.80} is no Plan; give one, such as level('O1', 'fp16')")
     if plan.op_changes != OpChanges():
         raise PlanError(
             f"plan {plan.name!r} has op_changes, which change torch's op table, and Keras has none; give a rule on the "
@@ -242,6 +244,8 @@ class _Decision:
 def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
     """Returns by path what each layer gets: from a rule on it, its own dtype, a rule on what holds it, or the plan."""
     default = policy_name(plan, _of_plan(plan))
+    if not model.built:
+        raise PlanError(f"model {model.name!r} is not built, so its layers have no names; call model.build(shape)")
     found = dict(layers_of(model))
     sites = {path: LayerSite(0, layer, (path,)) for path, layer in found.items()}
     matched = match_rules(plan.rules, list(sites.values()))
