@@ -26,7 +26,7 @@ NAMES = {
     "diagnosis.md": ("before", "findings", "prediction", "blame", "verdict"),
     "guide.md": ("own workload", "plan", "average", "schedule"),
     "index.md": ("front",),
-    "keras.md": ("keras fit", "keras tape"),
+    "keras.md": ("keras fit", "keras tape", "keras modules"),  # run by tests/keras/test_page.py
     "mismatch.md": ("mixed", "mixed formats", "outside"),
     "nan.md": ("ask", "the tutorial's verdict"),
     "plans.md": ("plan file", "edited plan"),

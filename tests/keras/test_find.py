@@ -6,10 +6,11 @@ import pytest
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
 from halfstep.adapters.keras import apply_plan, find_broken, set_plan
+from halfstep.adapters.keras.find import find_cause
 from halfstep.edits import FULL, Rule
 from halfstep.plan.levels import level
 from halfstep.records import Kind
-from tests.keras.common import keras, numbers
+from tests.keras.common import keras, numbers, on
 from tests.keras.zoo import Block
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -228,3 +229,20 @@ def test_weights_and_targets_that_are_not_finite_are_named():
     bias.assign(np.full(bias.shape, np.nan))
     verdict = find_broken(model, x, y)
     assert (verdict.module, verdict.kind) == ("encoder.deep", Kind.WEIGHTS)
+
+
+@on("torch")
+@pytest.mark.parametrize("name", FAULTS)
+def test_in_fit_the_operation_of_a_planted_fault_is_named_with_its_layer(name):
+    (build, plan), plant, scale, layer, kind = FAULTS[name]
+    set_plan(plan)
+    model = build()
+    apply_plan(model, plan)
+    model.compile("sgd", "mse")
+    x, y = plant(model, *batch(model))
+    before, keys = [numbers(v).copy() for v in model.variables], list(model.state_dict())
+    verdict = find_cause(model, x, y, None, scale=scale)
+    assert (verdict.module, verdict.kind) == (layer, kind), verdict
+    assert verdict.call is not None or kind == INPUT
+    assert all(np.array_equal(a, numbers(v)) for a, v in zip(before, model.variables, strict=True))
+    assert list(model.state_dict()) == keys

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, set_plan
+from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, as_modules, set_plan
 from halfstep.edits import Scaling
 from halfstep.errors import PlanError, SetupError
 from halfstep.plan.levels import level
@@ -131,6 +131,7 @@ def test_a_step_that_fails_at_the_floor_gets_a_verdict(tmp_path, caplog):
     assert event.step == BAD + 1
     assert (event.record.module, event.record.kind) == ("body", Kind.INPUT_DATA)
     assert callback.verdicts == [event.record]
+    assert event.record.operator == ("matmul" if BACKEND == "torch" else "Dense")
     assert "input data: " in caplog.text
     assert "body" in caplog.text
     model.fit(*data(None), batch_size=2, verbose=0)
@@ -225,6 +226,7 @@ def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
 
     layers = keras.layers
     model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "relu", name="body"), layers.Dense(1, name="head")])
+    as_modules(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     x, y = torch.from_numpy(ROWS), torch.from_numpy(ROWS.sum(1, keepdims=True))
 
@@ -244,4 +246,5 @@ def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
         assert halfstep.blame(session, closure) is None
         halfstep.check(session, closure)
         x.fill_(torch.nan)
-        assert halfstep.blame(session, closure).kind == Kind.INPUT_DATA
+        verdict = halfstep.blame(session, closure)
+        assert (verdict.module, verdict.kind) == ("body", Kind.INPUT_DATA)

@@ -34,3 +34,18 @@ def test_a_tape():
     names = {"model": model, "x": X, "y": Y, "tf": tf, "loss_fn": keras.losses.MeanSquaredError()}
     exec(BLOCKS["keras tape"], names | {"optimizer": LossScaleOptimizer(keras.optimizers.SGD(0.1))})
     assert not np.array_equal(numbers(model.trainable_variables[0]), before)
+
+
+@on("torch")
+def test_a_loop_of_torch():
+    import torch
+
+    import halfstep
+    from halfstep.edits import FULL, Rule
+
+    model = build()
+    names = {"model": model, "halfstep": halfstep, "Rule": Rule, "FULL": FULL}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(BLOCKS["keras modules"], names)
+    with names["session"] as session:
+        assert session.assignment.of("head").reason == "rule 'head'"

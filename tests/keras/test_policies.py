@@ -210,12 +210,21 @@ def test_a_model_without_layers_yet_and_one_that_was_trained_are_refused():
     with pytest.raises(PlanError, match=r"call model.build\(shape\)"):
         apply_plan(keras.Sequential([keras.layers.Dense(1)]), level("O1", "bf16"))
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    model.fit(np.ones((2, 4)), np.ones((2, 1)), verbose=0)
-    with pytest.raises(PlanError, match=r"model\.compile"):
-        apply_plan(model, level("O1", "bf16"))
+    x, y = np.ones((2, 4), "float32"), np.ones((2, 1), "float32")
+    for run in ("fit", "evaluate", "predict"):
+        model.compile("sgd", "mse")
+        getattr(model, run)(*((x,) if run == "predict" else (x, y)), verbose=0)
+        with pytest.raises(PlanError, match=rf"model\.{run}.*model\.compile"):
+            apply_plan(model, level("O1", "bf16"))
     model.compile("sgd", "mse")
     apply_plan(model, level("O1", "bf16"))
+    assert model.predict(x, verbose=0).dtype == "bfloat16" if BACKEND != "torch" else True
+
+
+@pytest.mark.parametrize("call", [set_plan, policy_map, lambda plan: apply_plan(vgg(), plan)])
+def test_what_is_no_plan_is_refused(call):
+    with pytest.raises(PlanError, match=r"'O1' is no Plan; give one, such as level\('O1', 'fp16'\)"):
+        call("O1")
 
 
 def test_the_cell_of_a_recurrent_layer_goes_with_it():

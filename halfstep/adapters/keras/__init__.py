@@ -5,6 +5,7 @@ A Plan becomes Keras's own dtype policies, its loss scale an optimizer that wrap
 
 from halfstep.adapters.keras.find import find_broken
 from halfstep.adapters.keras.log import LogCallback, StepLog
+from halfstep.adapters.keras.modules import as_modules
 from halfstep.adapters.keras.policies import apply_plan, describe, policy_map, set_plan
 from halfstep.adapters.keras.rewrite import enable_mixed_precision_graph_rewrite
 from halfstep.adapters.keras.scale import LossScaleOptimizer
@@ -14,6 +15,7 @@ __all__ = [
     "LossScaleOptimizer",
     "StepLog",
     "apply_plan",
+    "as_modules",
     "describe",
     "enable_mixed_precision_graph_rewrite",
     "find_broken",

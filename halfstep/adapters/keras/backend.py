@@ -7,19 +7,34 @@ from halfstep.adapters.keras.installed import BACKEND
 if BACKEND == "tensorflow":
     from halfstep.adapters.keras.on_tensorflow import (
         apply_where_finite,
+        blame_step,
         gradients,
         hand_out_batches,
         rewrite_graphs,
         sync,
     )
 elif BACKEND == "jax":
-    from halfstep.adapters.keras.on_jax import apply_where_finite, gradients, hand_out_batches, rewrite_graphs, sync
+    from halfstep.adapters.keras.on_jax import (
+        apply_where_finite,
+        blame_step,
+        gradients,
+        hand_out_batches,
+        rewrite_graphs,
+        sync,
+    )
 elif BACKEND == "torch":
-    from halfstep.adapters.keras.on_torch import apply_where_finite, gradients, hand_out_batches, rewrite_graphs, sync
+    from halfstep.adapters.keras.on_torch import (
+        apply_where_finite,
+        blame_step,
+        gradients,
+        hand_out_batches,
+        rewrite_graphs,
+        sync,
+    )
 else:
     raise ImportError(
         f"halfstep trains on Keras's backends tensorflow, jax and torch, not {BACKEND}; choose one before the import "
         "of keras: os.environ['KERAS_BACKEND'] = 'jax'"
     )
 
-__all__ = ["apply_where_finite", "gradients", "hand_out_batches", "rewrite_graphs", "sync"]
+__all__ = ["apply_where_finite", "blame_step", "gradients", "hand_out_batches", "rewrite_graphs", "sync"]

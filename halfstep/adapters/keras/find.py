@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from halfstep.adapters.keras.backend import gradients
+from halfstep.adapters.keras.backend import blame_step, gradients
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, Rule, Scaling
@@ -65,6 +65,32 @@ def find_broken(
     with keras.StatelessScope(), _watched(model, calls, _as_it_is):
         value = total(model(x, training=True))
     return _in_forward(calls) or _in_loss(value, y) or _in_backward(model, x, total, scale)
+
+
+def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
+    """Returns what `find_broken` does of a compiled model; on torch with the operation that `blame` names.
+
+    A layer that `blame` names is taken where it lies inside of the other: a cast between two layers is the next one's.
+    """
+
+    def loss() -> Any:
+        with keras.StatelessScope():
+            outputs = model(x, training=True)
+            return scale * model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+
+    found, named = find_broken(model, x, y, sample_weight, scale=scale), blame_step(model, loss)
+    if found is None or named is None:
+        return found or named
+    seen = named.evidence.partition("; ")[0]  # what follows is about plans, which Keras's layers do not run under
+    inside = f"{named.module}.".startswith(f"{found.module}.") or not found.module
+    return replace(
+        found,
+        module=named.module if inside else found.module,
+        operator=named.operator,
+        where=named.where,
+        call=named.call,
+        evidence=f"{seen}; {found.evidence}",
+    )
 
 
 def _in_forward(calls: Sequence[_Call]) -> Verdict | None:

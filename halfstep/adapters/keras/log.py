@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from halfstep.adapters.keras.backend import gradients, hand_out_batches, sync
-from halfstep.adapters.keras.find import find_broken
+from halfstep.adapters.keras.find import find_cause
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import describe
 from halfstep.adapters.keras.scale import LossScaleOptimizer
@@ -202,7 +202,7 @@ class LogCallback(keras.callbacks.Callback):
     def _blame(self, scale: float) -> None:
         if self._batch is None or len(self.verdicts) == _VERDICTS:
             return
-        verdict = find_broken(self.model, *keras.utils.unpack_x_y_sample_weight(self._batch), scale=scale)
+        verdict = find_cause(self.model, *keras.utils.unpack_x_y_sample_weight(self._batch), scale=scale)
         if verdict is None:
             return
         assert self._steps is not None

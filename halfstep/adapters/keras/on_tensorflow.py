@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from halfstep.errors import SetupError
+from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
@@ -54,6 +55,11 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
         loss = run(tap)
     found = tape.gradient(loss, [*tapped, *(v.value for v in variables)])
     return found[: len(tapped)], [None if g is None else tf.convert_to_tensor(g) for g in found[len(tapped) :]]
+
+
+def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
+    """Returns None: halfstep sees the operations of torch alone."""
+    return None
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:

@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 
+from halfstep.adapters.keras.modules import seen_as_modules
+from halfstep.diagnose.blame import blame
+from halfstep.errors import HalfstepError
+from halfstep.initialize import initialize
+from halfstep.records import Verdict
+
 
 @torch.no_grad()
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
@@ -28,6 +34,18 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
         loss = run(tap)
         found = torch.autograd.grad(loss, [*tapped, *(v.value for v in variables)], allow_unused=True)
     return list(found[: len(tapped)]), list(found[len(tapped) :])
+
+
+def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
+    """Returns which operation makes the first value of a loss, or of its gradients, that is not finite.
+
+    The model runs as it is, in its own policies. None where the operation cannot be seen.
+    """
+    try:
+        with seen_as_modules(model), initialize(model, plan="O0") as session:
+            return blame(session, loss)
+    except HalfstepError:
+        return None
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:

@@ -19,6 +19,7 @@ from halfstep.plan.resolve import Assignment, ModuleFormats
 NORMS = ("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization")
 DTYPES = {BF16: "bfloat16", FP16: "float16", FP32: "float32"}
 FORMATS = {name: fmt for fmt, name in DTYPES.items()}
+_FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
 _SHOWN = 5
 
 
@@ -79,17 +80,16 @@ def apply_plan(model: keras.Model, plan: Plan) -> Assignment:
     A layer that was given a `dtype=` of its own keeps it, unless a rule names it.
 
     Raises:
-        PlanError: the model is not built, was trained already, or has weights that the plan stores in another format;
+        PlanError: the model is not built, has run already, or has weights that the plan stores in another format;
             a rule matches no layer; two rules disagree on a layer; or as `policy_map`. Nothing was changed.
     """
-    if not model.built:
-        raise PlanError(f"model {model.name!r} is not built, so its layers have no names; call model.build(shape)")
-    if getattr(model, "train_function", None) is not None:
-        raise PlanError(
-            f"model {model.name!r} is compiled and was trained, and what runs is made already; call "
-            "apply_plan(model, plan) before model.fit, or model.compile(...) again before it"
-        )
     decided = _decide(model, plan)
+    ran = [name for name in ("fit", "evaluate", "predict") if getattr(model, _FUNCTIONS[name], None) is not None]
+    if ran:
+        raise PlanError(
+            f"model {model.name!r} was compiled by model.{ran[0]}, and what runs is made already; call "
+            "apply_plan(model, plan) before it, or model.compile(...) again and then apply_plan"
+        )
     _check_stored(decided)
     for each in decided.values():
         if not each.holds:
@@ -101,7 +101,7 @@ def describe(model: keras.Model, plan: Plan) -> Assignment:
     """Returns what each layer of a model has, and why; changes nothing.
 
     Raises:
-        PlanError: a rule matches no layer, or two rules disagree on a layer.
+        PlanError: the model is not built, a rule matches no layer, or two rules disagree on a layer.
     """
     modules = [
         _formats(path, each.layer, each.why if each.holds else f"not as planned ({each.policy}, {each.why})")
@@ -121,12 +121,24 @@ def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[
         if id(layer) in seen:
             return
         seen.add(id(layer))
-        if not isinstance(layer, keras.layers.InputLayer):
-            yield path, layer
-        for child in [] if isinstance(layer, opaque) else _children(layer):
+        yield path, layer
+        for child in [] if isinstance(layer, opaque) else children_of(layer):
             yield from walk(child, f"{path}.{child.name}".removeprefix("."))
 
     yield from walk(model, "")
+
+
+def children_of(layer: Any) -> list[Any]:
+    """Returns the layers right below a layer that compute."""
+    is_model = isinstance(layer, keras.Model)
+    found = layer.layers if is_model else layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in found if not isinstance(child, keras.layers.InputLayer)]
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """Returns the weights of a layer that belong to none below it."""
+    below = {id(v) for child in children_of(layer) for v in child.weights}
+    return [v for v in layer.weights if id(v) not in below]
 
 
 def policy_name(plan: Plan, policy: Policy) -> str:
@@ -156,8 +168,10 @@ def _of_plan(plan: Plan) -> Policy:
     """Returns the policy of layers that no rule matches.
 
     Raises:
-        PlanError: the plan has something that Keras has no means for.
+        PlanError: it is no plan, or one with something that Keras has no means for.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r:.80} is no Plan; give one, such as level('O1', 'fp16')")
     if plan.op_changes != OpChanges():
         raise PlanError(
             f"plan {plan.name!r} has op_changes, which change torch's op table, and Keras has none; give a rule on the "
@@ -230,6 +244,8 @@ class _Decision:
 def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
     """Returns by path what each layer gets: from a rule on it, its own dtype, a rule on what holds it, or the plan."""
     default = policy_name(plan, _of_plan(plan))
+    if not model.built:
+        raise PlanError(f"model {model.name!r} is not built, so its layers have no names; call model.build(shape)")
     found = dict(layers_of(model))
     sites = {path: LayerSite(0, layer, (path,)) for path, layer in found.items()}
     matched = match_rules(plan.rules, list(sites.values()))
@@ -263,7 +279,7 @@ def _check_stored(decided: Mapping[str, _Decision]) -> None:
     wrong = [
         f"{path or '(model)'} ({stored.dtype}, planned is {each.dtypes[1]})"
         for path, each in decided.items()
-        for stored in _own_variables(each.layer)[:1]
+        for stored in own_variables(each.layer)[:1]
         if "float" in stored.dtype and stored.dtype != each.dtypes[1]
     ]
     if wrong:
@@ -274,20 +290,9 @@ def _check_stored(decided: Mapping[str, _Decision]) -> None:
         )
 
 
-def _children(layer: Any) -> list[Any]:
-    if isinstance(layer, keras.Model):
-        return list(layer.layers)
-    return list(layer._flatten_layers(include_self=False, recursive=False))
-
-
-def _own_variables(layer: Any) -> list[Any]:
-    below = {id(v) for child in _children(layer) for v in child.weights}
-    return [v for v in layer.weights if id(v) not in below]
-
-
 def _formats(path: str, layer: Any, why: str) -> ModuleFormats:
     compute = FORMATS.get(layer.compute_dtype)
-    stored = {FORMATS[v.dtype] for v in _own_variables(layer) if v.dtype in FORMATS}
+    stored = {FORMATS[v.dtype] for v in own_variables(layer) if v.dtype in FORMATS}
     return ModuleFormats(
         name=path,
         type_name=type(layer).__name__,

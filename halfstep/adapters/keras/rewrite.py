@@ -26,10 +26,11 @@ def enable_mixed_precision_graph_rewrite(
     rewritten too, where TensorFlow has a rewrite for the device. `others` are models that stay as they are.
 
     Raises:
-        SetupError: a model was built before, which keeps its policy, or the optimizer was used.
+        SetupError: a model was built before, which keeps its policy, or the optimizer was used, scales or is none.
         PlanError: a global policy is set already, or `loss_scale` stands for none.
     """
     plan = customize(level("O1", "fp16"), loss_scale=loss_scale)
+    wrapped = LossScaleOptimizer(optimizer, plan.scale)
     if optimizer.built:
         raise SetupError(
             f"{optimizer.name!r} was built for a model already; switch mixed precision on before the model is made, "
@@ -45,7 +46,6 @@ def enable_mixed_precision_graph_rewrite(
             "enable_mixed_precision_graph_rewrite before the model is made, or for this one apply_plan(model, "
             "level('O1', 'fp16')) and LossScaleOptimizer(optimizer); name models that are to stay so: others=(model,)"
         )
-    wrapped = LossScaleOptimizer(optimizer, plan.scale)
     set_plan(plan)
     rewrite_graphs()
     return wrapped

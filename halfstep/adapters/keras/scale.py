@@ -62,6 +62,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Returns true gradients for those of a scaled loss; None stays None."""
+        self._check_built()
         return [g if g is None else ops.divide(g, self.dynamic_scale) for g in grads]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -107,9 +108,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with self._holding(optimizer_variables):
             return self.scale_loss(loss)
 
-    def _holding(self, optimizer_variables: Sequence[Any]) -> Any:
+    def _check_built(self) -> None:
         if not self.built:
             raise ValueError(f"{self.name} is not built; call optimizer.build(model.trainable_variables) first")
+
+    def _holding(self, optimizer_variables: Sequence[Any]) -> Any:
+        self._check_built()
         return keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True)))
 
     def adapt(self, found: Any, norm: Any) -> None:
