@@ -134,7 +134,7 @@ class Halfstep(Precision):
         if trainer is not None:
             strategy = trainer.strategy
             _check_strategy("Trainer", strategy)
-            _check_averaging(trainer, module)
+            _check_low(trainer, module, trains_them=self._plan == "O0")
             self.close()
             if type(strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
                 strategy.model_to_device()
@@ -196,7 +196,8 @@ class Halfstep(Precision):
         hand may step several times per batch, or at some batches only, and hand over all.
         """
         trainer = module.trainer
-        if module.automatic_optimization and (trainer.global_step + 1) % trainer.log_every_n_steps:
+        every = trainer.log_every_n_steps  # 0 is never, as with barebones=True
+        if not every or (module.automatic_optimization and (trainer.global_step + 1) % every):
             self._norm = None
             return
         norm, self._norm = record.grad_norm if self._norm is None else self._norm, None
@@ -247,14 +248,17 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
     return [each for each in trainer.callbacks if isinstance(each, (StochasticWeightAveraging, WeightAveraging))]
 
 
-def _check_averaging(trainer: Trainer, module: nn.Module) -> None:
-    """Refuses averages of weights that came low: the callback has copied them by now, as they came."""
+def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
+    """Refuses fp32 values that Lightning has put into weights that came low by now, which would round them.
+
+    Checkpoints only unless the plan `trains_them` as they came.
+    """
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)
-    if averaging and low is not None:
+    if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
+        what = f"{type(averaging[0]).__name__} would keep its averages" if averaging else "ckpt_path would be loaded"
         raise SetupError(
-            f"{type(averaging[0]).__name__} would keep its averages in {low}, as the weights came, and round them: "
-            "call module.float() before trainer.fit(module)"
+            f"{what} in {low}, as the weights came, and round them: call module.float() before trainer.fit(module)"
         )
 
 

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
 from halfstep.adapters.versions import check_version
 from halfstep.errors import SetupError
+from halfstep.initialize import initialize
+from halfstep.optim.masters import is_low
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 
@@ -89,32 +91,53 @@ class HalfstepMixin:
         own: Any = super()
         return own.training_step(*args, **kwargs)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the model as the Trainer does, ready to be loaded into."""
+        own: Any = super()
+        return self._widened(own.call_model_init(*args, **kwargs))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends the session."""
         own: Any = super()
+        if resume_from_checkpoint:
+            self._widened(self.model)  # type: ignore[attr-defined]
         try:
-            return own.train(*args, **kwargs)
+            return own.train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._close()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs what the Trainer does, and with a loss what the last step did."""
+        """Logs what the Trainer does, with a loss what the last step did, and ends the session where training has."""
         own: Any = super()
+        if "train_runtime" in logs:  # before the best weights are loaded, for which PEFT makes new parameters
+            self._close()
         if "loss" in logs and self._record is not None:
             record = self._record
             logs |= {"halfstep/scale": float(record.scale), "halfstep/skipped": float(record.skipped)}
         own.log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Saves as the Trainer does; a config that goes with whole weights says float32, as they are."""
+        """Saves as the Trainer does; a config that goes with whole weights says float32, where some of them are."""
         trainer: Any = self
         own: Any = super()
         own.save_model(output_dir, *args, **kwargs)
         folder = Path(output_dir or trainer.args.output_dir)
         whole = isinstance(trainer.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
-        if trainer.args.should_save and whole:
+        if trainer.args.should_save and whole and self._saves_full():
             trainer.model.config.dtype = torch.float32
             trainer.model.config.save_pretrained(folder)
+
+    def _saves_full(self) -> bool:
+        trainer: Any = self
+        scaler = trainer.accelerator.scaler
+        low = isinstance(scaler, SessionScaler) and scaler.session.low_parameters()  # which are saved in fp32
+        return bool(low) or any(p.dtype is torch.float32 for p in trainer.model.parameters())
+
+    def _widened(self, model: Any) -> Any:
+        """Returns a model that came low as one in fp32, since a checkpoint is loaded before the session opens."""
+        if any(p.requires_grad and is_low(p) for p in model.parameters()):
+            initialize(model, None, self._plan, **{**self._settings, "sinks": []}).close()
+        return model
 
     def _close(self) -> None:
         trainer: Any = self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from halfstep.optim.gradients import unscaled
 from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
 from halfstep.optim.masters import MasterStore, is_low
-from halfstep.optim.one_pass import check_gradients
+from halfstep.optim.one_pass import check_gradients, named
 from halfstep.processes.shards import like, part_of
 from halfstep.torch_internals import mark_stepped
 
@@ -71,7 +72,11 @@ class ForeignStepper:
     @contextmanager
     def _stood_in(self, params: list[Parameter]) -> Iterator[None]:
         """Puts the stand-ins of low parameters into groups and state, and then their values into the parameters."""
-        swapped = {p: self._stand_in(p) for p in params if self._store.layout(p) != "full"}
+        swapped = {
+            p: self._stand_in(p)
+            for p in params
+            if self._store.trained_layout(p, partial(named, p, self._name_of)) != "full"
+        }
         self._exchange(swapped)
         try:
             yield

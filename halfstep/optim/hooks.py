@@ -1,12 +1,14 @@
-"""The step hooks of an optimizer, run by an update that does not call its `step`."""
+"""The step hooks of an optimizer, run by an update that does not call its `step`, and halfstep's own hook on all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
+from weakref import WeakMethod
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.torch_internals import (
     GLOBAL_STEP_POST_HOOKS,
@@ -16,10 +18,33 @@ from halfstep.torch_internals import (
 )
 
 
+class _Watch:
+    """A step hook that looks at the optimizer alone, through a method that it does not keep alive."""
+
+    def __init__(self, look: WeakMethod[Callable[[Optimizer], None]]) -> None:
+        self._look = look
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        look = self._look()
+        if look is not None:
+            look(optimizer)
+
+
+def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Has the method `look` called with any optimizer of this process before it steps; returns the undo.
+
+    What `look` raises stops the step. This ends, too, when the object of the method is gone.
+    """
+    method = WeakMethod(look, lambda _: undo())
+    undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(method)).remove
+    return undo
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` runs any hook, of the instance or of all optimizers."""
+    """Returns whether a step of `optimizer` runs any hook, of the instance or of all optimizers, but `watch_steps`."""
     own = step_pre_hooks_of(optimizer) or step_post_hooks_of(optimizer)
-    return bool(own or GLOBAL_STEP_PRE_HOOKS or GLOBAL_STEP_POST_HOOKS)
+    others = [hook for hook in GLOBAL_STEP_PRE_HOOKS.values() if type(hook) is not _Watch]
+    return bool(own or others or GLOBAL_STEP_POST_HOOKS)
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:

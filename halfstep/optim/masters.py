@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -75,6 +75,21 @@ class MasterStore:
                 "call session.close(), which gives the trained fp32 values back, and then halfstep.initialize again"
             )
         return _LAYOUTS[self.kind]
+
+    def trained_layout(self, p: Parameter, name: Callable[[], str]) -> Layout:
+        """Returns the layout of a parameter that is to be updated; `name` is called for what errors call it.
+
+        Raises:
+            SessionError: as `layout`, or `p` is low and not tracked: it came so, and has been unfrozen since.
+        """
+        layout = self.layout(p)
+        if layout == "low" and p not in self:
+            raise SessionError(
+                f"{name()} has no fp32 value, as it came in {p.dtype} and was frozen when the session opened: updates "
+                "would be rounded. Unfreeze it before halfstep.initialize, or call model.float() before (inside a "
+                "trainer before training begins)"
+            )
+        return layout
 
     def extra(self, p: Parameter) -> Tensor:
         """Returns the fp32 master (`copy`) or the int16 remainder (`split`) of a tracked `p`, on the device of `p`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ class OnePassStepper:
         dense: dict[tuple[Any, ...], Batch] = {}
         sparse: list[SparseRows] = []
         for p, grad in members:
-            layout = self._store.layout(p)
+            layout = self._store.trained_layout(p, partial(named, p, self._name_of))
             weight = as_real(local(p).detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
             if grad.is_sparse:

@@ -26,6 +26,7 @@ from halfstep.formats import FP16, FP32
 from halfstep.observe.attach import make_probe
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step, send_step
+from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import needs_closure
@@ -159,6 +160,8 @@ class Session:
         self._undo.callback(gates)
         if self._decision.mixed:
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
+        if self.plan.param == "low":
+            self._undo.callback(watch_steps(self._refuse_others))
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
 
@@ -246,6 +249,19 @@ class Session:
         if part.needs_closure:
             undo.callback(optimizer.register_step_post_hook(self._count_own_step).remove)
         return part
+
+    def _refuse_others(self, optimizer: Optimizer) -> None:
+        """Refuses the step of an optimizer that the session was not given, on weights that it stores low."""
+        if any(optimizer is part.optimizer for part in self._parts):
+            return
+        low = [p for group in optimizer.param_groups for p in group["params"] if p in self._store]
+        if low:
+            raise SessionError(
+                f"{type(optimizer).__name__} is not an optimizer of this session and steps {self._name_of(low[0])}, "
+                f"stored in {self.plan.low}: updates would be rounded, and masters miss them. Give it to "
+                "halfstep.initialize (in a trainer: configure_optimizers, plugin.setup, prepare, "
+                "HalfstepTrainer(optimizers=...)), or call session.close() first"
+            )
 
     def _count_own_step(self, *_: Any) -> None:
         """Counts a step that an optimizer with a closure has made by itself."""

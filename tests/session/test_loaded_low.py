@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import SetupError
+from halfstep.errors import SessionError, SetupError
 
 SETTINGS = [(level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16")]
 
@@ -53,6 +53,24 @@ def test_updates_too_small_for_the_format_are_kept(level):
             session.backward(model(torch.ones(1, 4)).sum())
             session.step()
     assert torch.equal(model.weight, torch.full((4, 4), 1 - 2.0**-9))  # in bf16 alone each of the steps rounds to none
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_what_came_low_and_is_unfrozen_in_the_session_is_not_trained_without_an_fp32_value(level, name):
+    model = network().bfloat16()
+    model[0].requires_grad_(False)
+    optimizer = getattr(torch.optim, name)(model[3].parameters(), lr=0.01)
+    with halfstep.initialize(model, optimizer, level, low="bf16") as session:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        before = model[0].weight.detach().clone()
+        session.backward(model(torch.ones(6, 8)).square().mean())
+        with pytest.raises(
+            SessionError, match=r"'0\.weight' has no fp32 value, as it came in torch\.bfloat16.*Unfreeze it"
+        ):
+            session.step()
+        assert torch.equal(model[0].weight, before)
 
 
 def test_what_stays_low_is_what_is_frozen_or_stored_low(caplog):

@@ -1,6 +1,7 @@
 """Loops that keep their own `optimizer.step()`: true gradients in `p.grad`, steps skipped where they must be."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import SessionError, SetupError
+from halfstep.torch_internals import GLOBAL_STEP_PRE_HOOKS
 
 SETTINGS = [("O0", "bf16"), *((level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16"))]
 
@@ -282,3 +284,40 @@ def test_a_step_inside_a_closure_that_blame_or_check_runs_is_refused(tool):
     with pytest.raises(SessionError, match="closure"):
         tool(session, closure)
     assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("stepping", ["session", "optimizer"])
+def test_an_optimizer_that_the_session_was_not_given_does_not_step_what_it_stores_low(level, stepping):
+    model, optimizer, session = opened(level, "bf16", stepping)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    session.backward(loss_of(model, batches()[0]))
+    session.unscale_()
+    before = weights(model)
+    with pytest.raises(SessionError, match=r"SGD is not an optimizer of this session and steps 0\.weight, stored in b"):
+        other.step()
+    assert same(weights(model), before)
+    elsewhere = nn.Linear(2, 2)
+    elsewhere(torch.ones(2)).sum().backward()
+    torch.optim.SGD(elsewhere.parameters(), lr=1.0).step()
+    optimizer.step() if stepping == "optimizer" else session.step()
+    assert session.status().steps == 1
+    session.close()
+    other.step()
+    assert not same(weights(model), before)
+
+
+def test_at_o1_weights_are_fp32_and_any_optimizer_may_step_them():
+    model, _, session = opened("O1", "bf16")
+    session.backward(loss_of(model, batches()[0]))
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_a_session_that_nobody_closed_looks_at_no_step_once_it_is_gone():
+    gc.collect()
+    held = len(GLOBAL_STEP_PRE_HOOKS)
+    model, optimizer, session = opened("O2", "bf16")
+    assert len(GLOBAL_STEP_PRE_HOOKS) == held + 1
+    del model, optimizer, session
+    gc.collect()
+    assert len(GLOBAL_STEP_PRE_HOOKS) == held

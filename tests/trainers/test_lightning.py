@@ -71,6 +71,29 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule_of(optimizer), "interval": "step"}]
 
 
+class Two(lightning.LightningModule):
+    """Two networks, stepped by hand in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(8, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        maker, judge = self.optimizers()
+        judge.zero_grad()
+        self.manual_backward(self.judge(batch[1]).mean() - self.judge(self.maker(batch[0]).detach()).mean())
+        self.clip_gradients(judge, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        judge.step()
+        maker.zero_grad()
+        self.manual_backward(self.judge(self.maker(batch[0])).mean())
+        maker.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(self.maker.parameters(), lr=0.01), torch.optim.Adam(self.judge.parameters(), lr=0.01)]
+
+
 class Kept(Logger):
     """Keeps what it is given to log."""
 
@@ -203,6 +226,19 @@ def test_only_steps_that_lightning_logs_are_handed_over():
     assert torch.isfinite(torch.tensor([logger.rows["halfstep/grad_norm"][step] for step in (21, 32, 43)])).all()
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_trainer_that_never_logs_is_handed_nothing(by_hand):
+    given = []
+
+    class Counts(Two if by_hand else Module):
+        def log_dict(self, values, **settings):
+            given.append(values)
+
+    clip = {"gradient_clip_val": None, "accumulate_grad_batches": 1} if by_hand else {}
+    trainer_of("O1", "bf16", log_every_n_steps=0, **clip).fit(Counts(), data("O0", 4))
+    assert not given
+
+
 def test_a_learning_rate_monitor_and_validation_run_under_the_plan():
     logger = Kept()
     module = Module()
@@ -215,29 +251,6 @@ def test_a_learning_rate_monitor_and_validation_run_under_the_plan():
     predicted = trainer.predict(module, data("O0", 2))
     assert predicted[0].dtype is torch.float32
     assert {p.dtype for p in module.parameters()} == {torch.float32}
-
-
-class Two(lightning.LightningModule):
-    """Two networks, stepped by hand in turn."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(0)
-        self.maker, self.judge = nn.Linear(8, 4), nn.Linear(4, 1)
-
-    def training_step(self, batch, index):
-        maker, judge = self.optimizers()
-        judge.zero_grad()
-        self.manual_backward(self.judge(batch[1]).mean() - self.judge(self.maker(batch[0]).detach()).mean())
-        self.clip_gradients(judge, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        judge.step()
-        maker.zero_grad()
-        self.manual_backward(self.judge(self.maker(batch[0])).mean())
-        maker.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.Adam(self.maker.parameters(), lr=0.01), torch.optim.Adam(self.judge.parameters(), lr=0.01)]
 
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
@@ -375,6 +388,40 @@ def test_averages_that_would_be_rounded_are_refused_before_the_first_step():
         with pytest.raises(SetupError, match=r"in torch.bfloat16, as the weights came.*call module.float\(\) before"):
             fitted("O2", "bf16", Module(network().bfloat16()), callbacks=[callback])
         assert not {"on_train_end", "on_train_epoch_start"} & vars(callback).keys()
+
+
+def test_a_checkpoint_is_not_loaded_into_weights_that_came_low(tmp_path):
+    def fit(level, epochs, module=None, path=None):
+        module = Module(network().bfloat16()) if module is None else module
+        trainer = trainer_of(level, "bf16", max_epochs=epochs)
+        low = [(inputs.bfloat16(), targets.bfloat16()) for inputs, targets in batches(8, None)]
+        trainer.fit(module, DataLoader(low, batch_size=None), ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(tmp_path / f"{level} {epochs}.ckpt")
+        return module.state_dict()
+
+    whole, _ = fit("O2", 2), fit("O2", 1)
+    with pytest.raises(
+        SetupError, match=r"ckpt_path would be loaded in torch\.bfloat16.*call module\.float\(\) before"
+    ):
+        fit("O2", 2, path=tmp_path / "O2 1.ckpt")
+    assert same_weights(fit("O2", 2, Module(network().bfloat16()).float(), tmp_path / "O2 1.ckpt"), whole)
+    whole, _ = fit("O0", 2), fit("O0", 1)  # which trains them as they came
+    assert same_weights(fit("O0", 2, path=tmp_path / "O0 1.ckpt"), whole)
+
+
+def test_an_optimizer_of_the_users_own_is_refused_where_it_would_round():
+    class Own(Two):
+        def training_step(self, batch, index):
+            self.manual_backward(self.judge(batch[1]).mean())
+            torch.optim.SGD(self.judge.parameters(), lr=1.0).step()
+
+    module = Own()
+    with pytest.raises(
+        SessionError, match=r"SGD is not an optimizer of this session and steps judge\.weight.*configure"
+    ):
+        trainer_of("O2", "bf16", gradient_clip_val=None, accumulate_grad_batches=1).fit(module, data("O0", 1))
+    assert same_weights(module.state_dict(), Own().state_dict())
 
 
 class Data(torch.utils.data.Dataset):

@@ -165,6 +165,29 @@ def test_a_run_resumed_from_the_trainers_checkpoint_is_bit_identical(level, low,
     assert same_weights(weights(plain), weights(whole.model))
 
 
+@pytest.mark.parametrize(("level", "way"), [("O0", "model"), ("O1", "model_init"), ("O2", "model")])
+def test_a_model_that_came_low_resumes_bit_identically_too(level, way, tmp_path):
+    settings = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3}
+
+    def trainer():
+        made = (lambda: language_model().bfloat16()) if way == "model_init" else None
+        model = None if made else language_model().bfloat16()
+        args = arguments(tmp_path, **settings)
+        return HalfstepTrainer(
+            model, args, train_dataset=samples(), model_init=made, plan=level, halfstep={"low": "bf16"}
+        )
+
+    whole, resumed = trainer(), trainer()
+    whole.train()
+    folder = tmp_path / "checkpoint-2"
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert same_weights(weights(resumed.model), weights(whole.model))
+    held = load_file(folder / "model.safetensors")
+    dtype = "bfloat16" if level == "O0" else "float32"  # O0 trains as written
+    assert {str(value.dtype) for value in held.values()} == {f"torch.{dtype}"}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+
+
 @pytest.mark.parametrize("name", ["fp16_full_eval", "bf16_full_eval", "bf16"])
 def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_path):
     with pytest.raises(SetupError, match=rf"TrainingArguments\({name}=True\) is on beside halfstep"):
@@ -220,8 +243,13 @@ def test_another_version_is_refused(monkeypatch):
 
 
 def test_training_goes_on_in_a_second_call_and_evaluates_between(tmp_path):
-    trainer = trainer_of("O2", "bf16", tmp_path, settings={"save_strategy": "no", "max_steps": 3})
+    class Save(TrainerCallback):
+        def on_train_end(self, args, state, control, model=None, **kwargs):
+            model.save_pretrained(tmp_path / "end")
+
+    trainer = trainer_of("O2", "bf16", tmp_path, settings={"save_strategy": "no", "max_steps": 3}, callbacks=[Save()])
     trainer.train()
+    assert json.loads((tmp_path / "end" / "config.json").read_text())["dtype"] == "float32"
     assert trainer.evaluate(samples()[:4])["eval_loss"] > 0
     before = weights(trainer.model)
     trainer.train()
@@ -274,3 +302,16 @@ def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base
     resumed = trainer_of("O2", "bf16", tmp_path, adapted(), settings)
     resumed.train(resume_from_checkpoint=str(folder))
     assert same_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_the_best_adapters_are_loaded_with_all_their_bits(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed; run ./dev adapters")
+    model = peft.get_peft_model(language_model().bfloat16(), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    best = {"eval_strategy": "steps", "load_best_model_at_end": True, "logging_steps": 2, "eval_steps": 2}
+    settings = {"max_steps": 4, "save_steps": 2, **best}
+    trainer = trainer_of("O2", "bf16", tmp_path, model, settings, eval_dataset=samples()[:4])
+    trainer.train()
+    held = load_file(f"{trainer.state.best_model_checkpoint}/adapter_model.safetensors")
+    for name, value in held.items():
+        assert torch.equal(weights(model)[name.replace(".weight", ".default.weight")], value)
+        assert not torch.equal(value, value.bfloat16().float())
