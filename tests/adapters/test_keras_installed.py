@@ -13,32 +13,40 @@ from halfstep.errors import SetupError
 INSTALLED = Path(halfstep.__file__).parent / "adapters" / "keras" / "installed.py"
 
 
-class Missing:
-    """A finder that has no module of this name, even where it is installed."""
+class Failing:
+    """A finder of Keras whose import fails, even where it is installed."""
 
-    def __init__(self, name, of):
-        self.name, self.of = name, of
+    def __init__(self, error):
+        self.error = error
 
     def find_spec(self, name, path=None, target=None):
-        if name == self.name:
-            raise ModuleNotFoundError(f"No module named {self.of!r}", name=self.of)
+        if name == "keras":
+            raise self.error
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("error", "words"),
     [
-        ("keras", r"needs keras; run: pip install 'halfstep\[keras\]'"),
-        ("tensorflow", r"run on tensorflow, which is not installed; run: pip install tensorflow, or .* = 'torch'"),
+        (ModuleNotFoundError(name="keras"), r"needs keras; run: pip install 'halfstep\[keras\]'"),
+        (
+            ModuleNotFoundError(name="tensorflow"),
+            r"run on tensorflow, which is not installed; run: pip install tensorflow, or .* = 'torch'",
+        ),
+        (
+            ValueError("Unable to import backend : jaxx"),
+            r"jaxx; choose tensorflow, jax or torch .* = 'torch'",
+        ),
     ],
 )
-def test_what_is_missing_is_said_with_the_line_to_write(missing, words, monkeypatch):
+def test_what_is_missing_is_said_with_the_line_to_write(error, words, monkeypatch):
     monkeypatch.delitem(sys.modules, "keras", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Missing("keras", missing), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [Failing(error), *sys.meta_path])
     with pytest.raises(ImportError, match=words):
         runpy.run_path(str(INSTALLED))
 
 
-def test_a_keras_before_3_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__="2.15.0"))
-    with pytest.raises(SetupError, match=r"keras 2.15.0 is installed.*pip install 'keras>=3"):
+@pytest.mark.parametrize("version", ["2.15.0", "3.3.3"])
+def test_a_keras_before_3_and_an_early_one_are_refused(version, monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__=version))
+    with pytest.raises(SetupError, match=rf"keras {version} is installed.*pip install 'keras>=3"):
         runpy.run_path(str(INSTALLED))

@@ -1,5 +1,6 @@
 """Plans as policies of Keras: what every layer of ten models stores, computes in and returns; and what is refused."""
 
+import runpy
 from contextlib import contextmanager
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import apply_plan, describe, policy_map, set_plan
+from halfstep.adapters.keras import apply_plan, describe, installed, policy_map, set_plan
 from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
 from halfstep.errors import PlanError
@@ -235,3 +236,9 @@ def test_the_cell_of_a_recurrent_layer_goes_with_it():
     cells = {path: dtype for path, dtype in got.items() if path.endswith("cell")}
     assert len(cells) == 3
     assert [path for path, dtype in cells.items() if dtype == "float32"] == ["gru.gru_cell"]
+
+
+def test_a_backend_that_does_not_train_is_refused(monkeypatch):
+    monkeypatch.setattr(installed, "BACKEND", "numpy")
+    with pytest.raises(ImportError, match=r"not numpy; choose one .*\['KERAS_BACKEND'\] = 'jax'"):
+        runpy.run_path(installed.__file__.replace("installed.py", "backend.py"))

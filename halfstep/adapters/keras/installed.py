@@ -14,6 +14,10 @@ except ImportError as error:
         else f"Keras is to run on {missing}, which is not installed; run: pip install {missing}, or choose a backend "
         "that is installed before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
     ) from error
+except ValueError as error:  # of a name that no backend has
+    raise ImportError(
+        f"{error}; choose tensorflow, jax or torch before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
+    ) from error
 
 FIRST, BELOW = "3.15", "3.16"
 check_version("keras", keras.__version__, first=FIRST, below=BELOW)
