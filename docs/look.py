@@ -31,7 +31,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 def look(address: str, pictures: Path | None) -> list[str]:
     """Returns what is wrong with the pages."""
-    wrong = []
+    wrong = [] if any(SITE.glob("*.html")) else [f"there is no page in {SITE}: run ./dev docs"]
     with Browser() as browser:
         for page in sorted(SITE.glob("*.html")):
             browser.open(f"{address}/{page.name}")

@@ -63,6 +63,16 @@ SHOWN = {
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+def test_a_site_without_pages_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(look, "SITE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["look.py"])
+    with pytest.raises(SystemExit) as ended:
+        look.main()
+    assert ended.value.code == 1
+    assert "there is no page" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
 def test_a_page_that_logs_asks_another_host_or_is_cut_off_is_told(tmp_path, monkeypatch, capsys):
     for name, body in SHOWN.items():
         (tmp_path / f"{name}.html").write_text(f"<!DOCTYPE html><link rel='icon' href='data:,'>{body}")
