@@ -12,7 +12,7 @@ def check_version(package: str, version: str, *, first: str, below: str) -> None
     >>> check_version("lightning", "2.6.6", first="2.5", below="2.7")
     >>> check_version("lightning", "3.0.0", first="2.5", below="2.7")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    halfstep.errors.SetupError: lightning 3.0.0 is installed, ... run: pip install 'lightning>=2.5,<2.7'; more: docs/support.md
+    halfstep.errors.SetupError: lightning 3.0.0 is installed, ... run: pip install '...<2.7'; more: docs/support.md
     """
     if not _numbers(first) <= _numbers(version) < _numbers(below):
         raise SetupError(
