@@ -14,6 +14,7 @@ PLANS = "docs/plans.md"
 SEEING = "docs/seeing.md"
 PROCESSES = "docs/processes.md"
 LIMITS = "docs/limits.md"
+SUPPORT = "docs/support.md"
 
 
 def more(page: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from halfstep.errors import SetupError
+from halfstep.pages import SUPPORT, more
 
 
 def check_version(package: str, version: str, *, first: str, below: str) -> None:
@@ -11,12 +12,12 @@ def check_version(package: str, version: str, *, first: str, below: str) -> None
     >>> check_version("lightning", "2.6.6", first="2.5", below="2.7")
     >>> check_version("lightning", "3.0.0", first="2.5", below="2.7")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    halfstep.errors.SetupError: lightning 3.0.0 is installed, ... run: pip install 'lightning>=2.5,<2.7'
+    halfstep.errors.SetupError: lightning 3.0.0 is installed, ... run: pip install '...<2.7'; more: docs/support.md
     """
     if not _numbers(first) <= _numbers(version) < _numbers(below):
         raise SetupError(
             f"{package} {version} is installed, and halfstep's adapter is made for {first} up to but not {below}; "
-            f"run: pip install '{package}>={first},<{below}'"
+            f"run: pip install '{package}>={first},<{below}'; {more(SUPPORT)}"
         )
 
 
