@@ -458,6 +458,38 @@ def stopping(rank):
     return None
 
 
+class Distance(nn.Module):
+    """A model whose backward pass divides by zero: the derivative of sqrt at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        h = self.up(x)
+        apart = (h - h.detach()).square().sum(-1).sqrt()
+        return self.down(h) + apart.unsqueeze(-1)
+
+
+def undefined(rank, low, kind):
+    """Trains with gradients that are NaN in all processes; returns what the verdict says."""
+    torch.manual_seed(0)
+    net = Distance()
+    for module in (net.up, net.down, net) if kind == "layers" else (net,):
+        fully_shard(module, mp_policy=halfstep.fsdp_policy("O2", low=low))
+    session = halfstep.initialize(net, adamw(net), "O2", low=low, loss_scale="dynamic")
+    try:
+        for step in range(40):
+            session.backward(net(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean())
+            session.step()
+            net.zero_grad()
+    except NumericsError as error:
+        return error.verdict.kind, error.verdict.operator, error.verdict.phase
+    finally:
+        session.close()
+    return None
+
+
 def differing(rank, what):
     """Opens sessions that are not alike in the processes; returns the error."""
     net = shard(made(), "O1", "bf16")

@@ -42,6 +42,7 @@ CASES |= {
     **{f"{level} bf16 plain": (sharded.variant, (level, "bf16", {})) for level in ("O1", "O2")},
     **{f"{level} {low} parallel": (sharded.parallel, (level, low, "alone")) for level in ("O1", "O2") for low in LOWS},
     "stopping": (sharded.stopping, ()),
+    **{f"undefined {low}": (sharded.undefined, (low, kind)) for low, kind in (("bf16", "root"), ("fp16", "layers"))},
     "plan": (sharded.differing, ("plan",)),
     "optimizer": (sharded.differing, ("optimizer",)),
     "blame": (sharded.refused, ("blame",)),
@@ -248,6 +249,11 @@ def test_a_verdict_of_one_process_stops_all_at_the_same_step(found):
     assert step == own_step
     assert kind == "another process"
     assert own_kind not in (None, "another process")
+
+
+@pytest.mark.parametrize("low", LOWS)
+def test_the_operation_whose_gradient_is_undefined_is_named_where_gradients_are_shards(low, found):
+    assert [each[f"undefined {low}"] for each in found] == [["invalid", "sqrt", "backward"]] * 2
 
 
 def test_processes_with_different_plans_or_optimizers(found):

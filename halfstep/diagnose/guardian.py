@@ -29,6 +29,7 @@ from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.pages import NAN, more
+from halfstep.processes.shards import local
 from halfstep.records import Kind, NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
 from halfstep.session.stage import Stage
@@ -303,7 +304,7 @@ class Guardian:
         """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
         recorder, stage = armed.recorder, self._stage
         losses = [record.loss] if record.loss is not None else []
-        gradients = [p.grad for part in parts for p in part.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
         scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
         found = None if origin is None else diagnose(recorder, origin, stage.plan, stage.full, scale)

@@ -21,7 +21,7 @@ from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwra
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.recompute import Exact, recompute, recompute_unmasked
-from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars
+from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars, written
 from halfstep.records import AFTER_BACKWARD, OpCall
 from halfstep.torch_internals import (
     NO_BACKWARD,
@@ -204,7 +204,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         writes = schema_of(func).is_mutable
         read = [_Read.before(t, writes) for t in tensors]
         result = self._compute(func, args, kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or (tensors[:1] if writes else [])
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or written(func, args, kwargs)
+        if note.received and not outputs:
+            outputs = tensors[:1]  # schemas of collectives do not say that they write
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
         note.vanished = _vanished(note, outputs)
         self._look(note, func, (args, kwargs), read, outputs)

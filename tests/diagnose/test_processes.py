@@ -24,16 +24,16 @@ def batch(rank, step=0):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def opened(low="bf16", *, loss_scale=None, **wrapping):
+def opened(low="bf16", *, level="O1", loss_scale=None, **wrapping):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = halfstep.initialize(model, optimizer, "O1", low=low, loss_scale=loss_scale)
+    session = halfstep.initialize(model, optimizer, level, low=low, loss_scale=loss_scale)
     return session, optimizer, model, DDP(model, **wrapping)
 
 
-def guarded(rank, low, *, broken=(1,), loss_scale=None, **wrapping):
+def guarded(rank, low, *, broken=(1,), level="O1", loss_scale=None, **wrapping):
     """Trains on batches that are not finite on the `broken` ranks; returns the step that raised, and the verdict."""
-    session, optimizer, _, wrapped = opened(low, loss_scale=loss_scale, **wrapping)
+    session, optimizer, _, wrapped = opened(low, level=level, loss_scale=loss_scale, **wrapping)
     inputs = batch(rank) * (torch.nan if rank in broken else 1.0)
     try:
         for _ in range(8 * WINDOW):
@@ -120,6 +120,8 @@ def pooled(folder):
         "bf16": (guarded, ("bf16",)),
         "view": (functools.partial(guarded, gradient_as_bucket_view=True), ("bf16",)),
         "fp16": (functools.partial(guarded, loss_scale=COMES_DOWN), ("fp16",)),
+        "low weights": (functools.partial(guarded, level="O2"), ("bf16",)),
+        "low weights, fp16": (functools.partial(guarded, level="O2", loss_scale=COMES_DOWN), ("fp16",)),
         "both": (functools.partial(guarded, broken=(0, 1)), ("bf16",)),
         "plain": (trained, (None,)),
         "blame": (trained, (halfstep.blame,)),
@@ -137,11 +139,12 @@ def found(pool):
     return pool[__name__]
 
 
-@pytest.mark.parametrize("run", ["bf16", "view", "fp16"])
+@pytest.mark.parametrize("run", ["bf16", "view", "fp16", "low weights", "low weights, fp16"])
 def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
     own, others = found[1][run], found[0][run]
     assert own[1:3] == ["input data", "linear"]
-    assert others[1:4] == ["another process", "allreduce", "backward"]
+    collective = "alltoall_base" if run.startswith("low weights") else "allreduce"
+    assert others[1:4] == ["another process", collective, "backward"]
     assert "see the verdicts of the other processes" in others[4]
     assert "would not help" not in others[4]
 
