@@ -2,8 +2,8 @@
 
     KERAS_BACKEND=jax python benchmarks/keras_accuracy.py --data FOLDER [--json FILE]
 
-Needs the extra [keras]. The criterion: the mean loss on the test set in bf16 is within two standard deviations, over
-the seeds, of that in fp32. Exits with 1 if a model misses it.
+Needs the extra [keras]. FILE keeps the figures of other backends. The criterion: the mean loss on the test set in bf16
+is within two standard deviations, over the seeds, of that in fp32. Exits with 1 if a model misses it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from halfstep.workloads.imdb_lstm import encode, read_reviews, tokenize, vocabul
 
 SEEDS = (0, 1, 2)
 WORDS, LENGTH = 5000, 60
+TESTED = 4000  # images or reviews of the test set
 PLANS = {"fp32": level("O0", "bf16"), "bf16": level("O1", "bf16").edit(Rule("head", FULL))}
 Data = tuple[np.ndarray[Any, Any], ...]
 
@@ -40,7 +41,7 @@ def images(folder: Path) -> Data:
     """Returns training images and labels of CIFAR-10, then those of the test set; channels come last."""
     found = read_images(folder)
     train, test = (normalize(each).permute(0, 2, 3, 1).numpy() for each in (found.x_train, found.x_test))
-    return train, found.y_train.numpy(), test, found.y_test.numpy()
+    return train, found.y_train.numpy(), test[:TESTED], found.y_test.numpy()[:TESTED]
 
 
 def reviews(folder: Path) -> Data:
@@ -49,16 +50,17 @@ def reviews(folder: Path) -> Data:
     ids = vocabulary([tokenize(text) for _, text in train], WORDS - 2)
     words = [encode([tokenize(text) for _, text in each], ids, LENGTH).numpy() for each in (train, test)]
     verdicts = [np.array([[label] for label, _ in each], "float32") for each in (train, test)]
-    return words[0], verdicts[0], words[1], verdicts[1]
+    chosen = np.random.default_rng(0).permutation(len(words[1]))[:TESTED]  # they come in order of their verdicts
+    return words[0], verdicts[0], words[1][chosen], verdicts[1][chosen]
 
 
 def cnn() -> keras.Model:
     """Returns the CNN: three blocks of convolution and normalization."""
     layers = keras.layers
     model = keras.Sequential([keras.Input((32, 32, 3))])
-    for width in (16, 32, 64):
+    for width in (8, 16, 32):
         model.add(layers.Conv2D(width, 3, padding="same", use_bias=False))
-        model.add(layers.BatchNormalization())
+        model.add(layers.BatchNormalization(momentum=0.9))  # 0.99 lags behind the weights of so few steps
         model.add(layers.ReLU())
         model.add(layers.MaxPooling2D())
     model.add(layers.GlobalAveragePooling2D())
@@ -74,8 +76,8 @@ def lstm() -> keras.Model:
 
 
 WORK: dict[str, tuple[Callable[[Path], Data], Callable[[], keras.Model], str, int]] = {
-    "cifar_cnn": (images, cnn, "sparse_categorical_crossentropy", 300),
-    "imdb_lstm": (reviews, lstm, "binary_crossentropy", 250),
+    "cifar_cnn": (images, cnn, "sparse_categorical_crossentropy", 250),
+    "imdb_lstm": (reviews, lstm, "binary_crossentropy", 200),
 }
 
 
@@ -87,7 +89,8 @@ def train(build: Callable[[], keras.Model], data: Data, loss: str, plan: Plan, s
     set_plan(plan)
     model = build()
     apply_plan(model, plan)
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(2e-3), plan.scale)
+    rate = keras.optimizers.schedules.CosineDecay(4e-3, steps)  # down to 0, where seeds come to agree
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(rate), plan.scale)
     model.compile(optimizer, loss, metrics=["accuracy"])
     x, y, test_x, test_y = data
     order = np.random.default_rng(seed)
@@ -98,13 +101,13 @@ def train(build: Callable[[], keras.Model], data: Data, loss: str, plan: Plan, s
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes the figures of the models that are done."""
+    """Writes the figures of the models that are done, beside those of other backends that are there."""
+    before = json.loads(path.read_text(encoding="utf-8"))["backends"] if path.exists() else {}
     told = {
         "command": shlex.join(["python", "benchmarks/keras_accuracy.py", *sys.argv[1:]]),
-        "backend": keras.backend.backend(),
         "keras": keras.__version__,
         "machine": plain(read_machine(torch.device("cpu"))),
-        "models": rows,
+        "backends": before | {keras.backend.backend(): rows},
     }
     path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
@@ -114,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds cifar10/ and imdb/")
     parser.add_argument("--work", choices=list(WORK), action="append", help="only this one; repeatable")
-    parser.add_argument("--steps", type=int, help="training steps (default: 250 or 300, by model)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 250 or 200, by model)")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     rows = []
@@ -139,7 +142,7 @@ def main() -> int:
         )
         if options.json is not None:
             write(options.json, rows)
-    return int(any(row["difference"] > row["allowed"] for row in rows))
+    return int(any(abs(row["difference"]) > row["allowed"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
+from halfstep.report.html import page_html
 from halfstep.report.run import read_log
 from tests.keras.common import BACKEND
 from tests.test_examples import data, run  # noqa: F401
@@ -23,4 +24,6 @@ def test_an_example_trains(name, data, monkeypatch, capsys):  # noqa: F811
         pytest.skip(f"of {backend}; this is {BACKEND}")
     (data / "fit").mkdir(exist_ok=True)
     assert 0 < run(name, arguments.split(), data, monkeypatch, capsys) < 10
-    assert len(read_log(data / log).steps) == 2
+    written = read_log(data / log)
+    assert len(written.steps) == 2
+    assert page_html(written).startswith("<!DOCTYPE html>")

@@ -136,6 +136,15 @@ def test_a_map_alone_gives_layers_with_weights_what_rules_of_names_and_types_say
 LOW_OF_O1 = Policy("full", "low", "low")
 
 
+def test_the_rule_nearest_to_a_layer_decides():
+    layers = keras.layers
+    encoder = [keras.Input((4,)), layers.Dense(4, name="a"), layers.Dense(4, name="b")]
+    model = keras.Sequential([keras.Input((4,)), keras.Sequential(encoder, name="encoder")])
+    apply_plan(model, level("O1", "bf16").edit(Rule("encoder", FULL), Rule("encoder.b", LOW_OF_O1)))
+    got = {path: layer.compute_dtype for path, layer in layers_of(model)}
+    assert got == {"": "bfloat16", "encoder": "float32", "encoder.a": "float32", "encoder.b": "bfloat16"}
+
+
 def test_a_layer_with_a_dtype_of_its_own_keeps_it_unless_a_rule_names_it():
     def build():
         layers = keras.layers

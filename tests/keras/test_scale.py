@@ -190,6 +190,13 @@ def test_scale_skips_and_weights_are_those_of_the_rule(name, loop):
     assert 20 < sum(rule.skips) < 60
 
 
+def test_hysteresis_forgives_overflows_from_the_first_step_on():
+    rows = np.ones((4, 3), "float32")
+    rows[:3, 0] = np.inf
+    scales, skipped = in_fit(network(), LossScaleOptimizer(keras.optimizers.SGD(LR), SCALINGS["hysteresis"]), rows)
+    assert (scales, skipped) == ([256.0, 256.0, 64.0, 64.0], [1, 2, 3, 3])
+
+
 def test_without_limits_it_is_the_rule_of_keras():
     rows = planted()
     free = Scaling("dynamic", init=2.0**15, growth_interval=3, min=2.0**-126, max=2.0**126)
