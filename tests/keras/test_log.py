@@ -60,6 +60,8 @@ def test_fit_writes_every_step_and_what_is_to_be_seen_at_some(tmp_path):
     kinds = {(m, k, n) for m in ("body", "head") for k in ("weight", "weight_grad") for n in ("kernel", "bias")}
     assert set(seen) == kinds
     assert (seen["body", "weight", "kernel"].stats.count, seen["head", "weight_grad", "bias"].scale) == (12, 64.0)
+    largest = max(each.stats.amax for key, each in seen.items() if key[1] == "weight_grad")
+    assert 64 / (2 * 21**0.5) < largest / log.steps[3].grad_norm < 64 * 2  # of 21 elements, as scaled
     assert log.processes[0].closed
     loss, norm = first_step(before)
     assert (log.steps[0].loss, log.steps[0].grad_norm) == pytest.approx((loss, norm), rel=2e-2)

@@ -165,7 +165,7 @@ def _first_in_backward(
             args, kwargs = tree.map_structure(numbered(call.leaving), (call.args, call.kwargs))
             return tree.map_structure(numbered(call.arriving), original(*args, **kwargs))
 
-        with keras.StatelessScope(), _watched(model, calls, around):
+        with _watched(model, calls, around):
             return ops.cast(total(model(x, training=True)), "float32") * scale
 
     variables = model.trainable_variables

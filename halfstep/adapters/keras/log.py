@@ -191,11 +191,10 @@ class LogCallback(keras.callbacks.Callback):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batch)
 
         def run(tap: Any) -> Any:
-            with keras.StatelessScope():
-                loss = self.model.compute_loss(
-                    x=x, y=y, y_pred=self.model(x, training=True), sample_weight=sample_weight, training=True
-                )
-                return loss * scale
+            loss = self.model.compute_loss(
+                x=x, y=y, y_pred=self.model(x, training=True), sample_weight=sample_weight, training=True
+            )
+            return loss * scale
 
         return gradients(run, self.model.trainable_variables)[1]
 

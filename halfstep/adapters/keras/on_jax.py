@@ -21,7 +21,8 @@ def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: A
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
 
-    A tapped tensor gets zeros added, whose gradient is its own.
+    `run` assigns nothing that stays: it runs in a `StatelessScope`, and opens none, which would hide variables. A
+    tapped tensor gets zeros added, whose gradient is its own.
     """
     zeros: list[Any] = []
 
@@ -29,7 +30,8 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
         zeros.append(jax.numpy.zeros_like(tensor))
         return tensor
 
-    run(measure)
+    with keras.StatelessScope():
+        run(measure)
 
     def loss(added: Sequence[Any], values: Sequence[Any]) -> Any:
         rest = iter(added)

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from halfstep.adapters.keras.installed import keras
 from halfstep.errors import SetupError
 from halfstep.records import Verdict
 
@@ -43,7 +44,10 @@ def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: A
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables."""
+    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
+
+    `run` assigns nothing that stays: it runs in a `StatelessScope`, and opens none, which would hide variables.
+    """
     tapped: list[Any] = []
     with tf.GradientTape() as tape:
 
@@ -52,7 +56,8 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
             tape.watch(tapped[-1])
             return tapped[-1]
 
-        loss = run(tap)
+        with keras.StatelessScope():
+            loss = run(tap)
     found = tape.gradient(loss, [*tapped, *(v.value for v in variables)])
     return found[: len(tapped)], [None if g is None else tf.convert_to_tensor(g) for g in found[len(tapped) :]]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.modules import seen_as_modules
 from halfstep.diagnose.blame import blame
 from halfstep.errors import HalfstepError
@@ -23,7 +24,10 @@ def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: A
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables."""
+    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
+
+    `run` assigns nothing that stays: it runs in a `StatelessScope`, and opens none, which would hide variables.
+    """
     tapped: list[torch.Tensor] = []
 
     def tap(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,7 +35,8 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
         return tapped[-1]
 
     with torch.enable_grad():
-        loss = run(tap)
+        with keras.StatelessScope():
+            loss = run(tap)
         found = torch.autograd.grad(loss, [*tapped, *(v.value for v in variables)], allow_unused=True)
     return list(found[: len(tapped)]), list(found[len(tapped) :])
 
