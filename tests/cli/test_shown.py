@@ -149,7 +149,7 @@ def shown():
             indented = [line for line in text.splitlines() if line.startswith("    ")]
             for command in commands_in(text, indented):
                 found.setdefault(command, []).append(path.name)
-    return found
+    return dict(sorted(found.items()))  # the same order in each process that runs tests
 
 
 SHOWN = shown()
