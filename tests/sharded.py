@@ -462,7 +462,7 @@ def differing(rank, what):
     """Opens sessions that are not alike in the processes; returns the error."""
     net = shard(made(), "O1", "bf16")
     optimizer = torch.optim.AdamW(list(net.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
-    low, level = "bf16", "O2" if what == "plan" and rank else "O1"
+    low, level = "bf16", {"plan": ("O1", "O2"), "O0": ("O0", "O1")}.get(what, ("O1", "O1"))[rank]
     opened = []
 
     def run():

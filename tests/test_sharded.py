@@ -42,8 +42,7 @@ CASES |= {
     **{f"{level} bf16 plain": (sharded.variant, (level, "bf16", {})) for level in ("O1", "O2")},
     **{f"{level} {low} parallel": (sharded.parallel, (level, low, "alone")) for level in ("O1", "O2") for low in LOWS},
     "stopping": (sharded.stopping, ()),
-    "plan": (sharded.differing, ("plan",)),
-    "optimizer": (sharded.differing, ("optimizer",)),
+    **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer")},
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
     **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
@@ -253,6 +252,7 @@ def test_a_verdict_of_one_process_stops_all_at_the_same_step(found):
 def test_processes_with_different_plans_or_optimizers(found):
     for each in found:
         assert "what is trained differs between processes: process 1 has the plan's name = 'O2'" in each["plan"]
+        assert "differs between processes: process 1 has the plan's name = 'O1', process 0 has the plan's" in each["O0"]
         assert "what is trained differs between processes: process 1 has" in each["optimizer"]
 
 

@@ -88,14 +88,20 @@ class Replicas:
         self._is_own: Tensor | None = None
         self._undo = ExitStack()
 
-    def open(self, *, search: bool) -> None:
-        """Takes note of wrappers from now on; `search` looks for those that were made before, too.
+    def meet(self) -> None:
+        """Has the processes that hold the shards of the models compare what they train; nothing where none are sharded.
 
-        For models that are sharded this is a collective call.
+        A collective call.
 
         Raises:
-            SessionError: what is trained differs between the processes that hold the shards.
+            SessionError: what is trained differs between them.
         """
+        if own_shards := sharded_parameters(self._roots):
+            self._group, self.sharded = group_of(own_shards), True
+            self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
+
+    def open(self, *, search: bool) -> None:
+        """Takes note of wrappers from now on; `search` looks for those that were made before, too."""
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -106,9 +112,6 @@ class Replicas:
         handle = register_module_module_registration_hook(registered)
         self._undo.callback(handle.remove)
         weakref.finalize(self, handle.remove).atexit = False  # of a session that is never closed
-        if own_shards := sharded_parameters(self._roots):
-            self._group, self.sharded = group_of(own_shards), True
-            self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
         if search:
             self.search()
 

@@ -159,6 +159,7 @@ class Session:
         self._undo.callback(gates)
         if self._decision.mixed:
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
+        self._replicas.meet()
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
 
