@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -460,7 +460,14 @@ def stopping(rank):
 
 def differing(rank, what):
     """Opens sessions that are not alike in the processes; returns the error."""
-    net = shard(made(), "O1", "bf16")
+    net = made()
+    if what == "gathering" and rank:
+        fully_shard(net.blocks[1], mp_policy=halfstep.fsdp_policy("O0"))
+    elif what == "reducing" and rank:
+        fully_shard(net.blocks[0], mp_policy=halfstep.fsdp_policy("O1", low="bf16", reduce="bf16"))
+    for module in (*net.blocks, net):
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mp_policy=halfstep.fsdp_policy("O1", low="bf16"))
     optimizer = torch.optim.AdamW(list(net.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
     low, level = "bf16", {"plan": ("O1", "O2"), "O0": ("O0", "O1")}.get(what, ("O1", "O1"))[rank]
     opened = []

@@ -42,7 +42,7 @@ CASES |= {
     **{f"{level} bf16 plain": (sharded.variant, (level, "bf16", {})) for level in ("O1", "O2")},
     **{f"{level} {low} parallel": (sharded.parallel, (level, low, "alone")) for level in ("O1", "O2") for low in LOWS},
     "stopping": (sharded.stopping, ()),
-    **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer")},
+    **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer", "gathering", "reducing")},
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
     **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
@@ -254,6 +254,21 @@ def test_processes_with_different_plans_or_optimizers(found):
         assert "what is trained differs between processes: process 1 has the plan's name = 'O2'" in each["plan"]
         assert "differs between processes: process 1 has the plan's name = 'O1', process 0 has the plan's" in each["O0"]
         assert "what is trained differs between processes: process 1 has" in each["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("what", "module", "other", "first"),
+    [
+        ("gathering", "blocks.1", "param_dtype=None", "param_dtype=torch.bfloat16"),
+        ("reducing", "blocks.0", "reduce_dtype=torch.bfloat16", "reduce_dtype=torch.float32"),
+    ],
+)
+def test_policies_that_differ_between_processes_are_an_error_in_all(what, module, other, first, found):
+    line = 'fully_shard(module, mp_policy=halfstep.fsdp_policy("O1", low="bf16")) for all of the model'
+    for each in found:
+        assert f"SetupError: the mp_policy of {module} differs between processes: process 1 has" in each[what]
+        assert each[what].index(other) < each[what].index("process 0 has") < each[what].index(first)
+        assert f"write {line}, in all processes" in each[what]
 
 
 @pytest.mark.parametrize("what", ["blame", "check"])

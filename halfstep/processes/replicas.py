@@ -24,7 +24,7 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
 from halfstep.processes.gone import naming_who_is_gone
-from halfstep.processes.shards import group_is_open, group_of, sharded_parameters
+from halfstep.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
@@ -55,6 +55,9 @@ class Replica(Protocol):
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter, for messages."""
+
+    def line_to_shard(self) -> str:
+        """Returns the call of `fully_shard` that fits the plan, for messages."""
 
     def state(self) -> Any:
         """Returns further state that is to be the same, as plain values."""
@@ -95,10 +98,25 @@ class Replicas:
 
         Raises:
             SessionError: what is trained differs between them.
+            SetupError: the `mp_policy` of a module does.
         """
         if own_shards := sharded_parameters(self._roots):
             self._group, self.sharded = group_of(own_shards), True
             self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
+            self._compare_policies()
+
+    def _compare_policies(self) -> None:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, policies(self._roots), group=self._group)
+        first = found[0]
+        for rank, theirs in enumerate(found):
+            for name in (*first, *(name for name in theirs if name not in first)):
+                if theirs.get(name) != first.get(name):
+                    raise SetupError(
+                        f"the mp_policy of {name or 'the model'} differs between processes: process {rank} has "
+                        f"{theirs.get(name)}, process 0 has {first.get(name)}; write {self._replica.line_to_shard()}, "
+                        "in all processes"
+                    )
 
     def open(self, *, search: bool) -> None:
         """Takes note of wrappers from now on; `search` looks for those that were made before, too."""
