@@ -164,7 +164,7 @@ class Session:
         self._undo.callback(self._close_watchers)
 
     def _plain(self) -> Training:
-        return PlainTraining(self._roots, self._probes, self._device)
+        return PlainTraining(self._roots, self._parts, self._probes, self._device)
 
     def _mixed(self) -> Training:
         for root in self._roots:
