@@ -174,14 +174,14 @@ class Replicas:
         """Tells whether a step asks the other processes.
 
         Raises:
-            SessionError: parameters are sharded, and the process group is gone.
+            SessionError: the process group is gone.
         """
-        if self.sharded and not group_is_open():
+        if self._group is not None and not group_is_open():
             raise SessionError(
-                "the model is sharded, and its process group was destroyed; save and close the session before "
-                "torch.distributed.destroy_process_group()"
+                f"the model is {'sharded' if self.sharded else 'one of several replicas'}, and its process group was "
+                "destroyed; save and close the session before torch.distributed.destroy_process_group()"
             )
-        return self._group is not None and not self.joining and group_is_open()
+        return self._group is not None and not self.joining
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step that updates these parameters: one all-reduce.
