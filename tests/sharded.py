@@ -468,7 +468,8 @@ def differing(rank, what):
     for module in (*net.blocks, net):
         if not isinstance(module, FSDPModule):
             fully_shard(module, mp_policy=halfstep.fsdp_policy("O1", low="bf16"))
-    optimizer = torch.optim.AdamW(list(net.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
+    trained = made() if what == "raising" and rank else net
+    optimizer = torch.optim.AdamW(list(trained.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
     low, level = "bf16", {"plan": ("O1", "O2"), "O0": ("O0", "O1")}.get(what, ("O1", "O1"))[rank]
     opened = []
 
@@ -575,9 +576,14 @@ def leaving(rank, folder, size, how):
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
     )
     level = "O2" if how.endswith("O2") else "O1"
-    in_parts = how in ("sharded", "fewer", "sharded raises")
+    in_parts = how in ("sharded", "fewer", "sharded raises", "initialize")
     model = shard(made(), level, "bf16") if in_parts else made()
     optimizer = adamw(model)
+    if how == "initialize":
+        if rank == size - 1:
+            os._exit(0)
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(said(lambda: halfstep.initialize(model, optimizer))))
+        os._exit(0)
     session = halfstep.initialize(model, optimizer, level, low="bf16")
     wrapped = model if in_parts else nn.parallel.DistributedDataParallel(model)
     for step in range(3):

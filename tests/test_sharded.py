@@ -42,7 +42,7 @@ CASES |= {
     **{f"{level} bf16 plain": (sharded.variant, (level, "bf16", {})) for level in ("O1", "O2")},
     **{f"{level} {low} parallel": (sharded.parallel, (level, low, "alone")) for level in ("O1", "O2") for low in LOWS},
     "stopping": (sharded.stopping, ()),
-    **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer", "gathering", "reducing")},
+    **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer", "gathering", "reducing", "raising")},
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
     **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
@@ -256,6 +256,12 @@ def test_processes_with_different_plans_or_optimizers(found):
         assert "what is trained differs between processes: process 1 has" in each["optimizer"]
 
 
+def test_what_initialize_raises_in_one_process_is_an_error_in_all(found):
+    one, other = (each["raising"] for each in found)
+    assert other.startswith("SetupError: 18 of 18 parameters in group 0 of AdamW are not the model's")
+    assert one == f"SetupError: process 1 has raised {other}"
+
+
 @pytest.mark.parametrize(
     ("what", "module", "other", "first"),
     [
@@ -331,6 +337,14 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
     assert f"process 0 got no answer in the {where}" in message
     assert "process 1 has ended, has raised, or is late" in message
     assert time.monotonic() - begun < 240  # a deadline, with starts on a busy machine; the timeout is 10 s
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_to_initialize_is_named(tmp_path):
+    torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 2, "initialize"), nprocs=2)
+    message = json.loads((tmp_path / "0.json").read_text())
+    assert "SessionError: process 0 got no answer in halfstep.initialize" in message
+    assert "process 1 has ended, has raised, or is late" in message
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
-from halfstep.processes.gone import naming_who_is_gone
+from halfstep.processes.gone import naming_who_does_not_open, naming_who_is_gone, told_by_all
 from halfstep.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
 
@@ -97,17 +97,17 @@ class Replicas:
         A collective call.
 
         Raises:
-            SessionError: what is trained differs between them.
-            SetupError: the `mp_policy` of a module does.
+            SessionError: what is trained differs between them, or one of them is gone.
+            SetupError: the `mp_policy` of a module does, or one of them has raised.
         """
         if own_shards := sharded_parameters(self._roots):
             self._group, self.sharded = group_of(own_shards), True
-            self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
-            self._compare_policies()
+            with naming_who_does_not_open(self._group):
+                self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
+                self._compare_policies()
 
     def _compare_policies(self) -> None:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, policies(self._roots), group=self._group)
+        found = told_by_all(policies(self._roots), self._group)
         first = found[0]
         for rank, theirs in enumerate(found):
             for name in (*first, *(name for name in theirs if name not in first)):
@@ -326,8 +326,7 @@ class Replicas:
             SessionError: they have not the same in common.
         """
         lines = self._replica.described(parameters)
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, (lines, self._replica.state(), secrets.token_hex(8)), group=self._group)
+        found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), self._group)
         self._meeting = found[0][2]
         for rank, (theirs, *_) in enumerate(found):
             for other, first in zip(theirs, found[0][0], strict=False):
