@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
+from contextlib import ExitStack
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from halfstep.plan.fit import (
 )
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
+from halfstep.processes.gone import telling_of_errors
 from halfstep.session.decide import Stepping, decide, say_what_steps_itself
 from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
@@ -65,13 +67,35 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
-        SetupError: the model or optimizer cannot be trained under the plan. After any error nothing has changed.
+        SetupError: the model or optimizer cannot be trained under the plan, or another process that holds shards of the
+            model has raised. After any error nothing has changed.
+        SessionError: what is trained differs between the processes that hold the model's shards, or one is gone.
     """
     models = as_list(model, nn.Module, "model")
-    optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
-    facts = read_facts(first_device(models))
-    chosen, notice = choose_plan(plan, low, facts)
-    chosen = customize(chosen, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops, input=input)
+    with ExitStack() as stack:
+        with telling_of_errors(models):
+            optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
+            facts = read_facts(first_device(models))
+            chosen, notice = choose_plan(plan, low, facts)
+            chosen = customize(
+                chosen, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops, input=input
+            )
+            _check_settings(chosen, sinks, on_failure, stepping, emulate)
+            inside = owners(module for model in models for module in unwrap(model).modules())
+            earlier = [owner for owner in inside if isinstance(owner, Session)]
+            made_low = [p for session in earlier for p in session.low_parameters()]
+            stack.enter_context(widened(models, chosen, made_low, training=bool(optimizers)))
+            decision = decide(
+                models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low
+            )
+        _close(earlier)
+        if notice:
+            _LOG.warning(notice)
+        say_what_steps_itself(decision, optimizers)
+        return _guarded(Session(decision, sinks=sinks), on_failure)
+
+
+def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):
@@ -82,22 +106,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         )
     if emulate not in (None, True, False):
         raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
-    if emulate is not None and chosen.ops == "none":
+    if emulate is not None and plan.ops == "none":
         raise SetupError(
-            f"emulate={emulate} at {chosen.name}, which runs everything as written; leave it out or use O1 to O3"
+            f"emulate={emulate} at {plan.name}, which runs everything as written; leave it out or use O1 to O3"
         )
-    inside = owners(module for model in models for module in unwrap(model).modules())
-    earlier = [owner for owner in inside if isinstance(owner, Session)]
-    made_low = [p for session in earlier for p in session.low_parameters()]
-    with widened(models, chosen, made_low, training=bool(optimizers)):
-        decision = decide(
-            models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low
-        )
-        _close(earlier)
-        if notice:
-            _LOG.warning(notice)
-        say_what_steps_itself(decision, optimizers)
-        return _guarded(Session(decision, sinks=sinks), on_failure)
 
 
 def _close(earlier: Iterable[Session]) -> None:

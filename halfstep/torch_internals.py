@@ -413,6 +413,7 @@ _CLASS_INDEX = "_orig_cls_mro_index"  # of a module's own class below the one th
 _SHARDING = "FSDPModule"
 # Of what FSDP2 keeps for a parameter.
 _WAITING, _GATHERED, _OFFLOADED = "unsharded_accumulated_grad", "_unsharded_param", "offload_to_cpu"
+_POLICY = "_mp_policy"
 
 
 def class_index_above(base: type) -> dict[str, int]:
@@ -431,6 +432,11 @@ def holds_unreduced(module: Any) -> bool:
 def offloads(module: Any) -> bool:
     """Tells whether FSDP2 keeps shards of a module on the CPU, whatever device gathers them. Tried."""
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
+
+
+def policy_of(module: Any) -> Any:
+    """Returns the `mp_policy` that `fully_shard` was given for a module. Tried."""
+    return getattr(module._get_fsdp_state(), _POLICY)
 
 
 def _held_by(module: Any) -> list[Any]:

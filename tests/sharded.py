@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -492,9 +492,17 @@ def undefined(rank, low, kind):
 
 def differing(rank, what):
     """Opens sessions that are not alike in the processes; returns the error."""
-    net = shard(made(), "O1", "bf16")
-    optimizer = torch.optim.AdamW(list(net.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
-    low, level = "bf16", "O2" if what == "plan" and rank else "O1"
+    net = made()
+    if what == "gathering" and rank:
+        fully_shard(net.blocks[1], mp_policy=halfstep.fsdp_policy("O0"))
+    elif what == "reducing" and rank:
+        fully_shard(net.blocks[0], mp_policy=halfstep.fsdp_policy("O1", low="bf16", reduce="bf16"))
+    for module in (*net.blocks, net):
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, mp_policy=halfstep.fsdp_policy("O1", low="bf16"))
+    trained = made() if what == "raising" and rank else net
+    optimizer = torch.optim.AdamW(list(trained.parameters())[rank if what == "optimizer" else 0 :], lr=1e-3)
+    low, level = "bf16", {"plan": ("O1", "O2"), "O0": ("O0", "O1")}.get(what, ("O1", "O1"))[rank]
     opened = []
 
     def run():
@@ -600,9 +608,14 @@ def leaving(rank, folder, size, how):
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
     )
     level = "O2" if how.endswith("O2") else "O1"
-    in_parts = how in ("sharded", "fewer", "sharded raises")
+    in_parts = how in ("sharded", "fewer", "sharded raises", "initialize")
     model = shard(made(), level, "bf16") if in_parts else made()
     optimizer = adamw(model)
+    if how == "initialize":
+        if rank == size - 1:
+            os._exit(0)
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(said(lambda: halfstep.initialize(model, optimizer))))
+        os._exit(0)
     session = halfstep.initialize(model, optimizer, level, low="bf16")
     wrapped = model if in_parts else nn.parallel.DistributedDataParallel(model)
     for step in range(3):

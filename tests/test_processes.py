@@ -8,9 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import halfstep
+from halfstep.errors import SessionError
 from halfstep.processes.findings import LOSSES, SCALE_BITS, WEIGHT_BITS, Findings, _folded, bytes_of_sum
+from halfstep.processes.shards import local, reshard
 from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
@@ -259,6 +263,27 @@ def test_an_infinite_loss_of_a_loops_own_pass_is_skipped_by_all_within_join(foun
     one, other = (each["own pass in join"] for each in found)
     assert one == other
     assert one[1] == {"0": halfstep.level("O2", "fp16").scale.init / 2}
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_a_step_after_the_process_group_was_destroyed_is_refused(engine, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = replicas.network(0)
+        if engine == "FSDP2":
+            fully_shard(model, mp_policy=halfstep.fsdp_policy("O1", low="bf16"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+        wrapped = model if engine == "FSDP2" else replicas.DDP(model)
+        replicas.one_step(wrapped, optimizer, session, 0, 0)
+        before = replicas.digest([local(p) for p in model.parameters()])
+        session.backward((wrapped(replicas.batch(0, 1)[0])).square().mean())
+        reshard([model])
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(SessionError, match=r"its process group was destroyed; save and close the session before"):
+        session.step()
+    assert replicas.digest([local(p) for p in model.parameters()]) == before
 
 
 def bytes_of(parameters, size):

@@ -43,8 +43,7 @@ CASES |= {
     **{f"{level} {low} parallel": (sharded.parallel, (level, low, "alone")) for level in ("O1", "O2") for low in LOWS},
     "stopping": (sharded.stopping, ()),
     **{f"undefined {low}": (sharded.undefined, (low, kind)) for low, kind in (("bf16", "root"), ("fp16", "layers"))},
-    "plan": (sharded.differing, ("plan",)),
-    "optimizer": (sharded.differing, ("optimizer",)),
+    **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer", "gathering", "reducing", "raising")},
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
     **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
@@ -259,7 +258,29 @@ def test_the_operation_whose_gradient_is_undefined_is_named_where_gradients_are_
 def test_processes_with_different_plans_or_optimizers(found):
     for each in found:
         assert "what is trained differs between processes: process 1 has the plan's name = 'O2'" in each["plan"]
+        assert "differs between processes: process 1 has the plan's name = 'O1', process 0 has the plan's" in each["O0"]
         assert "what is trained differs between processes: process 1 has" in each["optimizer"]
+
+
+def test_what_initialize_raises_in_one_process_is_an_error_in_all(found):
+    one, other = (each["raising"] for each in found)
+    assert other.startswith("SetupError: 18 of 18 parameters in group 0 of AdamW are not the model's")
+    assert one == f"SetupError: process 1 has raised {other}"
+
+
+@pytest.mark.parametrize(
+    ("what", "module", "other", "first"),
+    [
+        ("gathering", "blocks.1", "param_dtype=None", "param_dtype=torch.bfloat16"),
+        ("reducing", "blocks.0", "reduce_dtype=torch.bfloat16", "reduce_dtype=torch.float32"),
+    ],
+)
+def test_policies_that_differ_between_processes_are_an_error_in_all(what, module, other, first, found):
+    line = 'fully_shard(module, mp_policy=halfstep.fsdp_policy("O1", low="bf16")) for all of the model'
+    for each in found:
+        assert f"SetupError: the mp_policy of {module} differs between processes: process 1 has" in each[what]
+        assert each[what].index(other) < each[what].index("process 0 has") < each[what].index(first)
+        assert f"write {line}, in all processes" in each[what]
 
 
 @pytest.mark.parametrize("what", ["blame", "check"])
@@ -322,6 +343,14 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
     assert f"process 0 got no answer in the {where}" in message
     assert "process 1 has ended, has raised, or is late" in message
     assert time.monotonic() - begun < 240  # a deadline, with starts on a busy machine; the timeout is 10 s
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_to_initialize_is_named(tmp_path):
+    torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 2, "initialize"), nprocs=2)
+    message = json.loads((tmp_path / "0.json").read_text())
+    assert "SessionError: process 0 got no answer in halfstep.initialize" in message
+    assert "process 1 has ended, has raised, or is late" in message
 
 
 @pytest.mark.slow

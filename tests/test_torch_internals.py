@@ -220,6 +220,7 @@ def test_an_attribute_that_modules_no_longer_have_is_missing(monkeypatch, name):
         ("_CLASS_INDEX", "_cls_index", "fully_shard"),
         ("_SHARDING", "Sharded", "fully_shard"),
         ("_FAKE", "Fake", "fully_shard"),
+        ("_POLICY", "policy", "fully_shard"),
         ("_WAITING", "waiting", "fully_shard"),
         ("jagged_values", lambda tensor: tensor.offsets(), "nested tensors"),
         ("metadata_of", lambda state: {}, "state dicts"),

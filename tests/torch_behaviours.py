@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
@@ -190,6 +191,7 @@ def _sharded_modules_keep_names():
         FSDPModule.__name__ == internals._SHARDING
         and internals.holds_shapes(FakeTensor)
         and internals._CLASS_INDEX in vars(FSDPModule)
+        and internals._POLICY in FSDPState.init.__code__.co_names
         and {internals._WAITING, internals._GATHERED, internals._OFFLOADED}
         <= {*kept, *FSDPParam.init_unsharded_param.__code__.co_names}
     )

@@ -94,7 +94,7 @@ class _Reading:
         name = f"{self._formats.name}.{name}" if self._formats.name else name
         raise SetupError(
             f"the parameter {name!r} arrives in the forward as {p.dtype}, and {self._plan.name} reads it as "
-            f"{self._low}: the mp_policy of its fully_shard contradicts the plan; write {_line(self._plan)}"
+            f"{self._low}: the mp_policy of its fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
         )
 
 
@@ -141,11 +141,12 @@ class _Passing:
             raise SetupError(
                 f"the mp_policy of the fully_shard of {type(self._module).__name__} contradicts {self._plan.name}: by "
                 f"{option} it casts {what} ({_pairs(self._given, found)}), which is the plan's to decide; write "
-                f"{_line(self._plan)}"
+                f"{line_to_shard(self._plan)}"
             )
 
 
-def _line(plan: Plan) -> str:
+def line_to_shard(plan: Plan) -> str:
+    """Returns the call of `fully_shard` that fits a plan, for messages."""
     level = plan.name if plan.name in ("O0", "O1", "O2", "O3") else "plan"
     first = f'"{level}"' if level != "plan" else level
     return f'fully_shard(module, mp_policy=halfstep.fsdp_policy({first}, low="{plan.low.name}")) for all of the model'

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import count
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from halfstep.errors import SessionError
+from halfstep.errors import SessionError, SetupError
 from halfstep.pages import PROCESSES, more
-from halfstep.processes.shards import group_is_open
+from halfstep.processes.shards import group_is_open, group_of, reshard, sharded_parameters
 from halfstep.torch_internals import default_store, is_lost_connection
 
 ROLL_CALL = 5.0  # seconds
+_OPENINGS = count()
 
 
 @contextmanager
@@ -35,6 +39,43 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
             f"process {dist.get_rank()} got no answer in {what} ({error}): {said}. Nothing was updated here: start all "
             f"of them again from the last checkpoint; {more(PROCESSES)}"
         ) from error
+
+
+def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Returns the same for where sessions are opened, in which all processes of a group meet as often."""
+    return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
+
+
+@contextmanager
+def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Tells the processes that hold shards of the models of an error inside, who wait for this one in `told_by_all`.
+
+    A collective call then.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # from which nothing else is to be heard
+            reshard(models)
+            if group_is_open() and (own := sharded_parameters(models)):
+                group = group_of(own)
+                with naming_who_does_not_open(group):
+                    told_by_all(None, group, failed=f"{type(error).__name__}: {error}")
+        raise
+
+
+def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None = None) -> list[Any]:
+    """Returns what each process of a group tells all others; waits for them.
+
+    Raises:
+        SetupError: one of them has `failed` instead.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (value, failed), group=group)
+    for rank, (_, error) in enumerate(found):
+        if error is not None:
+            raise SetupError(f"process {rank} has raised {error}")
+    return [each for each, _ in found]
 
 
 def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:

@@ -23,8 +23,8 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
-from halfstep.processes.gone import naming_who_is_gone
-from halfstep.processes.shards import group_is_open, group_of, sharded_parameters
+from halfstep.processes.gone import naming_who_does_not_open, naming_who_is_gone, told_by_all
+from halfstep.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
@@ -55,6 +55,9 @@ class Replica(Protocol):
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter, for messages."""
+
+    def line_to_shard(self) -> str:
+        """Returns the call of `fully_shard` that fits the plan, for messages."""
 
     def state(self) -> Any:
         """Returns further state that is to be the same, as plain values."""
@@ -88,14 +91,35 @@ class Replicas:
         self._is_own: Tensor | None = None
         self._undo = ExitStack()
 
-    def open(self, *, search: bool) -> None:
-        """Takes note of wrappers from now on; `search` looks for those that were made before, too.
+    def meet(self) -> None:
+        """Has the processes that hold the shards of the models compare what they train; nothing where none are sharded.
 
-        For models that are sharded this is a collective call.
+        A collective call.
 
         Raises:
-            SessionError: what is trained differs between the processes that hold the shards.
+            SessionError: what is trained differs between them, or one of them is gone.
+            SetupError: the `mp_policy` of a module does, or one of them has raised.
         """
+        if own_shards := sharded_parameters(self._roots):
+            self._group, self.sharded = group_of(own_shards), True
+            with naming_who_does_not_open(self._group):
+                self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
+                self._compare_policies()
+
+    def _compare_policies(self) -> None:
+        found = told_by_all(policies(self._roots), self._group)
+        first = found[0]
+        for rank, theirs in enumerate(found):
+            for name in (*first, *(name for name in theirs if name not in first)):
+                if theirs.get(name) != first.get(name):
+                    raise SetupError(
+                        f"the mp_policy of {name or 'the model'} differs between processes: process {rank} has "
+                        f"{theirs.get(name)}, process 0 has {first.get(name)}; write {self._replica.line_to_shard()}, "
+                        "in all processes"
+                    )
+
+    def open(self, *, search: bool) -> None:
+        """Takes note of wrappers from now on; `search` looks for those that were made before, too."""
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -106,9 +130,6 @@ class Replicas:
         handle = register_module_module_registration_hook(registered)
         self._undo.callback(handle.remove)
         weakref.finalize(self, handle.remove).atexit = False  # of a session that is never closed
-        if own_shards := sharded_parameters(self._roots):
-            self._group, self.sharded = group_of(own_shards), True
-            self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
         if search:
             self.search()
 
@@ -153,14 +174,14 @@ class Replicas:
         """Tells whether a step asks the other processes.
 
         Raises:
-            SessionError: parameters are sharded, and the process group is gone.
+            SessionError: the process group is gone.
         """
-        if self.sharded and not group_is_open():
+        if self._group is not None and not group_is_open():
             raise SessionError(
-                "the model is sharded, and its process group was destroyed; save and close the session before "
-                "torch.distributed.destroy_process_group()"
+                f"the model is {'sharded' if self.sharded else 'one of several replicas'}, and its process group was "
+                "destroyed; save and close the session before torch.distributed.destroy_process_group()"
             )
-        return self._group is not None and not self.joining and group_is_open()
+        return self._group is not None and not self.joining
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step that updates these parameters: one all-reduce.
@@ -305,8 +326,7 @@ class Replicas:
             SessionError: they have not the same in common.
         """
         lines = self._replica.described(parameters)
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, (lines, self._replica.state(), secrets.token_hex(8)), group=self._group)
+        found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), self._group)
         self._meeting = found[0][2]
         for rank, (theirs, *_) in enumerate(found):
             for other, first in zip(theirs, found[0][0], strict=False):

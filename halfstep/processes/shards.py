@@ -5,6 +5,7 @@ To import torch's modules for them takes a second, so that is left to who has su
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import SessionError, SetupError
 from halfstep.kernels.batch import is_wrapped
-from halfstep.torch_internals import holds_unreduced, version_of
+from halfstep.torch_internals import holds_unreduced, policy_of, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +92,18 @@ def fsdp_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
 
     found = {id(module): module for root in roots for module in root.modules() if isinstance(module, FSDPModule)}
     return list(found.values())
+
+
+def policies(roots: Sequence[nn.Module]) -> dict[str, str]:
+    """Returns by its name what each module that `fully_shard` was called on was given as `mp_policy`."""
+    sharding = {id(module) for module in fsdp_modules(roots)}
+    words = functools.cache(str)  # one object for equal policies, which is sent once
+    return {
+        name: words(policy_of(module))
+        for index, root in enumerate(roots)
+        for name, module in root.named_modules(prefix="" if len(roots) == 1 else str(index))
+        if id(module) in sharding
+    }
 
 
 def group_is_open() -> bool:

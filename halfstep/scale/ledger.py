@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ class Collected:
     `scale` is the one that the last backward used (fp32), `scales` has by its id that of each loss's own last one.
     `losses` are the ids of the losses that went in; `found` says whether one of them is known to have overflowed
     although its gradients may no longer show it (0-dim bool, None where nothing was noted); the step must be skipped
-    where `found` or the present gradients are non-finite.
+    where `found` or the present gradients are non-finite. `absent` are parameters without a gradient.
     """
 
     params: list[Parameter]
@@ -35,6 +35,7 @@ class Collected:
     flags: Mapping[int, Tensor] = field(repr=False)
     scales: Mapping[int, Tensor] = field(repr=False)
     true: bool = field(repr=False)
+    absent: Sequence[Parameter] = field(default=(), repr=False)
 
     @property
     def inverse(self) -> Tensor:
@@ -167,9 +168,12 @@ class GradientLedger:
         """Returns the gradients for one step, and what is known of them."""
         params: list[Parameter] = []
         grads: list[Tensor] = []
+        absent: list[Parameter] = []
         for param in self.parameters():
             grad = param.grad
-            if grad is not None:
+            if grad is None:
+                absent.append(param)
+            else:
                 params.append(param)
                 grads.append(resolved(grad if type(grad) is Tensor else part_of(grad, param)))
         device = grads[0].device if grads else self._scale.device
@@ -178,7 +182,7 @@ class GradientLedger:
             here = flag if flag.device == device else flag.to(device, non_blocking=True)
             found = here if found is None else found | here
         flags, scales = dict(self._flags), dict(self._scales)
-        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true)
+        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true, absent)
 
     def consumed(self) -> None:
         """Ends the step. What stays in `p.grad` is stale: a later backward adds to it, its overflows are settled."""

@@ -129,21 +129,41 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     return found
 
 
-def check_present(roots: Iterable[nn.Module], parts: Iterable[Part]) -> None:
-    """Refuses to step without a gradient where that is because the models have other parameters by now.
+class Replacements:
+    """Looks for parameters of models that were replaced since their optimizer was made: they would never train again.
 
-    Raises:
-        SessionError: one of the parameters is in none of the models.
+    `parts` are all of a session. The models are looked at only where a gradient is absent that never was before.
     """
-    roots = list(roots)
-    reshard(roots)
-    present = {id(p) for root in roots for p in root.parameters()}
-    absent = [tuple(p.shape) for part in parts for p in part.parameters() if id(p) not in present]
-    if absent:
-        raise SessionError(
-            f"parameters that the optimizer updates are no longer in the model (of shapes {named(map(str, absent))}): "
-            f"what replaced them, such as fully_shard, has to come first: {FSDP_LINES}"
-        )
+
+    def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
+        self._roots, self._parts = list(roots), parts
+        self._idle: set[nn.Parameter] = set()
+
+    def look(self, absent: Sequence[nn.Parameter]) -> None:
+        """Looks before a step to which some parameters come without a gradient.
+
+        Raises:
+            SessionError: some of these are in none of the models, and others are there in their place.
+        """
+        if self._idle.issuperset(absent):
+            return
+        reshard(self._roots)
+        updated = {id(p) for part in self._parts for p in part.parameters()}
+        present = {id(p) for root in self._roots for p in root.parameters()}
+        shapes = [p.shape for p in absent if id(p) not in present]
+        names = [
+            name
+            for root in self._roots
+            for name, p in root.named_parameters()
+            if p.requires_grad and id(p) not in updated and p.shape in shapes
+        ]
+        if names or (shapes and len(absent) == len(updated)):
+            raise SessionError(
+                "parameters that the optimizer updates are no longer in the model "
+                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}): what replaced them, such as "
+                f"fully_shard or parallelize_module, has to come first: {FSDP_LINES}"
+            )
+        self._idle.update(absent)
 
 
 def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:

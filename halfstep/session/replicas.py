@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.cast.arriving import line_to_shard
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Scratch
 from halfstep.optim.masters import MasterStore
@@ -38,6 +39,10 @@ class SharedState:
     optimizers: Callable[[], Sequence[Optimizer]]
     name_of: Callable[[nn.Parameter], str]
     replaced: Callable[[], None]
+
+    def line_to_shard(self) -> str:
+        """Returns the call of `fully_shard` that fits the plan, for messages."""
+        return line_to_shard(self.plan)
 
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Returns the plan, one entry per line, and the parameters."""

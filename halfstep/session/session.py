@@ -162,11 +162,12 @@ class Session:
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
         if self.plan.param == "low":
             self._undo.callback(watch_steps(self._refuse_others))
+        self._replicas.meet()
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
 
     def _plain(self) -> Training:
-        return PlainTraining(self._roots, self._probes, self._device)
+        return PlainTraining(self._roots, self._parts, self._probes, self._device)
 
     def _mixed(self) -> Training:
         for root in self._roots:

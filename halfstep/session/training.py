@@ -30,7 +30,7 @@ from halfstep.scale.loss import overflowed, poisoned, scaled
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
-from halfstep.session.parts import Flags, LastStep, Part, Update, check_present, last_steps, step_each
+from halfstep.session.parts import Flags, LastStep, Part, Replacements, Update, last_steps, step_each
 from halfstep.session.replicas import Agreed, Hearing, agree, read_by_shards, share_of_square
 from halfstep.stack import begin_pass
 
@@ -87,10 +87,12 @@ class PlainTraining:
     """Backward and step as the loop itself would make them: nothing is scaled, cast or skipped."""
 
     roots: Sequence[nn.Module]
+    parts: Sequence[Part]
     probes: Probes
     device: torch.device
 
     def __post_init__(self) -> None:
+        self._replacements = Replacements(self.roots, self.parts)
         self._false = torch.zeros((), dtype=torch.bool, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._nothing = Collected([], [], self._one, None, (), {}, {}, true=True)  # an optimizer's own step reads none
@@ -113,8 +115,7 @@ class PlainTraining:
     ) -> Stepped:
         """Clips as torch does, and steps each optimizer by its own `step`."""
         norm = None
-        if all(p.grad is None for part in parts for p in part.parameters()):
-            check_present(self.roots, parts)
+        self._replacements.look([p for part in parts for p in part.parameters() if p.grad is None])
         collected = [part.ledger.collect() if self.probes.looking else self._nothing for part in parts]
         read_for(self.probes, collected)
         if max_norm is not None:
@@ -145,6 +146,7 @@ class MixedTraining:
     name_of: Callable[[nn.Parameter], str]
 
     def __post_init__(self) -> None:
+        self._replacements = Replacements(self.roots, self.parts)
         self._scratch = Scratch()  # of the read of the gradients
         self._hearing = Hearing(self.replicas)
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
@@ -210,8 +212,7 @@ class MixedTraining:
         """Reads the gradients once, and updates the weights in one pass where all of them are finite."""
         self.casting.weights_changed()
         collected = [part.ledger.collect() for part in parts]
-        if not any([held.grads for held in collected]):
-            check_present(self.roots, parts)
+        self._replacements.look([p for held in collected for p in held.absent])
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self.name_of)

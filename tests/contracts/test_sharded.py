@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import halfstep
 from halfstep import FULL, Rule, SessionError, SetupError
@@ -80,6 +81,28 @@ def test_a_model_that_is_sharded_in_a_session(name):
     else:
         with pytest.raises((SessionError, AssertionError), match=ORDER):
             fully_shard(model)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "how"), [("O0", "parallel"), ("O1", "parallel"), ("O2", "parallel"), ("O0", "sharded")]
+)
+def test_a_layer_that_is_replaced_in_a_session(name, how, steps):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with halfstep.initialize(model, optimizer, name, low="bf16") as session:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            session.backward(forward(model))
+            session.step()
+        if how == "parallel":
+            parallelize_module(model, init_device_mesh("cpu", (1,)), {"2": ColwiseParallel()})
+        else:
+            fully_shard(model[2])
+        optimizer.zero_grad()
+        session.backward(forward(model))
+        with pytest.raises(SessionError, match=rf"no longer in the model \(2.weight, 2.bias\).*{ORDER}"):
+            session.step()
 
 
 def test_an_optimizer_that_was_made_before_the_shards():
