@@ -516,6 +516,38 @@ def differing(rank, what):
     return found
 
 
+def hooked(rank, engine, *, raises=True):
+    """Trains with two optimizers, of one of which a pre-hook raises once in process 1, which steps again.
+
+    Returns what it has raised, and the weights.
+    """
+    size = dist.get_world_size()
+    net = shard(made(), "O2", "bf16") if engine == "FSDP2" else made()
+    weights = list(net.parameters())
+    optimizers = [torch.optim.AdamW(some, lr=3e-3) for some in (weights[:5], weights[5:])]
+    session = halfstep.initialize(net, optimizers, "O2", low="bf16")
+    model = net if engine == "FSDP2" else nn.parallel.DistributedDataParallel(net)
+    found = []
+    for step in range(4):
+
+        def hook(*_, step=step):
+            if raises and rank == 1 and len(found) < step <= 2:
+                raise KeyError(step)
+
+        handle = optimizers[step % 2].register_step_pre_hook(hook)
+        net.zero_grad()
+        session.backward(loss_of(model, step, rank, size))
+        try:
+            session.step(max_norm=1.0)
+        except KeyError as error:
+            found.append(str(error))
+            session.step(max_norm=1.0)
+        handle.remove()
+    state = digest(whole(net))
+    session.close()
+    return found, state
+
+
 def refused(rank, what):
     """Asks a session for what needs a copy of its sharded model; returns the error."""
     net = shard(made(), "O1", "bf16")

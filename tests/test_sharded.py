@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -44,6 +45,10 @@ CASES |= {
     "stopping": (sharded.stopping, ()),
     **{f"undefined {low}": (sharded.undefined, (low, kind)) for low, kind in (("bf16", "root"), ("fp16", "layers"))},
     **{what: (sharded.differing, (what,)) for what in ("plan", "O0", "optimizer", "gathering", "reducing", "raising")},
+    **{f"{engine} hook": (sharded.hooked, (engine,)) for engine in ("DDP", "FSDP2")},
+    **{
+        f"{engine} no hook": (functools.partial(sharded.hooked, raises=False), (engine,)) for engine in ("DDP", "FSDP2")
+    },
     "blame": (sharded.refused, ("blame",)),
     "check": (sharded.refused, ("check",)),
     **{f"gathered {what}": (sharded.gathered, (what,)) for what in sharded.ASKS},
@@ -281,6 +286,13 @@ def test_policies_that_differ_between_processes_are_an_error_in_all(what, module
         assert f"SetupError: the mp_policy of {module} differs between processes: process 1 has" in each[what]
         assert each[what].index(other) < each[what].index("process 0 has") < each[what].index(first)
         assert f"write {line}, in all processes" in each[what]
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_a_step_that_a_hook_stopped_in_one_process_is_made_by_calling_it_again(engine, found):
+    assert [each[f"{engine} hook"][0] for each in found] == [[], ["1", "2"]]
+    states = {each[f"{engine} {which}"][1] for each in found for which in ("hook", "no hook")}
+    assert len(states) == 1
 
 
 @pytest.mark.parametrize("what", ["blame", "check"])

@@ -127,6 +127,11 @@ class Agreed:
     stops: Tensor | None = None
     apart: Tensor | None = None
 
+    def rest(self, count: int) -> Agreed:
+        """Returns what decides on the parts after the first ones, of which nothing more is to be heard."""
+        collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
+        return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
+
 
 def agree(
     replicas: Replicas,

@@ -149,6 +149,7 @@ class MixedTraining:
         self._replacements = Replacements(self.roots, self.parts)
         self._scratch = Scratch()  # of the read of the gradients
         self._hearing = Hearing(self.replicas)
+        self._unmade: tuple[list[Part], Agreed, list[Tensor | None]] | None = None
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
@@ -188,6 +189,7 @@ class MixedTraining:
     def _before(self, loss_id: int, scale: Scale) -> None:
         if self._unreduced is not None:
             self._unreduced.before_backward(scale.value)
+        self._unmade = None
         self.replicas.sums.before_backward()
         for part in self.parts:
             part.ledger.before_backward(loss_id, scale.value)
@@ -216,7 +218,12 @@ class MixedTraining:
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self.name_of)
-        agreed, factors = self._agreed(parts, collected, stop=stop)
+        if self._unmade is not None and self._unmade[0] == parts:  # the others have made this step
+            _, agreed, factors = self._unmade
+        else:
+            agreed, factors = self._agreed(parts, collected, stop=stop)
+        if agreed.processes is not None:
+            self._unmade = parts, agreed, factors
         collected, norm = agreed.collected, agreed.norm
         found = agreed.readings[0].found
         for flag in (*(reading.found for reading in agreed.readings[1:]), *(held.found for held in collected)):
@@ -228,6 +235,8 @@ class MixedTraining:
         read_for(self.probes, collected)
         count, failed = step_each(updates_of(self.probes, parts, collected, factors, found, self.store))
         heard = self._hearing.hear(agreed)  # always: it may ask the other processes
+        if self._unmade is not None:
+            self._unmade = parts[count:], agreed.rest(count), self._unmade[2][count:]
         parts, collected = parts[:count], collected[:count]
         for part in parts:
             part.ledger.consumed()
