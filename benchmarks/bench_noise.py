@@ -1,4 +1,4 @@
-"""How often `halfstep bench --against` calls runs of the same code different, and a planted slowdown alike.
+"""How often `halfstep bench --against FILE` calls runs of the same code different, and a planted slowdown alike.
 
     python benchmarks/bench_noise.py FOLDER [--runs 21] [--draws 200] [--json FILE] [-- WORKLOAD --levels O0,O1 ...]
 
@@ -48,7 +48,7 @@ def slowed(result: BenchResult, factor: float) -> BenchResult:
 
 
 def joined(results: Sequence[BenchResult]) -> BenchResult:
-    """Returns results of several processes as `halfstep bench --processes` does, and that of one as it is."""
+    """Returns results of several processes as `halfstep bench --processes N` does, and that of one as it is."""
     return together(results) if len(results) > 1 else results[0]
 
 

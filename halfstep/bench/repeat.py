@@ -22,7 +22,7 @@ _LINES = 3  # of what a process said last before it ended without a result
 def repeat(
     arguments: Sequence[str], count: int, *, command: str, progress: Callable[[str, int, int], None]
 ) -> BenchResult:
-    """Runs `halfstep bench ARGUMENTS` in `count` processes and returns what all of them measured.
+    """Runs `halfstep bench` with these arguments in `count` processes and returns what all of them measured.
 
     Processes of the same code differ, since memory lies elsewhere in each; with several it is known by how much. A
     KeyboardInterrupt ends it with the processes that are through.

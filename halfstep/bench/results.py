@@ -42,7 +42,7 @@ def read_sweep(path: Path) -> Sweep | None:
 
 
 def read_bench(path: Path) -> BenchResult:
-    """Returns the benchmark that `halfstep bench --json` of this halfstep has written."""
+    """Returns the benchmark that `halfstep bench --json FILE` of this halfstep has written."""
     return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 

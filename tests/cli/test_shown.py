@@ -104,6 +104,7 @@ INSTEAD = [
     (r"halfstep bench --model .* --largest-batch .*", TRAINS, "tests/bench/test_largest.py::test_the_command"),
     (r"halfstep bench --model .*", TRAINS, "tests/cli/test_sweep.py::test_a_sweep_prints_its_table"),
     (r"halfstep bench --against FILE", "times twice", "tests/bench/test_against.py::test_"),
+    (r"halfstep bench --processes N", "more processes", "tests/cli/test_commands.py::test_several_processes_are_one"),
     (r"halfstep check own\.py:mine --plan O2 --low fp16", "below", "tests/cli/test_shown.py::test_the_findings"),
     (r"halfstep whatif char_lm", "below, smaller", "tests/cli/test_shown.py::test_a_prediction"),
     (r"python docs/pictures\.py.*", "below, with less to do", "tests/cli/test_shown.py::test_the_script_makes"),
@@ -118,7 +119,7 @@ INSTEAD = [
     (r"python benchmarks/false_alarms\.py", "needs libraries", "tests/diagnose/test_no_alarm.py::test_common_models"),
     (r"python benchmarks/run_cost\.py.*", "two processes", "tests/adapters/test_script.py::test_a_script_equals"),
     (r"python benchmarks/against\.py .*", "needs another checkout", "tests/bench/test_against.py::test_"),
-    (r"python benchmarks/bench_noise\.py", "20 runs of a benchmark", "tests/bench/test_against.py::test_"),
+    (r"python benchmarks/bench_noise\.py.*", "20 runs of a benchmark", "tests/bench/test_against.py::test_"),
     (r"python benchmarks/inputs\.py", "a minute", "tests/contracts/test_models.py::test_model_code_sees_inputs"),
     (r"python benchmarks/doctor\.py", "minutes", "tests/doctor/test_doctor.py::test_an_examination"),
 ]

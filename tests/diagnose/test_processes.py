@@ -143,8 +143,8 @@ def found(pool):
 def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
     own, others = found[1][run], found[0][run]
     assert own[1:3] == ["input data", "linear"]
-    collective = "alltoall_base" if run.startswith("low weights") else "allreduce"
-    assert others[1:4] == ["another process", collective, "backward"]
+    assert others[1:4:2] == ["another process", "backward"]
+    assert others[2] in (("alltoall_base", "allreduce") if run.startswith("low weights") else ("allreduce",))
     assert "see the verdicts of the other processes" in others[4]
     assert "would not help" not in others[4]
 
