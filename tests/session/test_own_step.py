@@ -309,8 +309,11 @@ def test_an_optimizer_that_the_session_was_not_given_does_not_step_what_it_store
 
 def test_at_o1_weights_are_fp32_and_any_optimizer_may_step_them():
     model, _, session = opened("O1", "bf16")
+    before = weights(model)
     session.backward(loss_of(model, batches()[0]))
     torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not same(weights(model), before)
 
 
 def test_a_session_that_nobody_closed_looks_at_no_step_once_it_is_gone():
