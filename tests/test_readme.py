@@ -365,6 +365,18 @@ class Net(nn.Module):
 """
 
 
+def test_torch_s_error_of_integers_stays_as_it_is():
+    class Scored(torch.nn.Linear):
+        def forward(self, x):
+            return torch.nn.functional.cross_entropy(super().forward(x), torch.zeros(2, dtype=torch.int32))
+
+    model = Scored(4, 4)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O1", low="bf16")
+    with session, pytest.raises(RuntimeError, match="expected scalar type Long") as raised:
+        model(torch.ones(2, 4))
+    assert "mismatch.md" not in str(raised.value)
+
+
 def test_two_formats_in_an_operation_of_ones_own_and_outside_of_forward(names, tmp_path, capsys):
     made = {}
     exec(compile(FLOW, str(tmp_path / "flow.py"), "exec"), made)

@@ -105,6 +105,23 @@ def test_a_layer_that_is_replaced_in_a_session(name, how, steps):
             session.step()
 
 
+@pytest.mark.parametrize("name", ["O0", "O2"])
+def test_what_has_no_gradient_is_not_taken_for_replaced_and_is_looked_at_once(name, monkeypatch):
+    looked = []
+    monkeypatch.setattr("halfstep.session.parts.reshard", lambda roots: looked.append(roots))
+    model = network()
+    optimizer = torch.optim.AdamW(model[0].parameters())  # the others are trainable, and are no one's
+    with halfstep.initialize(model, optimizer, name, low="bf16") as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            session.backward(model[2](model[1](torch.ones(2, 8))).float().mean())
+            session.step()
+        session.backward(forward(model))
+        session.step()
+        assert session.status().steps == 4
+    assert len(looked) == 1
+
+
 def test_an_optimizer_that_was_made_before_the_shards():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())

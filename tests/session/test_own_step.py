@@ -9,6 +9,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import SessionError, SetupError
+from halfstep.optim.hooks import has_hooks
 from halfstep.torch_internals import GLOBAL_STEP_PRE_HOOKS
 
 SETTINGS = [("O0", "bf16"), *((level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16"))]
@@ -314,6 +315,13 @@ def test_at_o1_weights_are_fp32_and_any_optimizer_may_step_them():
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not same(weights(model), before)
+
+
+def test_what_looks_at_steps_is_no_hook_that_updates_would_have_to_run():
+    _, optimizer, session = opened("O2", "bf16")
+    assert len(GLOBAL_STEP_PRE_HOOKS)
+    assert not has_hooks(optimizer)
+    session.close()
 
 
 def test_a_session_that_nobody_closed_looks_at_no_step_once_it_is_gone():
