@@ -51,7 +51,10 @@ def nonfinite(tensor: Tensor) -> NonFinite | None:
         values = _values(tensor)
         if values is None or _is_finite(values):
             return None
+        values = values.clone()  # a collective may be writing to it
         wrong = ~torch.isfinite(values)
+        if not bool(wrong.any()):
+            return None
         first = tuple(int(i) for i in torch.nonzero(wrong)[0]) if values.dim() else ()
         nan, above = int(torch.isnan(values).sum()), int(torch.isposinf(values).sum())
         return NonFinite(values.numel(), nan, above, int(wrong.sum()) - nan - above, first)

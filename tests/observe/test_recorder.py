@@ -1,6 +1,7 @@
 """What the recorder notes of an operation, and where the walk back from what is not finite ends."""
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -23,6 +24,24 @@ def recorded(function, *models):
     with recorder:
         result = function()
     return recorder, find_origin(recorder, [result])
+
+
+def test_memory_that_a_collective_still_writes_to_can_be_looked_at():
+    memory, stop = torch.zeros(2**16), threading.Event()
+
+    def write():
+        while not stop.is_set():
+            memory.fill_(NAN).zero_()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = [nonfinite(memory) for _ in range(500)]
+    finally:
+        stop.set()
+        writer.join()
+    assert None in seen
+    assert all(each is None or each.nan > 0 for each in seen)
 
 
 def test_badness_counts_each_kind_and_names_the_first_place():
