@@ -27,7 +27,7 @@ from torch.utils.benchmark import Timer
 
 LIMIT = 0.15
 RUNS = 5
-TURNS = 2
+TURNS = 8
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +52,7 @@ def seconds(statement: str, operands: dict[str, torch.Tensor], dtype: torch.dtyp
     """Returns the median seconds of one call."""
     values = {name: operand.to(dtype) for name, operand in operands.items()}
     timer = Timer(statement, globals={"F": F, **values}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=1.0).median)
+    return float(timer.blocked_autorange(min_run_time=0.25).median)
 
 
 def by_hand() -> dict[tuple[str, str], float]:
