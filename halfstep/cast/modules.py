@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal, Protocol
@@ -63,9 +64,27 @@ class Values32(Protocol):
         """Is told that this tensor was copied into the parameter, which changes no value."""
 
 
-def keep_checkpoints_full(module: nn.Module, values: Values32) -> Undo:
+class Given:
+    """The fp32 values that states were last given."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+
+    def note(self, parameter: nn.Parameter, name: str, state: dict[str, Any]) -> None:
+        """Notes that a state has a parameter's value under this name."""
+        self._last[id(parameter)] = name, weakref.ref(state[name])
+
+    def in_state(self, state: dict[str, Any], parameter: nn.Parameter) -> Tensor | None:
+        """Returns the parameter's value if it lies in this state already, under another name."""
+        name, value = self._last.get(id(parameter), ("", None))
+        known = None if value is None else value()
+        return known if known is not None and state.get(name) is known else None
+
+
+def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> Undo:
     """Makes `state_dict` of one module (not its children) give fp32 values, and `load_state_dict` take them.
 
+    The modules of a model share what was `given`, so that tied weights are one tensor in a state, as torch has it.
     The hooks' undo is returned.
     """
     taken: list[nn.Parameter] = []
@@ -73,7 +92,9 @@ def keep_checkpoints_full(module: nn.Module, values: Values32) -> Undo:
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in _kept(module, values):
             if prefix + name in state:
-                state[prefix + name] = values.full(parameter).detach()
+                value = given.in_state(state, parameter)
+                state[prefix + name] = values.full(parameter).detach() if value is None else value
+                given.note(parameter, prefix + name, state)
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         _check_entries(module, state, prefix, values)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from halfstep.cast.arriving import read_as_planned
 from halfstep.cast.casting import Casting
 from halfstep.cast.copies import CheckpointHook, plain_copies
-from halfstep.cast.modules import cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
+from halfstep.cast.modules import Given, cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
 from halfstep.cast.owners import mark
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP16, FP32
@@ -114,6 +114,7 @@ class Session:
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
+        self._given = Given()
         self._casting = Casting(plan, device, emulate=decision.emulate, wide_backward=decision.processor.wide_backward)
         self._scales = LossScales(plan.scale, device)
         self._awaiting: list[Part] = []  # parts with a backward since their last step
@@ -213,13 +214,13 @@ class Session:
             own += [p for p in mine if p.dtype is torch.float32 and not is_sharded(p)]
         if not own and not stores_low:
             if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
-                self._undo.callback(keep_checkpoints_full(module, self._store))
+                self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
             return
         for parameter in own:
             self._store.track(parameter)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece of memory
-        self._undo.callback(keep_checkpoints_full(module, self._store))
+        self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
 
     def _restore_weights(self) -> None:
         for parameter in list(self._store):

@@ -338,6 +338,26 @@ def test_what_is_saved_together_stays_tied_where_weights_are_stored_in_fp32(name
     assert torch.equal(embed.weight, model.embed.weight)
 
 
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_a_tied_weight_is_one_tensor_in_a_state_and_each_state_has_its_own(name, low):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.initialize(model, optimizer, name, low=low, loss_scale=1.0) as session:
+        first, other = model.state_dict(), {}
+        assert first["head.weight"].data_ptr() == first["embed.weight"].data_ptr()
+        before = first["embed.weight"].clone()
+        session.backward(model(torch.arange(3)).sum())
+        session.step()
+        model.state_dict(destination=other)
+        assert other["head.weight"].data_ptr() == other["embed.weight"].data_ptr()
+        assert not torch.equal(other["head.weight"], before)
+        assert torch.equal(model.head.state_dict()["weight"], other["head.weight"])
+        model.state_dict(destination=first)  # once more into one that is there
+        assert torch.equal(first["embed.weight"], other["embed.weight"])
+        assert torch.equal(first["head.weight"], other["embed.weight"])
+
+
 class Coder(nn.Module):
     """A model without a forward: its methods are called."""
 
