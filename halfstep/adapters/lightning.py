@@ -1,14 +1,13 @@
 """halfstep inside Lightning: a precision plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`.
 
-Needs the extra [lightning]. A run is one Session whose optimizers step themselves; what is computed, and when, is
-Lightning's own loop.
+Needs the extra [lightning]. A run is one Session whose optimizers step themselves, in Lightning's own loop.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,7 @@ try:
     from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 except ImportError as error:
     raise ImportError(
         f"halfstep.adapters.lightning needs {error.name or 'lightning'}; run: pip install 'halfstep[lightning]'"
@@ -54,9 +54,10 @@ class Halfstep(Precision):
     """Trains under a plan of halfstep's: `Trainer(plugins=[Halfstep("O2", low="bf16")])`, without `precision=`.
 
     `plan` and `settings` are those of `halfstep.initialize`. The session is there while a fit, validation, test or
-    prediction runs; before and after, the model is an ordinary fp32 one, and checkpoints always are. For Fabric,
-    `setup` takes the place of `fabric.setup`, which does not tell plugins its optimizers, and `close` ends the session.
-    Loggers of a Trainer get `halfstep/scale`, `halfstep/skipped` and `halfstep/grad_norm`, every `log_every_n_steps`.
+    prediction runs; before and after, the model is an ordinary fp32 one (of rounded values, after O3), and checkpoints
+    always are. For Fabric, `setup` takes the place of `fabric.setup`, which does not tell plugins its optimizers, and
+    `close` ends the session. Loggers of a Trainer get `halfstep/scale`, `halfstep/skipped` (steps so far) and, above
+    O0, `halfstep/grad_norm` (before clipping; numbered if there are several optimizers), every `log_every_n_steps`.
 
     Raises:
         TypeError: `halfstep.initialize` has no such setting.
@@ -67,13 +68,13 @@ class Halfstep(Precision):
         self._plan, self._settings = plan, settings
         self._session: Session | None = None
         self._loop: type[FabricPrecision] = Precision  # whose base of a plugin, that of a Trainer or of Fabric
-        self._norm: Tensor | None = None  # of the gradients that were clipped for the step to come
+        self._norms: dict[int, Tensor | None] = {}  # of gradients that were clipped for a step to come, by optimizer
+        self._skipped: Tensor | float = 0.0  # how many steps of the session
         self._averages = ExitStack()  # what callbacks that average were given
         self._last: dict[str, Any] = {}  # the state of the last session, for a checkpoint that is saved after it
 
     def __repr__(self) -> str:
-        given = [repr(self._plan), *(f"{name}={value!r}" for name, value in self._settings.items())]
-        return f"Halfstep({', '.join(given)})"
+        return f"Halfstep({self._plan!r}, **{self._settings})"
 
     @property
     def session(self) -> Session:
@@ -109,9 +110,11 @@ class Halfstep(Precision):
         """Sets up all models and optimizers of a Fabric loop; returns what `fabric.setup` would, in one tuple.
 
         Raises:
-            PlanError, SetupError: as `halfstep.initialize`.
+            PlanError, SetupError: as `halfstep.initialize`, or `setup` was called before.
         """
         _check_strategy("Fabric", fabric.strategy)
+        if self._session is not None:
+            raise SetupError("plugin.setup was called before; give one call all models, or call plugin.close() first")
         models = [model] if isinstance(model, nn.Module) else list(model)
         for each in models:
             fabric.to_device(each)
@@ -123,7 +126,7 @@ class Halfstep(Precision):
 
     def _open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *sinks: Sink) -> None:
         self.close()
-        self._norm = None
+        self._norms, self._skipped = {}, 0.0
         settings = {**self._settings, "sinks": [*self._settings.get("sinks", ()), *sinks], "stepping": "optimizer"}
         with _as_in_their_classes(models):
             self._session = initialize(models, optimizers or None, self._plan, **settings)
@@ -139,8 +142,8 @@ class Halfstep(Precision):
             if type(strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
                 strategy.model_to_device()
                 self._open([module], [], partial(self._log, module))
-        elif self._session is None:
-            self.session  # noqa: B018  # says what to call
+        elif not any(module is each for each, _ in self.session.modules()):
+            raise SetupError(f"plugin.setup was not given this {type(module).__name__}; give it all models at once")
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -148,10 +151,7 @@ class Halfstep(Precision):
         return self.session.autocast()
 
     def train_step_context(self) -> AbstractContextManager[Any]:
-        """Returns a context that does nothing: a step of a LightningModule is the body of a loop.
-
-        What it calls runs under the plan and returns fp32; losses that it computes are full.
-        """
+        """Returns a context that does nothing: what a step calls is under the plan, what it computes itself is full."""
         return nullcontext()
 
     val_step_context = test_step_context = predict_step_context = train_step_context
@@ -182,32 +182,45 @@ class Halfstep(Precision):
                 f"({', '.join(type(each).__name__ for each in own)}): it was replaced after the session was opened. "
                 "Return it from configure_optimizers, or give it to plugin.setup(fabric, model, optimizer)"
             )
+        self._stepping = id(optimizer)
         return self._loop.optimizer_step(self, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips as Lightning does, and keeps the norm that the gradients had for the loggers."""
-        norm = nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
-        self._norm = norm.full_tensor() if is_sharded(norm) else norm
+        self._keep_norm(optimizer, nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Does the same."""
+        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        self._keep_norm(optimizer, nn.utils.get_total_norm(gradients))
+        super().clip_grad_by_value(optimizer, clip_val)
+
+    def _keep_norm(self, optimizer: Any, norm: Tensor) -> None:
+        own = getattr(optimizer, "optimizer", optimizer)  # out of Lightning's wrapper, where a loop clips by hand
+        self._norms[id(own)] = norm.full_tensor() if is_sharded(norm) else norm
 
     def _log(self, module: LightningModule, record: StepRecord) -> None:
         """Hands what a step did to the loggers of the Trainer, which read it when they log.
 
-        `log_dict` takes thousands of Python calls, so not at steps that Lightning does not log; loops that step by
-        hand may step several times per batch, or at some batches only, and hand over all.
+        `log_dict` takes thousands of Python calls, so not at steps that Lightning does not log. Loops that step by hand
+        hand over all.
         """
-        trainer = module.trainer
+        trainer, optimizers = module.trainer, self.session.optimizers
+        self._skipped = self._skipped + record.skipped.float()
+        norm = self._norms.pop(self._stepping, record.grad_norm)
         every = trainer.log_every_n_steps  # 0 is never, as with barebones=True
         if not every or (module.automatic_optimization and (trainer.global_step + 1) % every):
-            self._norm = None
             return
-        norm, self._norm = record.grad_norm if self._norm is None else self._norm, None
-        values = {"scale": record.scale, "skipped": record.skipped.float(), "grad_norm": norm}
-        given = {f"halfstep/{name}": value for name, value in values.items() if value is not None}
-        module.log_dict(given, on_step=True, on_epoch=False)
+        given = {"halfstep/scale": record.scale, "halfstep/skipped": self._skipped}
+        if norm is not None:
+            number = f"/{list(map(id, optimizers)).index(self._stepping)}" if len(optimizers) > 1 else ""
+            given[f"halfstep/grad_norm{number}"] = norm
+        with suppress(MisconfigurationException):  # in hooks where Lightning takes no values
+            module.log_dict(given, on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the loss scale and counters, which Lightning writes into its checkpoints."""
-        return self._last if self._session is None else self._session.state_dict()
+        return self._session.state_dict() if self._session is not None and self._session.optimizers else self._last
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes them back."""
@@ -217,13 +230,11 @@ class Halfstep(Precision):
         """Ends the session: the model is an ordinary fp32 one."""
         self._averages.close()
         if self._session is not None:
-            self._last = self._session.state_dict()
+            self._last = self.state_dict()  # not that of an evaluation
             self._session.close()
             self._session = None
 
-    def teardown(self) -> None:
-        """Ends the session."""
-        self.close()
+    teardown = close
 
 
 def _trainer_of(module: nn.Module) -> Trainer | None:
@@ -235,8 +246,7 @@ def _trainer_of(module: nn.Module) -> Trainer | None:
 
 
 def _check_strategy(trainer: str, strategy: object) -> None:
-    name = type(strategy).__name__
-    allowed = STRATEGIES[trainer]
+    name, allowed = type(strategy).__name__, STRATEGIES[trainer]
     if name not in allowed:
         raise SetupError(
             f"halfstep does not work with {trainer}(strategy=...) of {name}, but with {', '.join(allowed)}; "
@@ -263,11 +273,7 @@ def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> Non
 
 
 def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
-    """Has Lightning's callbacks read and write fp32 weights where they exchange them with averages; returns the undo.
-
-    Raises:
-        SetupError: the plan keeps no fp32 values, which averages could be of and become.
-    """
+    """Has averaging callbacks read and write fp32 weights where they exchange them with averages; returns the undo."""
     undo = ExitStack()
     averaging = _averaging_of(trainer) if session.plan.param == "low" else []
     if averaging and session.plan.master == "none":
@@ -277,14 +283,9 @@ def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
         )
     for callback in averaging:
         for name in EXCHANGING:
-            setattr(callback, name, partial(_in_full, session, getattr(callback, name)))
+            setattr(callback, name, session.full_weights()(getattr(callback, name)))
             undo.callback(delattr, callback, name)
     return undo
-
-
-def _in_full(session: Session, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with session.full_weights():
-        return hook(*args, **kwargs)
 
 
 @contextmanager
