@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from halfstep.adapters.versions import check_version
 from halfstep.errors import SessionError, SetupError
 from halfstep.initialize import initialize
+from halfstep.optim.steppers import needs_closure
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 from halfstep.session.session import Session
@@ -47,10 +48,12 @@ def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **set
     """
     models = [each for each in args if isinstance(each, nn.Module)]
     optimizers = [each for each in args if isinstance(each, Optimizer)]
+    if not models:
+        raise SetupError("prepare was given no model; give all models and optimizers of a loop to one call of prepare")
     attach(accelerator, models, optimizers, plan, **settings)
     prepared = accelerator.prepare(*args)
     for each in prepared if isinstance(prepared, tuple) else (prepared,):
-        take_over(each)
+        take_over(accelerator, each)
     return prepared
 
 
@@ -86,7 +89,7 @@ def attach(
     if isinstance(accelerator.scaler, SessionScaler) and not accelerator.scaler.session.closed:
         raise SetupError(
             "this Accelerator has a session already; give all models and optimizers to one call of prepare, or close "
-            "the session first (session_of(accelerator).close())"
+            "the session first: session_of(accelerator).close(), also before accelerator.free_memory()"
         )
     for model in models:
         model.to(accelerator.device)
@@ -98,9 +101,18 @@ def attach(
     return session
 
 
-def take_over(prepared: Any) -> None:
-    """Sends the steps of a prepared optimizer to the session; anything else that is prepared stays as it is."""
-    if type(prepared) is AcceleratedOptimizer and isinstance(prepared.scaler, SessionScaler):
+def take_over(accelerator: Accelerator, prepared: Any) -> None:
+    """Sends the steps of a prepared optimizer to the session; anything else that is prepared stays as it is.
+
+    One that was prepared before there was a session has no scaler yet.
+    """
+    scaler = accelerator.scaler
+    if (
+        type(prepared) is AcceleratedOptimizer
+        and isinstance(scaler, SessionScaler)
+        and scaler.steps(prepared.optimizer)
+    ):
+        prepared.scaler = scaler
         prepared.__class__ = SessionOptimizer
 
 
@@ -115,17 +127,24 @@ class SessionScaler:
         """Returns what `backward` is called on."""
         return _Loss(self.session, loss)
 
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Tells whether an optimizer is the session's."""
+        return any(optimizer is each for each in self.session.optimizers)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Makes the session's step of one optimizer.
+        """Makes the session's step of one optimizer, or has one that calls its closure several times make its own.
 
         Raises:
             SetupError: the session has no such optimizer.
         """
-        if not any(optimizer is each for each in self.session.optimizers):
+        if not self.steps(optimizer):
             raise SetupError(
                 f"the {type(optimizer).__name__} that steps is none of those that halfstep was given: give it to "
                 "prepare(accelerator, ...), and do not replace it afterwards"
             )
+        if needs_closure(optimizer):
+            optimizer.step(closure)
+            return
         if closure is not None:
             with torch.enable_grad():
                 closure()

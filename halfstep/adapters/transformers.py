@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
@@ -45,7 +46,7 @@ class HalfstepMixin:
 
     `plan` and `halfstep`, a dict of settings, are those of `halfstep.initialize`. The session is there while `train`
     runs; before and after, the model is an ordinary fp32 one, and what is saved always is. Logs have `halfstep/scale`
-    and `halfstep/skipped` (of the last step) beside the Trainer's own `grad_norm`.
+    and `halfstep/skipped` (how many steps of this run so far) beside the Trainer's own `grad_norm`.
 
     Raises:
         SetupError: an argument is not supported.
@@ -56,6 +57,7 @@ class HalfstepMixin:
     ) -> None:
         self._plan, self._settings = plan, dict(halfstep or {})
         self._record: StepRecord | None = None
+        self._skipped: Tensor | float = 0.0  # how many steps of the session
         super().__init__(*args, **kwargs)
         _check_arguments(self.args)  # type: ignore[attr-defined]
 
@@ -66,13 +68,14 @@ class HalfstepMixin:
         sinks = [*self._settings.get("sinks", ()), self._keep]
         trainer: Any = self
         self._close()  # `auto_find_batch_size` begins again within one call of `train`
+        self._skipped = 0.0
         attach(trainer.accelerator, [trainer.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the scheduler as the Trainer does, of an optimizer that the session steps."""
         own: Any = super()
-        take_over(self.optimizer)  # type: ignore[attr-defined]
+        take_over(self.accelerator, self.optimizer)  # type: ignore[attr-defined]
         return own.create_scheduler(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +88,9 @@ class HalfstepMixin:
         if not isinstance(trainer.optimizer, SessionOptimizer):
             other = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has one inside
             raise SetupError(
-                f"the Trainer's optimizer has been replaced by {type(other).__name__}, which halfstep was not given: "
-                "give it to HalfstepTrainer(optimizers=...), or override create_optimizer"
+                f"the Trainer's optimizer is a {type(other).__name__} that halfstep was not given: give it to "
+                "HalfstepTrainer(optimizers=...), or set self.optimizer in an override of create_optimizer that ends "
+                "with `return super().create_optimizer()`"
             )
         own: Any = super()
         return own.training_step(*args, **kwargs)
@@ -113,7 +117,7 @@ class HalfstepMixin:
             self._close()
         if "loss" in logs and self._record is not None:
             record = self._record
-            logs |= {"halfstep/scale": float(record.scale), "halfstep/skipped": float(record.skipped)}
+            logs |= {"halfstep/scale": float(record.scale), "halfstep/skipped": float(self._skipped)}
         own.log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -146,6 +150,7 @@ class HalfstepMixin:
 
     def _keep(self, record: StepRecord) -> None:
         self._record = record
+        self._skipped = self._skipped + record.skipped.float()
 
 
 class HalfstepTrainer(HalfstepMixin, Trainer):

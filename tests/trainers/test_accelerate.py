@@ -11,6 +11,7 @@ from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import halfstep  # noqa: E402
 from halfstep.adapters import accelerate as adapter  # noqa: E402
 from halfstep.adapters.accelerate import prepare, session_of  # noqa: E402
 from halfstep.errors import SessionError, SetupError  # noqa: E402
@@ -131,6 +132,51 @@ def test_backward_takes_what_torchs_takes_and_a_step_its_closure():
     assert len(losses) == session_of(accelerator).status().steps == 1
 
 
+def test_what_accelerate_has_prepared_before_tells_its_skipped_steps():
+    accelerator = accelerator_of()
+    optimizer = optimizer_of(model := network())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    model, optimizer, schedule = prepare(accelerator, model, optimizer, schedule, plan="O1", low="bf16")
+    flags, rates = [], []
+    for number, batch in enumerate(batches(4, None)):
+        accelerator.backward(loss_of(model, batch) * (torch.inf if number == 1 else 1))
+        optimizer.step()
+        flags.append(accelerator.optimizer_step_was_skipped)
+        schedule.step()
+        rates.append(schedule.get_last_lr())
+        optimizer.zero_grad()
+    assert flags == [False, True, False, False]
+    assert rates[0] == rates[1] != rates[2]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_an_optimizer_that_calls_its_closure_several_times_steps_as_by_hand(level):
+    def trained(model, optimizer, backward):
+        for batch in batches(3, None):
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    accelerator = accelerator_of()
+    model = network()
+    made = torch.optim.LBFGS(model.parameters(), lr=0.1)
+    prepared, optimizer = prepare(accelerator, model, made, plan=level, low="bf16")
+    found = trained(prepared, optimizer, accelerator.backward)
+    assert session_of(accelerator).status().steps == 3
+    assert not accelerator.optimizer_step_was_skipped
+    other = network()
+    own = torch.optim.LBFGS(other.parameters(), lr=0.1)
+    with halfstep.initialize(other, own, level, low="bf16") as session:
+        assert same_weights(found, trained(other, own, session.backward))
+
+
 def test_mixed_precision_left_on_is_refused_by_the_line_to_change():
     accelerator = accelerator_of(mixed_precision="bf16")
     model = network()
@@ -164,6 +210,8 @@ def test_a_distributed_type_and_a_scaler_that_do_not_go_with_halfstep_are_refuse
 
 
 def test_a_second_call_and_a_replaced_optimizer_are_refused_before_a_step():
+    with pytest.raises(SetupError, match="was given no model; give all models and optimizers"):
+        prepare(accelerator_of(), optimizer_of(network()))
     accelerator, own, model, _, _ = opened("O1", "bf16")
     with pytest.raises(SetupError, match="one call of prepare"):
         prepare(accelerator, network())
