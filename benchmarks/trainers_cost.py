@@ -116,6 +116,27 @@ def by_lightning(job: Job, batches: Batches, *, own: bool) -> None:
     trainer.fit(Module(), loader(batches))
 
 
+def by_fabric(job: Job, batches: Batches, *, own: bool) -> None:
+    """Trains by the loop that a user of Fabric writes."""
+    import lightning
+
+    from halfstep.adapters.lightning import Halfstep
+
+    model, optimizer, max_norm = parts(job)
+    if own:
+        fabric = lightning.Fabric(accelerator="cpu", precision="bf16-mixed")
+        wrapped, stepped = fabric.setup(model, optimizer)
+    else:
+        plugin = Halfstep(job.level, low=job.low)
+        fabric = lightning.Fabric(accelerator="cpu", plugins=[plugin])
+        wrapped, stepped = plugin.setup(fabric, model, optimizer)
+    for batch in batches:
+        fabric.backward(wrapped(**batch)["loss"])
+        fabric.clip_gradients(wrapped, stepped, max_norm=max_norm, error_if_nonfinite=False)
+        stepped.step()
+        stepped.zero_grad()
+
+
 def by_accelerate(job: Job, batches: Batches, *, own: bool) -> None:
     """Trains by the loop that a user of Accelerate writes."""
     from accelerate import Accelerator
@@ -174,6 +195,7 @@ def loader(batches: Batches) -> Any:
 
 TRAINERS: dict[str, Callable[..., None]] = {
     "Lightning": by_lightning,
+    "Fabric": by_fabric,
     "Accelerate": by_accelerate,
     "Trainer": by_transformers,
 }

@@ -34,7 +34,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("own", [{"own": False}, {"own": True}])
-@pytest.mark.parametrize("name", ["Lightning", "Accelerate", "Trainer"])
+@pytest.mark.parametrize("name", ["Lightning", "Fabric", "Accelerate", "Trainer"])
 def test_a_trainer_makes_a_step_for_each_turn(name, own):
     made(lambda cost: cost.TRAINERS[name], own)
 
