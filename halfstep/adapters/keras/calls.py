@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import layers_of
@@ -30,7 +30,7 @@ class Call:
     parent: Call | None = None
     outputs: Any = None
     is_leaf: bool = True
-    is_cast: bool = False
+    gives: Literal["outputs", "losses", "casts"] = "outputs"
 
     @property
     def given(self) -> Any:
@@ -51,14 +51,15 @@ def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call
     """Has every call of a layer made by `around`; gives the list of calls, in the order in which they return."""
     calls: list[Call] = []
     stack: list[Call] = []
-    latest: dict[str, Call] = {}
 
     def watch(path: str, layer: Any) -> dict[str, Any]:
         policy = copy.copy(layer._dtype_policy)  # others may have it too
+        latest: Call | None = None
         original_call, add_loss, convert = layer.call, layer.add_loss, policy.convert_input
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            made = latest[path] = Call(path, layer, args, kwargs, stack[-1] if stack else None)
+            nonlocal latest
+            made = latest = Call(path, layer, args, kwargs, stack[-1] if stack else None)
             if made.parent is not None:
                 made.parent.is_leaf = False
             stack.append(made)
@@ -71,14 +72,14 @@ def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call
 
         def add(loss: Any) -> None:
             add_loss(loss)
-            if path in latest:
-                calls.append(replace(latest[path], outputs=loss))
+            if latest is not None:
+                calls.append(replace(latest, outputs=loss, gives="losses"))
 
         def convert_input(value: Any, autocast: bool, dtype: Any) -> Any:
             cast = convert(value, autocast, dtype)
             if cast is not value:
                 parent = stack[-1] if stack else None
-                calls.append(Call(path, layer, (value,), parent=parent, outputs=cast, is_cast=True))
+                calls.append(Call(path, layer, (value,), parent=parent, outputs=cast, gives="casts"))
             return cast
 
         policy.convert_input = convert_input

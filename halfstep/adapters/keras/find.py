@@ -100,7 +100,7 @@ def _in_forward(calls: Sequence[Call], passes: Callable[[Any], bool] = finite) -
     broken = next((call for call in calls if not passes(call.outputs)), None)
     while broken is not None and not passes(broken.given):
         if broken.parent is None:
-            taking = next(call for call in calls if call.is_leaf and not call.is_cast and not passes(call.given))
+            taking = next(call for call in calls if call.is_leaf and call.gives != "casts" and not passes(call.given))
             given = figures(taking.given)
             return _say(taking, "forward", Kind.INPUT_DATA, f"its input has {given}", "look at this batch of the data")
         broken = broken.parent
@@ -116,11 +116,11 @@ def _in_forward(calls: Sequence[Call], passes: Callable[[Any], bool] = finite) -
 def _of_call(broken: Call) -> Verdict:
     """Returns what is wrong in a call that was given finite numbers."""
     cure = Rule(broken.path, FULL)
-    if broken.is_cast:
+    if broken.gives == "casts":
         low = keras.backend.standardize_dtype(broken.outputs.dtype)
         seen = f"its input has {figures(broken.given)}, which is cast to {low}: outside of its range"
         return _say(broken, "forward", Kind.OVERFLOW, seen, f"{_wide(cure)}; or scale down what it is given", cure)
-    seen = f"inputs have {figures(broken.given)}, outputs {figures(broken.outputs)}"
+    seen = f"inputs have {figures(broken.given)}, {broken.gives} {figures(broken.outputs)}"
     spoiled = [v.path for v in broken.layer.weights if not finite(v.value)]
     if spoiled:
         advice = "load weights that are finite: an earlier step wrote these, or they came so"
