@@ -1,4 +1,4 @@
-"""Twenty planted faults, each in a layer that is known: the layer, and the kind of fault, are named."""
+"""Planted faults, each in a layer that is known: the layer, and the kind of fault, are named."""
 
 import numpy as np
 import pytest
@@ -8,10 +8,11 @@ pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters 
 from halfstep.adapters.keras import apply_plan, find_broken, set_plan
 from halfstep.adapters.keras.find import find_cause
 from halfstep.edits import FULL, Rule
+from halfstep.errors import SetupError
 from halfstep.plan.levels import level
 from halfstep.records import Kind
 from tests.keras.common import keras, numbers, on
-from tests.keras.zoo import Block
+from tests.keras.zoo import INITIAL, Block
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 layers, ops = keras.layers, keras.ops
@@ -54,6 +55,51 @@ class Before(layers.Layer):
         return self.inner(x / ops.zeros_like(x))
 
 
+class Square(layers.Layer):
+    """That squares what a layer inside gives."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(4, name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return ops.square(self.inner(x))
+
+
+class RootBefore(Before):
+    """That takes a root before it calls a layer."""
+
+    def call(self, x):
+        return self.inner(ops.sqrt(x))
+
+
+class Penalty(layers.Layer):
+    """That adds a loss."""
+
+    def call(self, x):
+        self.add_loss(ops.cast(ops.mean(ops.exp(x)), "float32"))
+        return x
+
+
+class Mask(layers.Layer):
+    """That gives minus infinity for the first column, to be left out of a softmax."""
+
+    def call(self, x):
+        return ops.where(ops.arange(4) == 0, ops.full_like(x, -np.inf), ops.zeros_like(x))
+
+
+class OnlyLow(layers.Layer):
+    """Whose code does not run in fp32."""
+
+    def call(self, x):
+        if "float16" not in str(x.dtype):
+            raise TypeError(f"made for fp16, not {x.dtype}")
+        return x * 60000
+
+
 def dense(*between, head="head", plan=PLAN, rules=(), width=4):
     """a, whatever is between, b, head."""
 
@@ -89,6 +135,31 @@ def nested():
     return keras.Model(inputs, layers.Dense(2, name="head")(inner(layers.Dense(4, name="a")(inputs))))
 
 
+def series(cell):
+    def build():
+        inputs = keras.Input((6,))
+        x = cell(4, activation="relu", name="loop", **INITIAL)(layers.Reshape((2, 3), name="split")(inputs))
+        return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+    return build, PLAN
+
+
+def rooted():
+    """With a root that no layer takes."""
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(2, name="head")(ops.sqrt(layers.Dense(4, name="a")(inputs))))
+
+
+def masked(*behind):
+    """With a softmax that a mask leaves one of four columns less."""
+    inputs = keras.Input((4,))
+    x = layers.Dense(4, name="a")(inputs)
+    x = layers.Softmax(name="softmax")(layers.Add(name="add")([x, Mask(name="mask")(x)]))
+    for layer in behind:
+        x = layer()(x)
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
 def at(model, path):
     layer = model
     for name in path.split("."):
@@ -107,12 +178,12 @@ def enlarge(path, factor):
     return plant
 
 
-def beyond(path):
-    """Gives a layer a bias that is beyond fp16."""
+def beyond(path, value=1e5):
+    """Gives a layer a bias that is beyond fp16, or that another makes so."""
 
     def plant(model, x, y):
         bias = at(model, path).weights[1]
-        bias.assign(np.ones(bias.shape) * 1e5)
+        bias.assign(np.ones(bias.shape) * value)
         return x, y
 
     return plant
@@ -149,6 +220,8 @@ def zeros(model, x, y):
 IMAGES, WORDS, NESTED = (images, PLAN), (words, PLAN), (nested, PLAN)
 OVERFLOW, INPUT, INVALID, SCALE = Kind.OVERFLOW, Kind.INPUT_DATA, Kind.INVALID, Kind.SCALE_TOO_HIGH
 FULL_HEAD = dense(rules=[Rule("head", FULL)])
+SQUARE = dense(lambda: Square(name="square"))
+SQUARE_O3 = dense(lambda: Square(name="square"), plan=level("O3", "fp16"))
 FAULTS = {
     "overflow of the first layer": (dense(), enlarge("a", 6e4), 1.0, "a", OVERFLOW),
     "overflow of the last layer": (dense(), beyond("head"), 1.0, "head", OVERFLOW),
@@ -170,7 +243,25 @@ FAULTS = {
     "scale too high for images": (IMAGES, as_it_is, 2.0**20, "head", SCALE),
     "scale too high for sequences": (WORDS, as_it_is, 2.0**20, "head", SCALE),
     "scale too high in a nested model": (NESTED, as_it_is, 2.0**20, "head", SCALE),
+    "overflow in a GRU": (series(layers.GRU), enlarge("loop.cell", 6e4), 1.0, "loop", OVERFLOW),
+    "overflow in an LSTM": (series(layers.LSTM), enlarge("loop.cell", 6e4), 1.0, "loop", OVERFLOW),
+    "overflow in a block's own code": (SQUARE, beyond("square.inner", 300.0), 1.0, "square", OVERFLOW),
+    "overflow in a block's own code at O3": (SQUARE_O3, beyond("square.inner", 300.0), 1.0, "square", OVERFLOW),
+    "overflow in a cast between layers": (dense(rules=[Rule("a", FULL)]), beyond("a"), 1.0, "b", OVERFLOW),
+    "overflow in the cast of an input": (dense(), spoil(1e5), 1.0, "a", OVERFLOW),
+    "overflow in add_loss": (dense(lambda: Penalty(name="more")), beyond("a", 12.5), 1.0, "more", OVERFLOW),
+    "a root's derivative before a layer": (dense(lambda: RootBefore(name="root")), zeros, 1.0, "root", INVALID),
+    "a root's derivative in a model's code": ((rooted, PLAN), zeros, 1.0, "", INVALID),
 }
+
+
+def planned(build, plan=PLAN):
+    keras.config.set_dtype_policy("float32")
+    set_plan(plan)
+    model = build()
+    apply_plan(model, plan)
+    model.compile("sgd", "mse")
+    return model
 
 
 def batch(model):
@@ -182,10 +273,7 @@ def batch(model):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(name):
     (build, plan), plant, scale, layer, kind = FAULTS[name]
-    set_plan(plan)
-    model = build()
-    apply_plan(model, plan)
-    model.compile("sgd", "mse")
+    model = planned(build, plan)
     x, y = plant(model, *batch(model))
     before = [numbers(v).copy() for v in model.variables]
     verdict = find_broken(model, x, y, scale=scale)
@@ -194,17 +282,77 @@ def test_a_planted_fault_is_named(name):
     assert [path for path, value in vars(model).items() if path == "call"] == []
 
 
-def test_there_are_twenty():
-    assert len(FAULTS) == 20
+def test_there_are_twenty_and_more():
+    assert len(FAULTS) == 29
 
 
 @pytest.mark.parametrize("build", [images, nested])
 def test_nothing_is_named_where_all_is_finite(build):
-    set_plan(PLAN)
-    model = build()
-    apply_plan(model, PLAN)
-    model.compile("sgd", "mse")
+    model = planned(build)
     assert find_broken(model, *batch(model), scale=64.0) is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_infinities_that_a_mask_means_are_no_fault(scale):
+    model = planned(masked)
+    assert find_broken(model, *batch(model), scale=scale) is None
+
+
+def test_a_fault_is_named_in_a_model_with_a_mask():
+    model = planned(masked)
+    verdict = find_broken(model, *beyond("head")(model, *batch(model)))
+    assert (verdict.module, verdict.kind) == ("head", OVERFLOW)
+    model = planned(lambda: masked(lambda: Root(name="root")))
+    verdict = find_broken(model, *batch(model))
+    assert (verdict.module, verdict.phase, verdict.kind) == ("root", "backward", INVALID)
+
+
+def test_what_cannot_be_run_in_fp32_is_told_without_it():
+    model = planned(dense(lambda: OnlyLow(name="low"))[0])
+    verdict = find_broken(model, *beyond("a", 2.0)(model, *batch(model)))
+    assert (verdict.module, verdict.kind) == ("low", INVALID)
+    assert "fp32" not in verdict.evidence + verdict.advice
+
+
+def test_a_derivative_of_the_loss_is_the_loss_s():
+    model = planned(nested)
+    verdict = find_broken(model, *batch(model), loss=lambda y, p: ops.mean(ops.sqrt(ops.cast(p, "float32") * 0)))
+    assert (verdict.place, verdict.operator, verdict.kind) == ("code outside the model", "the loss", INVALID)
+
+
+def test_a_gradient_beyond_fp16_without_a_scale_is_an_overflow():
+    model = planned(nested)
+    verdict = find_broken(model, *batch(model), loss=lambda y, p: 1e6 * ops.mean(ops.cast(p, "float32")))
+    assert (verdict.module, verdict.phase, verdict.kind) == ("head", "backward", OVERFLOW)
+
+
+@on("jax", "torch")
+def test_an_activity_regularizer_is_its_layer_s():
+    """On TensorFlow Keras itself cannot sum losses of two formats."""
+
+    def build():
+        inputs = keras.Input((4,))
+        x = layers.Dense(4, name="a", activity_regularizer=keras.regularizers.L2(1.0))(inputs)
+        return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+    model = planned(build)
+    verdict = find_broken(model, *beyond("a", 500.0)(model, *batch(model)))
+    assert (verdict.module, verdict.kind) == ("a", OVERFLOW)
+    assert find_broken(model, *beyond("a", 1.0)(model, *batch(model))) is None
+
+
+def test_what_layers_add_counts_beside_a_loss_that_is_given():
+    model = planned(dense(lambda: Penalty(name="more"))[0])
+    x, y = beyond("a", 12.5)(model, *batch(model))
+    verdict = find_broken(model, x, y, loss=lambda y, p: ops.mean(ops.cast(p, "float32")))
+    assert (verdict.module, verdict.kind) == ("more", OVERFLOW)
+
+
+def test_a_batch_without_a_loss_is_refused():
+    model = nested()
+    model.compile("sgd")
+    with pytest.raises(SetupError, match=r"give compile\(loss="):
+        find_broken(model, *batch(model))
 
 
 def test_the_cure_of_an_overflow_cures_it():
@@ -235,10 +383,7 @@ def test_weights_and_targets_that_are_not_finite_are_named():
 @pytest.mark.parametrize("name", FAULTS)
 def test_in_fit_the_operation_of_a_planted_fault_is_named_with_its_layer(name):
     (build, plan), plant, scale, layer, kind = FAULTS[name]
-    set_plan(plan)
-    model = build()
-    apply_plan(model, plan)
-    model.compile("sgd", "mse")
+    model = planned(build, plan)
     x, y = plant(model, *batch(model))
     before, keys = [numbers(v).copy() for v in model.variables], list(model.state_dict())
     verdict = find_cause(model, x, y, None, scale=scale)

@@ -220,6 +220,92 @@ def test_what_cannot_be_logged_is_refused(tmp_path):
         LogCallback(tmp_path / "run.jsonl", PLAN, on_failure="no")
 
 
+class Added(keras.layers.Layer):
+    """That adds five times the sum of its weights to the loss."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3,), initializer="ones", name="kernel")
+
+    def call(self, x):
+        self.add_loss(5 * keras.ops.sum(keras.ops.cast(self.kernel, "float32")))
+        return x
+
+
+def adding(compiled_loss, path):
+    set_plan(PLAN)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(Added(name="added")(inputs)))
+    apply_plan(model, PLAN)
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), SCALING), compiled_loss)
+    rows = data(None)[: 2 if compiled_loss else 1]
+    model.fit(*rows, batch_size=2, shuffle=False, verbose=0, callbacks=[LogCallback(path, PLAN, every=4)])
+    return read_log(path)
+
+
+@pytest.mark.parametrize("compiled_loss", ["mse", None])
+def test_histograms_have_what_layers_add_to_the_loss(compiled_loss, tmp_path):
+    """Also where that is the whole loss; the gradient of each of three weights is 5, times the scale."""
+    log = adding(compiled_loss, tmp_path / "run.jsonl")
+    assert [step.step for step in log.steps] == list(range(1, 13))
+    found = [each for each in log.observations() if (each.module, each.kind) == ("added", "weight_grad")]
+    assert [each.step for each in found] == [4, 8, 12]
+    assert [each.stats.amax / each.scale for each in found] == [5.0] * 3
+
+
+def test_a_train_step_of_one_s_own_is_logged_without_what_takes_another_run(tmp_path, caplog):
+    class Own(keras.Sequential):
+        def train_step(self, *given):
+            return STEPS[BACKEND](self, *given)
+
+    model = Own([keras.Input((3,)), keras.layers.Dense(1, name="head")])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), Scaling("none")))
+    callback = LogCallback(tmp_path / "run.jsonl", level("O0", "fp16"), every=2)
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        model.fit(data()[0], batch_size=2, shuffle=False, verbose=0, callbacks=[callback])
+    log = read_log(tmp_path / "run.jsonl")
+    assert [step.step for step in log.steps if step.skipped] == [BAD + 1]
+    assert len(log.steps) == BATCHES
+    assert {each.kind for each in log.observations()} == {"weight"}
+    assert callback.verdicts == []
+    assert caplog.text.count("a batch could not be run again: model 'own' has no loss") == 1
+
+
+def own_loss(outputs):
+    return keras.ops.mean(keras.ops.square(outputs))
+
+
+def on_tensorflow(model, rows):
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        scaled = model.optimizer.scale_loss(own_loss(model(rows)))
+    model.optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+    return {}
+
+
+def on_torch(model, rows):
+    model.zero_grad()
+    model.optimizer.scale_loss(own_loss(model(rows))).backward()
+    model.optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+    return {}
+
+
+def on_jax(model, state, rows):
+    import jax
+
+    weights, others, own, metrics = state
+
+    def scaled(weights):
+        outputs, _ = model.stateless_call(weights, others, rows)
+        return model.optimizer.stateless_scale_loss(own, own_loss(outputs))
+
+    weights, own = model.optimizer.stateless_apply(own, jax.grad(scaled)(weights), weights)
+    return {}, (weights, others, own, metrics)
+
+
+STEPS = {"tensorflow": on_tensorflow, "torch": on_torch, "jax": on_jax}
+
+
 @on("torch")
 def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
     import torch

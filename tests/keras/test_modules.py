@@ -129,12 +129,18 @@ def session_of(model, low="fp16", **settings):
     return halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01), "O1", low=low, **settings)
 
 
-# Where autocast is halfstep's, a bias is added in fp32: what it takes beyond fp16 overflows in the next product.
-LATER = {"overflow in a block": "block.narrow", "overflow in a nested model": "head"}
+# Where autocast is halfstep's, biases are added and squares made in fp32: what they take beyond fp16 overflows in the
+# next product.
+LATER = {
+    "overflow in a block": "block.narrow",
+    "overflow in a nested model": "head",
+    "overflow in a block's own code": "b",
+    "overflow in a block's own code at O3": "b",
+}
 
 
 @on("torch")
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name in FAULTS if name != "overflow in add_loss"])  # of losses in `fit`
 def test_blame_names_the_layer_of_a_planted_fault(name):
     (build, plan), plant, scale, layer, kind = FAULTS[name]
     layer = LATER.get(name, layer)

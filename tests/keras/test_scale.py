@@ -235,6 +235,33 @@ def test_a_norm_is_that_of_the_true_gradients():
     assert float(numbers(optimizer.grad_norm)) == 5.0
 
 
+def test_an_overflow_that_clipping_hides_is_skipped():
+    """Of the second half of the gradients, after that of the first: unscaled one by one, clipped, and applied."""
+    optimizer, ops = LossScaleOptimizer(keras.optimizers.SGD(LR), Scaling("dynamic", init=8.0)), keras.ops
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    optimizer.build(model.trainable_variables)
+    seen = []
+    for first in (np.inf, 8.0, 8.0):
+        grads = [ops.full((3, 1), first), ops.full((1,), 8.0)]
+        true = [ops.clip(optimizer.unscale([grad])[0], -2.0, 2.0) for grad in grads]
+        optimizer.apply_unscaled(true, model.trainable_variables)
+        found = (optimizer.skipped, optimizer.dynamic_scale, model.trainable_variables[0][0, 0])
+        seen.append([float(numbers(each)) for each in found])
+    assert seen == [[1, 4, 0], [1, 4, -2 * LR], [1, 4, -4 * LR]]
+
+
+def test_what_was_unscaled_to_be_looked_at_is_not_held_against_a_later_step():
+    optimizer, model = LossScaleOptimizer(keras.optimizers.SGD(LR), 8.0), network()
+    optimizer.build(model.trainable_variables)
+    for first in (np.inf, 8.0):
+        grads = [keras.ops.full((3, 1), first)]
+        optimizer.unscale(grads)
+        optimizer.apply(grads, model.trainable_variables)
+    optimizer.apply_unscaled([keras.ops.full((3, 1), 1.0)], model.trainable_variables)
+    assert int(numbers(optimizer.skipped)) == 1
+    assert numbers(model.trainable_variables[0]).ravel().tolist() == [-2 * LR] * 3
+
+
 def test_clipping_of_the_wrapped_optimizer_sees_true_gradients():
     optimizer, model = LossScaleOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=1.0), 64.0), network()
     fitted(model, optimizer, np.array([[3.0, 0.0, 4.0]], "float32"))
@@ -261,6 +288,38 @@ def test_what_cannot_be_wrapped_is_refused():
         wrapped.apply([0.0])
     with pytest.raises(ValueError, match=r"call optimizer\.build\(model\.trainable_variables\)"):
         wrapped.unscale([0.0])
+
+
+@on("tensorflow")
+@pytest.mark.parametrize("kind", ["MirroredStrategy", "OneDeviceStrategy"])
+def test_a_strategy_of_one_replica_trains(kind):
+    import tensorflow as tf
+
+    rows = np.ones((6, 3), "float32")
+    rows[2, 0] = np.inf
+    strategy = getattr(tf.distribute, kind)(["cpu:0"] if kind == "MirroredStrategy" else "cpu:0")
+
+    @tf.function
+    def run(row):
+        def step(row):
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(loss_of(None, model(row)))
+            grads = [tf.clip_by_value(g, -1.0, 1.0) for g in optimizer.unscale(tape.gradient(loss, weights))]
+            optimizer.apply_unscaled(grads, weights)
+
+        strategy.run(step, args=(row,))
+
+    for fits in (True, False):
+        with strategy.scope():
+            model, optimizer = network(), LossScaleOptimizer(keras.optimizers.SGD(LR), 64.0)
+            weights = model.trainable_variables
+            optimizer.build(weights)
+        if fits:
+            fitted(model, optimizer, rows)
+        for row in [] if fits else rows:
+            run(row[None])
+        assert int(numbers(optimizer.skipped)) == 1
+        assert numbers(model.trainable_variables[0]).ravel().tolist() == [-5 * LR] * 3
 
 
 REPLICAS = """

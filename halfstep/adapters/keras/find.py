@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
-import numpy as np
-
 from halfstep.adapters.keras.backend import blame_step, gradients
+from halfstep.adapters.keras.calls import Call, Original, computes_low, in_fp32, watched
+from halfstep.adapters.keras.figures import figures, finite, finite_but_for_masks, is_floating
 from halfstep.adapters.keras.installed import keras
-from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, Rule, Scaling
+from halfstep.errors import SetupError
 from halfstep.records import Kind, Verdict
 
 ops, tree = keras.ops, keras.tree
-# They call the layers in them while a loop is compiled, where there are no numbers to look at.
-OPAQUE = (keras.layers.RNN, keras.layers.TimeDistributed)
-Around = Callable[["_Call", Callable[..., Any]], Any]
-
-
-@dataclass(eq=False)
-class _Call:
-    """One call of a layer; `parent` is the call that made it. Tensors are lists of the floating ones.
-
-    `arriving` and `leaving` are the places, among all tapped tensors, of its outputs and its inputs.
-    """
-
-    path: str
-    layer: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    parent: _Call | None = None
-    outputs: Any = None
-    has_children: bool = False
-    arriving: list[int] = field(default_factory=list)
-    leaving: list[int] = field(default_factory=list)
+_LOSS = Call("", None)
 
 
 def find_broken(
@@ -48,23 +28,47 @@ def find_broken(
     scale: float = 1.0,
     loss: Callable[[Any, Any], Any] | None = None,
 ) -> Verdict | None:
-    """Returns which layer makes the first output, or gradient, that is not finite; None where all are finite.
+    """Returns which layer makes the first value that spoils the loss or a gradient; None where these are finite.
 
     The batch is run once more, layer by layer, as in training; `scale` is the loss scale of the failing step, and
-    `loss` the function of `y` and the model's output where the model is not compiled. Weights, statistics and random
-    states stay as they are. What happens inside the loop of a recurrent layer is told of that layer.
+    `loss` the function of `y` and the model's output where the model is not compiled. What layers add to the loss is
+    part of it. Weights, statistics and random states stay as they are. What happens inside the loop of a recurrent
+    layer is told of that layer, and an overflow in the cast of an input of the layer that casts it.
+
+    Raises:
+        SetupError: there is no loss.
     """
+    x, y = (tree.map_structure(_as_tensor, each) for each in (x, y))
 
-    def total(outputs: Any) -> Any:
-        if loss is not None:
-            return loss(y, outputs)
-        return model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+    def run() -> Any:
+        if loss is None:
+            return loss_of_batch(model, x, y, sample_weight)
+        return loss(y, model(x, training=True)) + sum(ops.cast(each, "float32") for each in model.losses)
 
-    x, y = (tree.map_structure(ops.convert_to_tensor, each) for each in (x, y))
-    calls: list[_Call] = []
-    with keras.StatelessScope(), _watched(model, calls, _as_it_is):
-        value = total(model(x, training=True))
-    return _in_forward(calls) or _in_loss(value, y) or _in_backward(model, x, total, scale)
+    with keras.StatelessScope(collect_losses=True), watched(model) as calls:
+        value = run()
+    found = _in_forward(calls)
+    if not finite(value):
+        return found or _in_loss(value, y)
+    backward = _in_backward(model, run, scale)
+    # The loss is finite: infinities that a layer means, as those of a mask, came to nothing.
+    return found if backward and found and found.kind is not Kind.INVALID else backward
+
+
+def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any:
+    """Returns the loss of a batch as `fit` computes it, in a StatelessScope that collects losses.
+
+    Raises:
+        SetupError: there is none.
+    """
+    outputs = model(x, training=True)
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    if not own and model._compile_loss is None and not model.losses:  # of which Keras makes zero on JAX
+        raise SetupError(
+            f"model {model.name!r} has no loss: give compile(loss=...), add_loss or compute_loss; what a train_step "
+            "computes itself is not known outside of it"
+        )
+    return model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
 
 
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
@@ -74,9 +78,8 @@ def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale:
     """
 
     def loss() -> Any:
-        with keras.StatelessScope():
-            outputs = model(x, training=True)
-            return scale * model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
+        with keras.StatelessScope(collect_losses=True):
+            return scale * loss_of_batch(model, x, y, sample_weight)
 
     found, named = find_broken(model, x, y, sample_weight, scale=scale), blame_step(model, loss)
     if found is None or named is None:
@@ -93,173 +96,161 @@ def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale:
     )
 
 
-def _in_forward(calls: Sequence[_Call]) -> Verdict | None:
-    broken = next((call for call in calls if not _finite(call.outputs)), None)
-    while broken is not None and not _finite((broken.args, broken.kwargs)):
+def _in_forward(calls: Sequence[Call], passes: Callable[[Any], bool] = finite) -> Verdict | None:
+    broken = next((call for call in calls if not passes(call.outputs)), None)
+    while broken is not None and not passes(broken.given):
         if broken.parent is None:
-            taking = next(call for call in calls if not call.has_children and not _finite((call.args, call.kwargs)))
-            given = _figures((taking.args, taking.kwargs))
+            taking = next(call for call in calls if call.is_leaf and call.gives != "casts" and not passes(call.given))
+            given = figures(taking.given)
             return _say(taking, "forward", Kind.INPUT_DATA, f"its input has {given}", "look at this batch of the data")
         broken = broken.parent
     if broken is None:
         return None
-    seen = f"inputs have {_figures((broken.args, broken.kwargs))}, outputs {_figures(broken.outputs)}"
-    spoiled = [v.path for v in broken.layer.weights if not _finite(v.value)]
+    found = _of_call(broken)
+    if passes is not finite or found.kind is not Kind.INVALID or not finite_but_for_masks(broken.outputs):
+        return found
+    other = _in_forward(calls, finite_but_for_masks)  # a mask may be meant, and something else be wrong
+    return other if other is not None and other.kind is not Kind.INVALID else found
+
+
+def _of_call(broken: Call) -> Verdict:
+    """Returns what is wrong in a call that was given finite numbers."""
+    cure = Rule(broken.path, FULL)
+    if broken.gives == "casts":
+        low = keras.backend.standardize_dtype(broken.outputs.dtype)
+        seen = f"its input has {figures(broken.given)}, which is cast to {low}: outside of its range"
+        return _say(broken, "forward", Kind.OVERFLOW, seen, f"{_wide(cure)}; or scale down what it is given", cure)
+    seen = f"inputs have {figures(broken.given)}, {broken.gives} {figures(broken.outputs)}"
+    spoiled = [v.path for v in broken.layer.weights if not finite(v.value)]
     if spoiled:
         advice = "load weights that are finite: an earlier step wrote these, or they came so"
         return _say(broken, "forward", Kind.WEIGHTS, f"{', '.join(spoiled)} are not finite", advice)
-    if broken.layer.compute_dtype != "float32" and _finite_in_fp32(broken):
-        cure = Rule(broken.path, FULL)
-        advice = f"compute it in fp32: apply_plan(model, plan.edit({cure!r})), or dtype='float32' for the layer"
-        return _say(broken, "forward", Kind.OVERFLOW, f"{seen}; in fp32 they are finite", advice, cure)
-    advice = "look at divisions, logarithms and roots in this layer: what it computes is not finite in fp32 either"
+    advice = "look at divisions, logarithms and roots in this layer"
+    cured = _cured_in_fp32(broken.layer, lambda: _gives_finite(broken))
+    if cured:
+        return _say(broken, "forward", Kind.OVERFLOW, f"{seen}; in fp32 they are finite", _wide(cure), cure)
+    if cured is False:
+        advice += ": what it computes is not finite in fp32 either"
     return _say(broken, "forward", Kind.INVALID, seen, advice)
 
 
+def _gives_finite(call: Call) -> bool:
+    with keras.StatelessScope(collect_losses=True) as scope:
+        outputs = call.layer(*call.args, **(call.kwargs or {}) | {"training": True})
+        return finite((outputs, scope.losses))
+
+
 def _in_loss(value: Any, y: Any) -> Verdict | None:
-    if _finite(value):
-        return None
-    at = _Call("", None, (), {})
-    if not _finite(y):
-        return _say(at, "forward", Kind.INPUT_DATA, f"the targets have {_figures(y)}", "look at this batch of the data")
+    if not finite(y):
+        return _say(
+            _LOSS, "forward", Kind.INPUT_DATA, f"the targets have {figures(y)}", "look at this batch of the data"
+        )
     advice = "look at divisions, logarithms and roots in the loss: what the model returned is finite"
-    return _say(at, "forward", Kind.INVALID, f"the loss is {_figures(value)}", advice)
+    return _say(_LOSS, "forward", Kind.INVALID, f"the loss is {figures(value)}", advice)
 
 
-def _in_backward(model: keras.Model, x: Any, total: Callable[[Any], Any], scale: float) -> Verdict | None:
-    broken, seen = _first_in_backward(model, x, total, scale)
-    if broken is None:
+def _in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Verdict | None:
+    found = _first_in_backward(model, run, scale)
+    if found is None:
         return None
-    if scale > 1.0 and _first_in_backward(model, x, total, 1.0)[0] is None:
+    unscaled = _first_in_backward(model, run, 1.0) if scale > 1.0 else found
+    if unscaled is None:
         low = scale
-        while low > 1.0 and _first_in_backward(model, x, total, low)[0] is not None:
+        while low > 1.0 and _first_in_backward(model, run, low) is not None:
             low /= 4.0
         cure = Scaling("dynamic", init=low)
         advice = f"let the scale back off, or begin at {low:g}: LossScaleOptimizer(optimizer, {cure!r})"
-        return _say(broken, "backward", Kind.SCALE_TOO_HIGH, f"{seen} at a loss scale of {scale:g}", advice, cure)
+        seen = f"{found.seen} at a loss scale of {scale:g}"
+        return _say(found.at, "backward", Kind.SCALE_TOO_HIGH, seen, advice, cure)
+    if _cured_in_fp32(model, lambda: _first_in_backward(model, run, 1.0) is None):
+        full = Rule(unscaled.at.path, FULL)
+        seen = f"{unscaled.seen}; in fp32 all gradients are finite"
+        return _say(unscaled.at, "backward", Kind.OVERFLOW, seen, _wide(full), full)
     advice = "look at roots, powers and divisions in it, whose derivatives have poles, or compute it in fp32"
-    return _say(broken, "backward", Kind.INVALID, seen, advice)
+    return _say(unscaled.maker, "backward", Kind.INVALID, unscaled.seen, advice)
 
 
-def _first_in_backward(
-    model: keras.Model, x: Any, total: Callable[[Any], Any], scale: float
-) -> tuple[_Call | None, str]:
-    calls: list[_Call] = []
+@dataclass(frozen=True)
+class _Gradient:
+    """The first gradient that is not finite: the call where it shows, and the one whose code makes it."""
 
-    def run(tap: Callable[[Any], Any]) -> Any:
-        calls.clear()
-        tapped = 0
-
-        def numbered(places: list[int]) -> Callable[[Any], Any]:
-            def number(tensor: Any) -> Any:
-                nonlocal tapped
-                if not _is_floating(tensor):
-                    return tensor
-                places.append(tapped)
-                tapped += 1
-                return tap(tensor)
-
-            return number
-
-        def around(call: _Call, original: Callable[..., Any]) -> Any:
-            args, kwargs = tree.map_structure(numbered(call.leaving), (call.args, call.kwargs))
-            return tree.map_structure(numbered(call.arriving), original(*args, **kwargs))
-
-        with _watched(model, calls, around):
-            return ops.cast(total(model(x, training=True)), "float32") * scale
-
-    variables = model.trainable_variables
-    of_tapped, of_variables = gradients(run, variables)
-    by_variable = {id(v): g for v, g in zip(variables, of_variables, strict=True)}
-    for call in reversed(calls):
-        if call.has_children:
-            continue
-        arriving = [of_tapped[place] for place in call.arriving]
-        if not _finite(arriving):
-            inside = call.parent is not None and not isinstance(call.parent.layer, keras.Model)
-            named = call.parent if inside else call
-            return (
-                named,
-                f"the gradient that arrives at the output of {call.path or 'the model'} has {_figures(arriving)}",
-            )
-        leaving = [of_tapped[place] for place in call.leaving] + [by_variable.get(id(v)) for v in call.layer.weights]
-        if not _finite(leaving):
-            return call, f"arriving gradients have {_figures(arriving)}, those it gives {_figures(leaving)}"
-    outer = next((c for c in calls if not _finite([by_variable.get(id(v)) for v in c.layer.weights])), None)
-    return outer, "a gradient of its weights is not finite"
+    at: Call
+    maker: Call
+    seen: str
 
 
-def _as_it_is(call: _Call, original: Callable[..., Any]) -> Any:
-    return original(*call.args, **call.kwargs)
+def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> _Gradient | None:
+    arriving: list[Call] = []  # calls whose ends lie in one place, where gradients are not finite
+    arrived: dict[Call, Sequence[Any]] = {}
+    for call, is_end, found in _backward(model, run, scale):
+        if is_end:
+            arrived[call] = found
+        if is_end and not finite(found):
+            arriving.append(call)
+        elif arriving:
+            break
+        elif not finite(found):
+            seen = f"arriving gradients have {figures(arrived[call])}, those it gives {figures(found)}"
+            return _Gradient(call, call, seen)
+    if not arriving:
+        return None
+    inner, outer = arriving[-1], arriving[0].parent
+    seen = f"the gradient that arrives at the output of {inner.path or 'the model'} has {figures(arrived[inner])}"
+    if outer is not None and not isinstance(outer.layer, keras.Model):
+        return _Gradient(outer, outer, seen)
+    at = next((call for call in arriving if not isinstance(call.layer, keras.Model)), inner)
+    return _Gradient(at, outer or _LOSS, seen)
 
 
-@contextmanager
-def _watched(model: keras.Model, calls: list[_Call], around: Around) -> Iterator[None]:
-    """Has every call of a layer made by `around`, and noted in the order in which calls return."""
-    stack: list[_Call] = []
+def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Iterator[tuple[Call, bool, Sequence[Any]]]:
+    """Yields each call twice, as the backward pass meets it.
 
-    def watch(path: str, layer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made = _Call(path, layer, args, kwargs, stack[-1] if stack else None)
-            if made.parent is not None:
-                made.parent.has_children = True
-            stack.append(made)
-            try:
-                made.outputs = around(made, original)
-            finally:
-                stack.pop()
-            calls.append(made)
-            return made.outputs
+    At its end with the gradients that arrive there, and at its start with those that it gives, of its weights too.
+    """
+    marks: list[tuple[Call, bool, list[int]]] = []  # which tapped tensors lie there
 
-        return call
+    def tapped_run(tap: Callable[[Any], Any]) -> Any:
+        marks.clear()
+        places = count()
 
-    layers = [(path, layer) for path, layer in layers_of(model, opaque=OPAQUE)]
-    for path, layer in layers:
-        vars(layer)["call"] = watch(path, layer, layer.call)
+        def mark(call: Call, is_end: bool, values: Any) -> Any:
+            floating = [each for each in tree.flatten(values) if is_floating(each)]
+            marks.append((call, is_end, [next(places) for _ in floating]))
+            return tree.map_structure(lambda each: tap(each) if is_floating(each) else each, values)
+
+        def around(call: Call, original: Original) -> Any:
+            args, kwargs = mark(call, False, call.given)
+            return mark(call, True, original(*args, **kwargs))
+
+        with watched(model, around):
+            return ops.cast(run(), "float32") * scale
+
+    of_tapped, of_variables = gradients(tapped_run, model.trainable_variables)
+    by_variable = {id(v): g for v, g in zip(model.trainable_variables, of_variables, strict=True)}
+    for call, is_end, places in reversed(marks):
+        of_weights = [] if is_end else [by_variable.get(id(v)) for v in call.layer.weights]
+        yield call, is_end, [of_tapped[place] for place in places] + of_weights
+
+
+def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
+    """Returns what `run` does with a layer, and all that it holds, in fp32; False if they are, None if it fails."""
+    if not any(computes_low(each) for each in layer._flatten_layers()):
+        return False
     try:
-        yield
-    finally:
-        for _, layer in layers:
-            del vars(layer)["call"]
+        with in_fp32(layer):
+            return run()
+    except Exception:  # of code that was never run so; the verdict goes without
+        return None
 
 
-def _finite_in_fp32(call: _Call) -> bool:
-    """Returns whether the outputs of a call are finite where the layer computes in fp32."""
-    held = call.layer._dtype_policy
-    call.layer._dtype_policy = keras.DTypePolicy("float32")
-    try:
-        with keras.StatelessScope():
-            return _finite(call.layer(*call.args, **call.kwargs))
-    finally:
-        call.layer._dtype_policy = held
+def _as_tensor(value: Any) -> Any:
+    return value if value is None else ops.convert_to_tensor(value)
 
 
-def _is_floating(value: Any) -> bool:
-    return keras.utils.is_keras_tensor(value) is False and hasattr(value, "dtype") and "float" in str(value.dtype)
+def _wide(cure: Rule) -> str:
+    return f"compute it in fp32: apply_plan(model, plan.edit({cure!r})), or dtype='float32' for the layer"
 
 
-def _floating(values: Any) -> list[np.ndarray[Any, Any]]:
-    found = [each for each in tree.flatten(values) if _is_floating(each)]
-    return [np.asarray(ops.convert_to_numpy(ops.cast(each, "float32"))) for each in found]
-
-
-def _finite(values: Any) -> bool:
-    return all(bool(np.isfinite(each).all()) for each in _floating(values))
-
-
-def _figures(values: Any) -> str:
-    """Returns how large the finite numbers are, and how many are not."""
-    found = _floating(values)
-    numbers = np.concatenate([each.ravel() for each in found]) if found else np.zeros(0)
-    finite = np.isfinite(numbers)
-    largest = np.abs(numbers[finite]).max() if finite.any() else 0.0
-    infinite = int(np.isinf(numbers).sum())
-    words = [f"magnitudes up to {largest:.4g}"]
-    words += [f"{infinite} infinite"] * bool(infinite)
-    words += [f"{int(np.isnan(numbers).sum())} NaN"] * bool(np.isnan(numbers).any())
-    return ", ".join(words)
-
-
-def _say(call: _Call, phase: str, kind: Kind, evidence: str, advice: str, *cure: Rule | Scaling) -> Verdict:
+def _say(call: Call, phase: str, kind: Kind, evidence: str, advice: str, *cure: Rule | Scaling) -> Verdict:
     operator = "the loss" if call.layer is None else type(call.layer).__name__
     return Verdict(call.path, operator, phase, kind, None, cure, evidence, advice, outside=call.layer is None)

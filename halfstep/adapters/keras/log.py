@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from halfstep.adapters.keras.backend import gradients, hand_out_batches, sync
-from halfstep.adapters.keras.find import find_cause
+from halfstep.adapters.keras.find import find_cause, loss_of_batch
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import describe
 from halfstep.adapters.keras.scale import LossScaleOptimizer
@@ -150,13 +150,14 @@ class LogCallback(keras.callbacks.Callback):
         self._steps: StepLog | None = None
         self._train_function: Any = None
         self._batch: Any = None
+        self._runs_again = True
         self._sums = (0.0, 0.0)
         self.verdicts: list[Verdict] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the log."""
         self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
-        self._train_function = self.model.train_function
+        self._train_function, self._runs_again = self.model.train_function, True
         hand_out_batches(self.model, self._take)
 
     def _take(self, batch: Any) -> None:
@@ -172,7 +173,7 @@ class LogCallback(keras.callbacks.Callback):
         steps = self._steps
         assert steps is not None
         carried = steps.scale
-        found = self._gradients(carried) if steps.due() and self._batch is not None else None
+        found = self._run_again(_gradients, carried) if steps.due() else None
         skipped = steps.step(self._loss(), found)
         scaling = self.model.optimizer.scaling
         if skipped and (scaling.kind != "dynamic" or carried <= scaling.min):
@@ -187,21 +188,26 @@ class LogCallback(keras.callbacks.Callback):
         weight = self._sums[1] - before[1]
         return (self._sums[0] - before[0]) / weight if weight and np.isfinite(before[0]) else None
 
-    def _gradients(self, scale: float) -> list[Any]:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batch)
+    def _run_again(self, run: Callable[..., Any], scale: float) -> Any:
+        """Returns what `run` makes of the last batch; None if that is not known, and from an error on, which is told.
 
-        def run(tap: Any) -> Any:
-            loss = self.model.compute_loss(
-                x=x, y=y, y_pred=self.model(x, training=True), sample_weight=sample_weight, training=True
+        What a `train_step` of one's own does with a batch is not known, and no diagnosis is to end `fit`.
+        """
+        if self._batch is None or not self._runs_again:
+            return None
+        try:
+            return run(self.model, *keras.utils.unpack_x_y_sample_weight(self._batch), scale=scale)
+        except Exception as error:
+            self._runs_again = False
+            _LOG.warning(
+                "no verdicts and histograms of gradients from here on: a batch could not be run again: %s", error
             )
-            return loss * scale
-
-        return gradients(run, self.model.trainable_variables)[1]
+            return None
 
     def _blame(self, scale: float) -> None:
-        if self._batch is None or len(self.verdicts) == _VERDICTS:
+        if len(self.verdicts) == _VERDICTS:
             return
-        verdict = find_cause(self.model, *keras.utils.unpack_x_y_sample_weight(self._batch), scale=scale)
+        verdict = self._run_again(find_cause, scale)
         if verdict is None:
             return
         assert self._steps is not None
@@ -239,6 +245,13 @@ def _names_as_planned(model: keras.Model, plan: Plan) -> tuple[str, ...]:
             f"({'; '.join(wrong[:3])}); call apply_plan(model, plan) before model.compile"
         )
     return tuple(each.name for each in assignment.modules if each.name)
+
+
+def _gradients(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> list[Any]:
+    def run(tap: Any) -> Any:
+        return loss_of_batch(model, x, y, sample_weight) * scale
+
+    return gradients(run, model.trainable_variables)[1]
 
 
 def _number(value: Any) -> float:

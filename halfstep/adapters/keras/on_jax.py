@@ -30,12 +30,12 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
         zeros.append(jax.numpy.zeros_like(tensor))
         return tensor
 
-    with keras.StatelessScope():
+    with keras.StatelessScope(collect_losses=True):
         run(measure)
 
     def loss(added: Sequence[Any], values: Sequence[Any]) -> Any:
         rest = iter(added)
-        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+        with keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True):
             return run(lambda tensor: tensor + next(rest))
 
     of_tapped, of_variables = jax.grad(loss, argnums=(0, 1))(zeros, [v.value for v in variables])

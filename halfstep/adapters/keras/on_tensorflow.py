@@ -24,7 +24,7 @@ def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: A
     if context is None:
         raise SetupError("apply() was called outside of a replica; call the train step as strategy.run(step, args)")
     step = optimizer.inner_optimizer.apply
-    if context.num_replicas_in_sync == 1:
+    if not tf.distribute.has_strategy():
         tf.cond(found, lambda: None, lambda: step(grads, variables))
         optimizer.adapt(found, norm)
         return
@@ -56,7 +56,7 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
             tape.watch(tapped[-1])
             return tapped[-1]
 
-        with keras.StatelessScope():
+        with keras.StatelessScope(collect_losses=True):
             loss = run(tap)
     found = tape.gradient(loss, [*tapped, *(v.value for v in variables)])
     return found[: len(tapped)], [None if g is None else tf.convert_to_tensor(g) for g in found[len(tapped) :]]

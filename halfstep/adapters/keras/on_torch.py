@@ -35,7 +35,7 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
         return tapped[-1]
 
     with torch.enable_grad():
-        with keras.StatelessScope():
+        with keras.StatelessScope(collect_losses=True):
             loss = run(tap)
         found = torch.autograd.grad(loss, [*tapped, *(v.value for v in variables)], allow_unused=True)
     return list(found[: len(tapped)]), list(found[len(tapped) :])

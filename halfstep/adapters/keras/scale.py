@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from threading import local
 from typing import Any
 
 from halfstep.adapters.keras.backend import apply_where_finite
@@ -50,6 +51,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         first = 1.0 if scaling.kind == "none" else scaling.init
         super().__init__(inner_optimizer, first, scaling.growth_interval, name=name)
         self.scaling = scaling
+        self._seen = local()  # what `unscale` has found; each replica runs in a thread
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Makes the variables, those of the wrapped optimizer too."""
@@ -63,17 +65,28 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Returns true gradients for those of a scaled loss; None stays None."""
         self._check_built()
+        self._seen.found = ops.logical_or(self._found(grads), getattr(self._seen, "found", False))
+        return self._divided(grads)
+
+    def _divided(self, grads: Sequence[Any]) -> list[Any]:
         return [g if g is None else ops.divide(g, self.dynamic_scale) for g in grads]
+
+    def _found(self, grads: Sequence[Any]) -> Any:
+        return ops.logical_not(self.check_finite(grads))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies the gradients of a scaled loss, or skips the step, and adapts the scale."""
         self._build_for(trainable_variables)
-        self._apply(grads, self.unscale(grads), trainable_variables)
+        self._apply(self._found(grads), self._divided(grads), trainable_variables)
 
     def apply_unscaled(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Does the same with gradients that `unscale` has returned."""
+        """Does the same with gradients that `unscale` has returned, and skips a step that overflowed there.
+
+        Both belong into one compiled function: what `unscale` finds, and clipping may hide, is remembered in between.
+        """
         self._build_for(trainable_variables)
-        self._apply(grads, grads, trainable_variables)
+        found = ops.logical_or(self._found(grads), getattr(self._seen, "found", False))
+        self._apply(found, grads, trainable_variables)
 
     def _build_for(self, variables: Sequence[Any] | None) -> None:
         if self.built:
@@ -83,8 +96,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with keras.name_scope(self.name):
             self.build(list(variables))
 
-    def _apply(self, grads: Sequence[Any], true: Sequence[Any], variables: Sequence[Any] | None) -> None:
-        found = ops.logical_not(self.check_finite(grads))
+    def _apply(self, found: Any, true: Sequence[Any], variables: Sequence[Any] | None) -> None:
+        vars(self._seen).clear()
         apply_where_finite(self, found, true, _norm(true), list(variables or self._trainable_variables))
 
     def stateless_apply(
@@ -92,7 +105,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> tuple[list[Any], list[Any]]:
         """Returns the weights and the optimizer's variables after a step on the gradients of a scaled loss."""
         with self._holding(optimizer_variables) as scope:
-            found, true = ops.logical_not(self.check_finite(grads)), self.unscale(grads)
+            found, true = self._found(grads), self._divided(grads)
             self.adapt(found, _norm(true))
             own = [scope.get_current_value(v) for v in self._variables]
         inner = list(optimizer_variables[len(own) :])
