@@ -250,3 +250,34 @@ def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
         x.fill_(torch.nan)
         verdict = halfstep.blame(session, closure)
         assert (verdict.module, verdict.kind) == ("body", Kind.INPUT_DATA)
+
+
+def encoder(name):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, keras.layers.Dense(3, name="deep")(inputs), name=name)
+
+
+class Stack(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(3, name="fc") for _ in range(2)]
+        self.inner = encoder("inner")
+
+    def call(self, x):
+        return self.inner(self.parts[1](self.parts[0](x)))
+
+
+def test_histograms_have_the_names_of_the_module_list(tmp_path):
+    inputs = keras.Input((3,))
+    nested = keras.Model(inputs, encoder("second")(encoder("first")(inputs)))
+    stack = Stack()
+    stack(ROWS)
+    names = {nested: {"first.deep", "second.deep"}, stack: {"fc", "fc_1", "inner.deep"}}
+    for i, (model, paths) in enumerate(names.items()):
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(model.trainable_variables)
+        with StepLog(tmp_path / f"{i}.jsonl", model, optimizer, level("O0", "fp16"), every=1) as log:
+            log.step()
+        read = read_log(tmp_path / f"{i}.jsonl")
+        assert {each.module for each in read.observations()} == paths <= set(read.modules)
+        assert len(list(read.observations())) == 2 * len(paths)

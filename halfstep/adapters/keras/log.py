@@ -14,7 +14,7 @@ import torch
 from halfstep.adapters.keras.backend import gradients, hand_out_batches, sync
 from halfstep.adapters.keras.find import find_cause
 from halfstep.adapters.keras.installed import keras
-from halfstep.adapters.keras.policies import describe
+from halfstep.adapters.keras.policies import describe, layers_of, own_variables
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.errors import PlanError, SetupError
 from halfstep.observe.rows import format_name
@@ -51,6 +51,7 @@ class StepLog:
             )
         self._model, self._optimizer, self._every = model, optimizer, every
         modules = _names_as_planned(model, plan)
+        self._owners = {id(v): path for path, layer in layers_of(model) for v in own_variables(layer)}
         self.log = RunLog(path)
         self.log.record(SessionStart(to_dict(plan), _device(), emulated=False, modules=modules))
         self.number = 0
@@ -102,9 +103,7 @@ class StepLog:
             if value is not None:
                 dtype = getattr(torch, keras.backend.standardize_dtype(value.dtype))
                 wide = torch.from_numpy(np.array(ops.convert_to_numpy(ops.cast(value, "float32"))))
-                layer, _, name = variable.path.rpartition("/")
-                module = layer.removeprefix(f"{self._model.name}/").replace("/", ".")
-                stats = measure(wide)
+                stats, module, name = measure(wide), self._owners[id(variable)], variable.name
                 self.log.record(Observation(self.number, module, kind, name, format_name(dtype), scale, stats))
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ import gc
 from typing import Any
 
 from halfstep.adapters.keras.backend import rewrite_graphs
+from halfstep.adapters.keras.global_policy import set_plan
 from halfstep.adapters.keras.installed import keras
-from halfstep.adapters.keras.policies import set_plan
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
