@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from halfstep.adapters.keras.backend import apply_where_finite
+from halfstep.adapters.keras.backend import apply_where_finite, summed
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
@@ -149,9 +149,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def _norm(grads: Sequence[Any]) -> Any:
-    """Returns the L2 norm of all gradients together."""
-    dense = [g.values if hasattr(g, "dense_shape") else g for g in grads if g is not None]  # of sparse ones the rows
-    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in dense))
+    """Returns the L2 norm of the step's gradients together."""
+    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in summed(grads) if g is not None))
 
 
 def _times(scale: Any, factor: float) -> Any:
