@@ -1,11 +1,14 @@
 """Plans on models that have policies already: a second plan, another global policy, one name for several layers."""
 
+import gc
+import logging
+
 import numpy as np
 import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import apply_plan, find_broken, set_plan
+from halfstep.adapters.keras import LossScaleOptimizer, apply_plan, find_broken, set_plan
 from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, Rule
 from halfstep.errors import PlanError
@@ -65,6 +68,42 @@ def test_a_model_made_under_another_global_policy_is_refused(tmp_path):
     with pytest.raises(PlanError, match=words):
         apply_plan(loaded, O1)
     assert set(dtypes(loaded).values()) == {"float32", "float16"}
+
+
+def test_a_model_that_was_built_before_the_plan_was_set_is_told_of(caplog):
+    before = tuple(each for each in gc.get_objects() if isinstance(each, keras.Model))
+    model = vgg()
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        set_plan(O1, others=(*before, model))
+        assert caplog.text == ""
+        keras.config.set_dtype_policy("float32")
+        set_plan(O1, others=before)
+    assert f"'{model.name}' was built before set_plan" in caplog.text
+    assert "call apply_plan(model, plan)" in caplog.text
+
+
+def test_a_rule_that_matches_nothing_is_told_of_in_fit(caplog):
+    plan = O1.edit(Rule("haed", FULL), Rule("he*", FULL), Rule("type:Conv3D", FULL))
+
+    def fit(model):
+        model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        with caplog.at_level(logging.WARNING, logger="halfstep"):
+            model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0)
+
+    def network():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])
+
+    set_plan(plan)
+    fit(network())
+    assert "rules 'haed', 'type:Conv3D' match no layer" in caplog.text
+    caplog.clear()
+    keras.config.set_dtype_policy("float32")
+    plan = O1.edit(Rule("type:Sequential", FULL), Rule("head", FULL))
+    set_plan(plan)
+    model = network()
+    apply_plan(model, plan)  # matches by types, which names do not tell
+    fit(model)
+    assert "match no layer" not in caplog.text
 
 
 class Stack(keras.Model):

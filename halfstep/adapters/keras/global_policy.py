@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
+from collections.abc import Sequence
 from fnmatch import translate
+from typing import Any
 
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import FULL, TYPE_PREFIX, OpChanges, Policy, Rule
@@ -13,6 +17,8 @@ from halfstep.plan.plan import Plan
 
 NORMS = ("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization")
 DTYPES = {BF16: "bfloat16", FP16: "float16", FP32: "float32"}
+_LOG = logging.getLogger("halfstep")
+_UNSEEN = "rules_not_seen_yet"  # on the map that is set: those of which `apply_plan` has not said what they match
 
 
 def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
@@ -46,11 +52,11 @@ def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
     )
 
 
-def set_plan(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
+def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype_policies.DTypePolicyMap:
     """Makes the plan the global policy, which layers that are built from now on take; returns its map.
 
     Call it before the model is made and `apply_plan(model, plan)` after. `keras.config.set_dtype_policy("float32")`
-    takes it back.
+    takes it back. A model that is built already keeps its policies, and a warning says so, but of `others`.
 
     Raises:
         PlanError: as `policy_map`, or a policy is set already.
@@ -62,8 +68,48 @@ def set_plan(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
             "keras.config.set_dtype_policy('float32')"
         )
     made = policy_map(plan)
+    built = built_models(others)
+    if built:
+        _LOG.warning(
+            f"{', '.join(built[:3])} was built before set_plan, and keeps its policies; call apply_plan(model, plan) "
+            "for it, or name what is to stay so: set_plan(plan, others=(model,))"
+        )
+    vars(made)[_UNSEEN] = [rule for rule in plan.rules if rule.pattern]
     keras.config.set_dtype_policy(made)
     return made
+
+
+def built_models(others: tuple[keras.Model, ...]) -> list[str]:
+    """Returns the names, quoted and sorted, of models that are built and in use, but for `others`."""
+    if not _built(others):
+        return []
+    gc.collect()  # what was deleted, and waits for it
+    return sorted(map(repr, _built(others)))
+
+
+def _built(others: tuple[keras.Model, ...]) -> list[str]:
+    models = [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
+    known = {id(each) for each in others}
+    known |= {id(each._functional) for each in models if isinstance(each, keras.Sequential)}  # what runs inside of one
+    return [each.name for each in models if each.built and each.weights and id(each) not in known]
+
+
+def rules_seen() -> None:
+    """Notes that what the rules of the global policy match is known: `apply_plan` has said so, or raised an error."""
+    vars(keras.config.dtype_policy()).pop(_UNSEEN, None)
+
+
+def tell_unseen_rules(variables: Sequence[Any]) -> None:
+    """Warns of rules of the plan that is set that match no layer which holds one of the variables."""
+    unseen: list[Rule] = vars(keras.config.dtype_policy()).pop(_UNSEEN, [])
+    parts = [v.path.split("/")[:-1] for v in variables]
+    paths = {"/".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
+    unmatched = [rule.pattern for rule in unseen if not any(re.fullmatch(_regex(rule), path) for path in paths)]
+    if unmatched:
+        _LOG.warning(
+            f"rules {', '.join(map(repr, unmatched))} match no layer whose weights are trained; "
+            "call apply_plan(model, plan) before model.compile: it says what every rule matches"
+        )
 
 
 def policy_name(plan: Plan, policy: Policy) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, policy_name, policy_of
+from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, policy_name, policy_of, rules_seen
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Rule
 from halfstep.errors import PlanError
@@ -35,6 +35,7 @@ def apply_plan(model: keras.Model, plan: Plan) -> Assignment:
     _check_not_compiled(decided)
     _check_takes(model, plan, decided)
     _check_stored(decided)
+    rules_seen()
     for each in decided.values():
         if not each.holds:
             _give(each.layer, each.policy)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from halfstep.adapters.keras.backend import apply_where_finite, summed
+from halfstep.adapters.keras.global_policy import tell_unseen_rules
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
@@ -59,6 +60,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.overflows_left = self.add_variable(initializer=hysteresis, name="overflows_left", **counter)
         self.skipped = self.add_variable(initializer="zeros", name="skipped", **counter)
         self.grad_norm = self.add_variable((), "zeros", "float32", aggregation="none", name="grad_norm")
+        tell_unseen_rules(var_list)
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Returns true gradients for those of a scaled loss; None stays None."""
