@@ -9,9 +9,11 @@ from halfstep.adapters.keras.log import LogCallback, StepLog
 from halfstep.adapters.keras.modules import as_modules
 from halfstep.adapters.keras.policies import apply_plan, describe
 from halfstep.adapters.keras.rewrite import enable_mixed_precision_graph_rewrite
+from halfstep.adapters.keras.running import KeepStatistics
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 
 __all__ = [
+    "KeepStatistics",
     "LogCallback",
     "LossScaleOptimizer",
     "StepLog",
