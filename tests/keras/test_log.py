@@ -112,6 +112,42 @@ def test_a_run_that_goes_on_counts_on(tmp_path):
     assert log.returns == ()
 
 
+def test_a_run_that_accumulates_gradients_counts_on(tmp_path):
+    model = network()
+    optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=4)
+    model.compile(LossScaleOptimizer(optimizer, SCALING), "mse")
+    for part in (slice(0, 12), slice(12, 24)):  # 6 steps each
+        rows, targets = (each[part] for each in data())
+        callback = LogCallback(tmp_path / "run.jsonl", PLAN)
+        model.fit(rows, targets, batch_size=2, shuffle=False, verbose=0, callbacks=[callback])
+    log = read_log(tmp_path / "run.jsonl")
+    assert [step.step for step in log.steps] == list(range(1, 13))
+    assert log.returns == ()
+
+
+@on("tensorflow", "jax")  # Keras refuses it on torch
+def test_several_steps_in_one_are_counted_and_told_of(tmp_path, caplog):
+    model = network()
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), SCALING), "mse", steps_per_execution=3)
+    rows, targets = (each[:20] for each in data())
+    with caplog.at_level(logging.WARNING, logger="halfstep"):
+        callback = LogCallback(tmp_path / "run.jsonl", PLAN, every=4)
+        model.fit(rows, targets, batch_size=2, shuffle=False, verbose=0, callbacks=[callback])
+    log = read_log(tmp_path / "run.jsonl")
+    assert [(step.step, step.skipped) for step in log.steps] == [(3, False), (6, True), (9, False), (10, False)]
+    assert log.observed == (6, 9)
+    assert "steps_per_execution is 3" in caplog.text
+
+
+def test_a_callback_looks_for_causes_in_each_fit(tmp_path):
+    model = network(PLAN.edit(Scaling("static", init=16.0)))
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), 16.0), "mse")
+    callback = LogCallback(tmp_path / "run.jsonl", PLAN)
+    for found in (3, 6):
+        model.fit(ROWS * np.inf, ROWS[:, :1], batch_size=6, verbose=0, callbacks=[callback])
+        assert len(callback.verdicts) == found
+
+
 def test_the_logs_of_fit_are_keras_s_own(tmp_path):
     rows, targets = data(None)
     histories = []
@@ -336,3 +372,35 @@ def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
         x.fill_(torch.nan)
         verdict = halfstep.blame(session, closure)
         assert (verdict.module, verdict.kind) == ("body", Kind.INPUT_DATA)
+
+
+def encoder(name):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, keras.layers.Dense(3, name="deep")(inputs), name=name)
+
+
+class Stack(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(3, name="fc") for _ in range(2)]
+        self.inner = encoder("inner")
+
+    def call(self, x):
+        return self.inner(self.parts[1](self.parts[0](x)))
+
+
+def test_histograms_have_the_names_of_the_module_list(tmp_path):
+    inputs = keras.Input((3,))
+    nested = keras.Model(inputs, encoder("second")(encoder("first")(inputs)))
+    stack = Stack()
+    stack(ROWS)
+    names = {nested: {"first.deep", "second.deep"}, stack: {"fc", "fc_1", "inner.deep"}}
+    for i, (model, paths) in enumerate(names.items()):
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(model.trainable_variables)
+        with StepLog(tmp_path / f"{i}.jsonl", model, optimizer, level("O0", "fp16"), every=1) as log:
+            optimizer.apply([keras.ops.zeros(v.shape) for v in model.trainable_variables])
+            log.step()
+        read = read_log(tmp_path / f"{i}.jsonl")
+        assert {each.module for each in read.observations()} == paths <= set(read.modules)
+        assert len(list(read.observations())) == 2 * len(paths)

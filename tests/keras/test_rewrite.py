@@ -52,6 +52,20 @@ def test_a_fixed_scale_is_taken():
     assert optimizer.scaling.init == 128.0
 
 
+def test_a_deleted_model_that_is_not_collected_yet_does_not_count():
+    before = models()
+    model = network()
+    model.itself = model  # a cycle, as compilation makes them
+    gc.disable()
+    try:
+        del model
+        assert isinstance(
+            enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), others=before), keras.Optimizer
+        )
+    finally:
+        gc.enable()
+
+
 def test_what_comes_too_late_is_refused():
     before = models()
     model = network()

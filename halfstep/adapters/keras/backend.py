@@ -11,6 +11,7 @@ if BACKEND == "tensorflow":
         gradients,
         hand_out_batches,
         rewrite_graphs,
+        summed,
         sync,
     )
 elif BACKEND == "jax":
@@ -20,6 +21,7 @@ elif BACKEND == "jax":
         gradients,
         hand_out_batches,
         rewrite_graphs,
+        summed,
         sync,
     )
 elif BACKEND == "torch":
@@ -29,6 +31,7 @@ elif BACKEND == "torch":
         gradients,
         hand_out_batches,
         rewrite_graphs,
+        summed,
         sync,
     )
 else:
@@ -37,4 +40,4 @@ else:
         "of keras: os.environ['KERAS_BACKEND'] = 'jax'"
     )
 
-__all__ = ["apply_where_finite", "blame_step", "gradients", "hand_out_batches", "rewrite_graphs", "sync"]
+__all__ = ["apply_where_finite", "blame_step", "gradients", "hand_out_batches", "rewrite_graphs", "summed", "sync"]

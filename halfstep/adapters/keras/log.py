@@ -14,7 +14,7 @@ import torch
 from halfstep.adapters.keras.backend import gradients, hand_out_batches, sync
 from halfstep.adapters.keras.find import find_cause, loss_of_batch
 from halfstep.adapters.keras.installed import keras
-from halfstep.adapters.keras.policies import describe
+from halfstep.adapters.keras.policies import describe, layers_of, own_variables
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.errors import PlanError, SetupError
 from halfstep.observe.rows import format_name
@@ -51,14 +51,13 @@ class StepLog:
             )
         self._model, self._optimizer, self._every = model, optimizer, every
         modules = _names_as_planned(model, plan)
+        self._owners = {id(v): path for path, layer in layers_of(model) for v in own_variables(layer)}
         self.log = RunLog(path)
         self.log.record(SessionStart(to_dict(plan), _device(), emulated=False, modules=modules))
         self.number = 0
         self.scale, self._skipped = float(optimizer.scaling.init if optimizer.scaling.kind != "none" else 1.0), 0
-        if optimizer.built:
-            self.scale, self._skipped, _ = self._read(optimizer.variables)
-            applied = int(_number(optimizer.iterations)) * (optimizer.inner_optimizer.gradient_accumulation_steps or 1)
-            self.number = applied + self._skipped  # a run that goes on counts on
+        if optimizer.built:  # a run that goes on counts on
+            self.number, self.scale, self._skipped, _ = self._read(optimizer.variables)
 
     def step(
         self,
@@ -68,19 +67,19 @@ class StepLog:
         optimizer_variables: Sequence[Any] | None = None,
         trainable_variables: Sequence[Any] | None = None,
     ) -> bool:
-        """Writes what the step did; returns whether it was skipped.
+        """Writes what the step did; returns whether it was skipped, or of several steps at once any of them.
 
-        `loss` is the unscaled one, `gradients` those of the scaled loss in the order of `model.trainable_variables`.
+        The number is that of the optimizer's steps, skipped ones among them. `loss` is the unscaled one, `gradients`
+        those of the scaled loss in the order of `model.trainable_variables`.
         A stateless loop gives its variables after the step.
         """
-        self.number += 1
-        carried, before = self.scale, self._skipped
-        self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
-        skipped = self._skipped > before
+        carried, skips, last = self.scale, self._skipped, self.number
+        self.number, self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
+        skipped = self._skipped > skips
         value = None if loss is None else torch.tensor(_number(loss))
         values = torch.tensor(skipped), torch.tensor(carried), torch.tensor(norm)
         self.log(StepRecord(self.number, *values, loss=value))
-        if self.number % self._every == 0:
+        if self.number // self._every > last // self._every:
             weights = trainable_variables or [v.value for v in self._model.trainable_variables]
             self._observe("weight", weights, 1.0)
             if gradients is not None:
@@ -91,20 +90,21 @@ class StepLog:
         """Returns whether the step to come is one of those with histograms."""
         return (self.number + 1) % self._every == 0
 
-    def _read(self, values: Sequence[Any]) -> tuple[float, int, float]:
+    def _read(self, values: Sequence[Any]) -> tuple[int, float, int, float]:
+        """Returns how many steps there were, the scale, how many of them were skipped, and the last norm."""
         optimizer = self._optimizer
         by_id = {id(v): value for v, value in zip(optimizer.variables, values, strict=True)}
-        scale, skipped, norm = (by_id[id(v)] for v in (optimizer.dynamic_scale, optimizer.skipped, optimizer.grad_norm))
-        return _number(scale), int(_number(skipped)), _number(norm)
+        applied = next(v for v in optimizer.inner_optimizer.variables if v.name == "iteration")  # accumulating ones too
+        wanted = (applied, optimizer.dynamic_scale, optimizer.skipped, optimizer.grad_norm)
+        steps, scale, skipped, norm = (_number(by_id[id(v)]) for v in wanted)
+        return int(steps + skipped), scale, int(skipped), norm
 
     def _observe(self, kind: str, values: Sequence[Any], scale: float) -> None:
         for variable, value in zip(self._model.trainable_variables, values, strict=True):
             if value is not None:
                 dtype = getattr(torch, keras.backend.standardize_dtype(value.dtype))
                 wide = torch.from_numpy(np.array(ops.convert_to_numpy(ops.cast(value, "float32"))))
-                layer, _, name = variable.path.rpartition("/")
-                module = layer.removeprefix(f"{self._model.name}/").replace("/", ".")
-                stats = measure(wide)
+                stats, module, name = measure(wide), self._owners[id(variable)], variable.name
                 self.log.record(Observation(self.number, module, kind, name, format_name(dtype), scale, stats))
 
     def close(self) -> None:
@@ -127,8 +127,8 @@ class LogCallback(keras.callbacks.Callback):
     more forward and backward pass. A step that is skipped with the scale at its floor is run once more, layer by layer:
     the verdict names the layer, is written, and logged; with `on_failure="raise"` it ends the run. With
     `steps_per_execution` above 1, and with several replicas, the batches are not seen: there are neither gradients'
-    histograms nor verdicts. The loss of a step comes from the mean that Keras keeps, so that after one that
-    is not finite there is none until the next epoch.
+    histograms nor verdicts; and of the former, one row stands for all steps of an execution. The loss of a step comes
+    from the mean that Keras keeps, so that after one that is not finite there is none until the next epoch.
 
     Raises:
         SetupError, PlanError, LogError: as `StepLog`, when `fit` begins.
@@ -152,10 +152,17 @@ class LogCallback(keras.callbacks.Callback):
         self._batch: Any = None
         self._runs_again = True
         self._sums = (0.0, 0.0)
+        self._found = 0
         self.verdicts: list[Verdict] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the log."""
+        self._found = len(self.verdicts)
+        if self.model.steps_per_execution > 1:
+            _LOG.warning(
+                f"steps_per_execution is {self.model.steps_per_execution}: the log has one row for so many steps, "
+                "skipped where any of them was; which, their batches and their gradients are not seen"
+            )
         self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
         self._train_function, self._runs_again = self.model.train_function, True
         hand_out_batches(self.model, self._take)
@@ -205,7 +212,7 @@ class LogCallback(keras.callbacks.Callback):
             return None
 
     def _blame(self, scale: float) -> None:
-        if len(self.verdicts) == _VERDICTS:
+        if len(self.verdicts) - self._found == _VERDICTS:
             return
         verdict = self._run_again(find_cause, scale)
         if verdict is None:

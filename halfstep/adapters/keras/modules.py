@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from halfstep.adapters.keras.installed import BACKEND, keras
-from halfstep.adapters.keras.policies import children_of, layers_of, own_variables
+from halfstep.adapters.keras.policies import layers_of, named_children, own_variables
 from halfstep.errors import SetupError
 from halfstep.torch_internals import buffers_of
 
@@ -81,8 +81,8 @@ def _named_children(layer: Any) -> Iterator[tuple[str, nn.Module]]:
 
     Where all of these belong to layers below, which have them too, rules on one layer would meet those of the others.
     """
-    below = children_of(layer)
-    yield from ((child.name, child) for child in below)
+    below = named_children(layer)
+    yield from below
     for name, module in nn.Module.named_children(layer):
         shared = below and isinstance(module, nn.ParameterDict) and not own_variables(layer)
         if not isinstance(module, keras.layers.Layer) and not shared:

@@ -83,6 +83,24 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
     model.train_function = train_function
 
 
+def summed(grads: Sequence[Any]) -> Sequence[Any]:
+    """Returns the gradients that the step takes: summed over replicas, and of an embedding one row for each index."""
+    found = [g for g in grads if g is not None]
+    context = tf.distribute.get_replica_context()
+    if context is not None and context.num_replicas_in_sync > 1:
+        found = context.all_reduce(tf.distribute.ReduceOp.SUM, found)
+    return [_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in found]
+
+
+def _rows(grad: tf.IndexedSlices) -> Any:
+    """Returns the rows of a gradient, those of one index summed; by sorting, as XLA knows no sizes made on the way."""
+    order = tf.argsort(grad.indices)
+    indices = tf.gather(grad.indices, order)
+    is_next = tf.cast(indices[1:] != indices[:-1], tf.int32)
+    places = tf.concat([[0], tf.cumsum(is_next)], 0)
+    return tf.math.unsorted_segment_sum(tf.gather(grad.values, order), places, tf.size(indices))
+
+
 def sync(model: Any) -> None:
     """Does nothing: variables hold their values."""
 

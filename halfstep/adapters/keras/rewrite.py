@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any
-
 from halfstep.adapters.keras.backend import rewrite_graphs
+from halfstep.adapters.keras.global_policy import built_models, set_plan
 from halfstep.adapters.keras.installed import keras
-from halfstep.adapters.keras.policies import set_plan
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
@@ -36,20 +33,13 @@ def enable_mixed_precision_graph_rewrite(
             f"{optimizer.name!r} was built for a model already; switch mixed precision on before the model is made, "
             "with a new optimizer"
         )
-    known = {id(each) for each in others}
-    found = [each for each in gc.get_objects() if _is_built(each)]
-    known |= {id(each._functional) for each in found if isinstance(each, keras.Sequential)}  # what runs inside of one
-    built = [each.name for each in found if id(each) not in known]
+    built = built_models(others)
     if built:
         raise SetupError(
-            f"{', '.join(map(repr, sorted(built)[:3]))} is built already and would stay as it is; call "
+            f"{', '.join(built[:3])} is built already and would stay as it is; call "
             "enable_mixed_precision_graph_rewrite before the model is made, or for this one apply_plan(model, "
             "level('O1', 'fp16')) and LossScaleOptimizer(optimizer); name models that are to stay so: others=(model,)"
         )
-    set_plan(plan)
+    set_plan(plan, others=others)
     rewrite_graphs()
     return wrapped
-
-
-def _is_built(value: Any) -> bool:
-    return issubclass(type(value), keras.Model) and bool(value.built) and bool(value.weights)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from threading import local
 from typing import Any
 
-from halfstep.adapters.keras.backend import apply_where_finite
+from halfstep.adapters.keras.backend import apply_where_finite, summed
+from halfstep.adapters.keras.global_policy import tell_unseen_rules
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
@@ -61,6 +62,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.overflows_left = self.add_variable(initializer=hysteresis, name="overflows_left", **counter)
         self.skipped = self.add_variable(initializer="zeros", name="skipped", **counter)
         self.grad_norm = self.add_variable((), "zeros", "float32", aggregation="none", name="grad_norm")
+        tell_unseen_rules(var_list)
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Returns true gradients for those of a scaled loss; None stays None."""
@@ -162,9 +164,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def _norm(grads: Sequence[Any]) -> Any:
-    """Returns the L2 norm of all gradients together."""
-    dense = [g.values if hasattr(g, "dense_shape") else g for g in grads if g is not None]  # of sparse ones the rows
-    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in dense))
+    """Returns the L2 norm of the step's gradients together."""
+    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in summed(grads) if g is not None))
 
 
 def _times(scale: Any, factor: float) -> Any:

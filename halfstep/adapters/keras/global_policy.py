@@ -1,0 +1,181 @@
+"""A Plan as the policies that Keras knows: their names, and the map that layers take theirs from as they are built."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Sequence
+from fnmatch import translate
+from typing import Any
+
+from halfstep.adapters.keras.installed import keras
+from halfstep.edits import FULL, TYPE_PREFIX, OpChanges, Policy, Rule
+from halfstep.errors import PlanError
+from halfstep.formats import BF16, FP16, FP32
+from halfstep.plan.plan import Plan
+
+NORMS = ("BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization")
+DTYPES = {BF16: "bfloat16", FP16: "float16", FP32: "float32"}
+_LOG = logging.getLogger("halfstep")
+_UNSEEN = "rules_not_seen_yet"  # on the map that is set: those of which `apply_plan` has not said what they match
+
+
+def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
+    """Returns the plan as a map from a layer's path to its policy, for `dtype=` or `keras.config.set_dtype_policy`.
+
+    Keras looks layers up in it as they are built, by path: a rule on a type finds those that have a name of Keras's
+    making (`dense_1`), and none finds layers without weights, which have no path. `apply_plan` sees to the rest.
+
+    Raises:
+        PlanError: the plan asks for something that Keras's policies cannot say.
+    """
+    default = policy_name(plan, policy_of(plan))
+    entries: dict[str, list[str]] = {}
+    rules = [rule for rule in plan.rules if rule.pattern]
+    direct = {rule: _regex(rule) for rule in rules}
+    below = {rule: f"{_regex(rule)}/.*" for rule in rules}
+    named = "|".join(direct.values())
+    for rule in rules:
+        deeper = [below[other] for other in rules if _depth(other) > _depth(rule)]
+        nearer = "|".join([*direct.values(), *deeper])
+        alternatives = entries.setdefault(policy_name(plan, rule.policy), [])
+        alternatives += [direct[rule], f"(?!(?:{nearer})$){below[rule]}"]
+    if plan.param == "low" and plan.norms == "full":
+        norms = "|".join(_regex(Rule(TYPE_PREFIX + name, FULL)) for name in NORMS)
+        taken = "|".join([named, *below.values()])
+        guard = f"(?!(?:{taken})$)" if rules else ""
+        entries.setdefault(mixed_name(plan), []).append(f"{guard}(?:{norms})")
+    keys = {f"^(?:{'|'.join(alternatives)})$": policy for policy, alternatives in entries.items()}
+    return keras.dtype_policies.DTypePolicyMap(
+        default, {key: keras.DTypePolicy(policy) for key, policy in keys.items()}
+    )
+
+
+def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype_policies.DTypePolicyMap:
+    """Makes the plan the global policy, which layers that are built from now on take; returns its map.
+
+    Call it before the model is made and `apply_plan(model, plan)` after. `keras.config.set_dtype_policy("float32")`
+    takes it back. A model that is built already keeps its policies, and a warning says so, but of `others`.
+
+    Raises:
+        PlanError: as `policy_map`, or a policy is set already.
+    """
+    present = keras.config.dtype_policy()
+    if present.name != "float32" or isinstance(present, keras.dtype_policies.DTypePolicyMap):
+        raise PlanError(
+            f"the global policy is {present.name!r} already; take it back first: "
+            "keras.config.set_dtype_policy('float32')"
+        )
+    made = policy_map(plan)
+    built = built_models(others)
+    if built:
+        _LOG.warning(
+            f"{', '.join(built[:3])} was built before set_plan, and keeps its policies; call apply_plan(model, plan) "
+            "for it, or name what is to stay so: set_plan(plan, others=(model,))"
+        )
+    vars(made)[_UNSEEN] = [rule for rule in plan.rules if rule.pattern]
+    keras.config.set_dtype_policy(made)
+    return made
+
+
+def built_models(others: tuple[keras.Model, ...]) -> list[str]:
+    """Returns the names, quoted and sorted, of models that are built and in use, but for `others`."""
+    if not _built(others):
+        return []
+    gc.collect()  # what was deleted, and waits for it
+    return sorted(map(repr, _built(others)))
+
+
+def _built(others: tuple[keras.Model, ...]) -> list[str]:
+    models = [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
+    known = {id(each) for each in others}
+    known |= {id(each._functional) for each in models if isinstance(each, keras.Sequential)}  # what runs inside of one
+    known |= {
+        id(layer) for each in models for layer in each._flatten_layers(include_self=False)
+    }  # and models in others
+    return [each.name for each in models if each.built and each.weights and id(each) not in known]
+
+
+def rules_seen() -> None:
+    """Notes that what the rules of the global policy match is known: `apply_plan` has said so, or raised an error."""
+    vars(keras.config.dtype_policy()).pop(_UNSEEN, None)
+
+
+def tell_unseen_rules(variables: Sequence[Any]) -> None:
+    """Warns of rules of the plan that is set that match no layer which holds one of the variables."""
+    unseen: list[Rule] = vars(keras.config.dtype_policy()).pop(_UNSEEN, [])
+    parts = [v.path.split("/")[:-1] for v in variables]
+    paths = {"/".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
+    unmatched = [rule.pattern for rule in unseen if not any(re.fullmatch(_regex(rule), path) for path in paths)]
+    if unmatched:
+        _LOG.warning(
+            f"rules {', '.join(map(repr, unmatched))} match no layer whose weights are trained; "
+            "call apply_plan(model, plan) before model.compile: it says what every rule matches"
+        )
+
+
+def policy_name(plan: Plan, policy: Policy) -> str:
+    """Returns Keras's name of a policy of a plan.
+
+    Keras casts inputs and weights of a layer to what it computes in, and returns that. A variable in fp32 under
+    low computation is a master: it is rounded to low at each use.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if policy.output not in ("input", policy.compute):
+        raise PlanError(
+            f"{policy!r} computes {policy.compute} and returns {policy.output}, but a layer of Keras returns what it "
+            f"computes in, and the next casts it; give Policy({policy.param!r}, {policy.compute!r}, 'input')"
+        )
+    if policy.compute == "full":
+        return "float32"
+    return DTYPES[plan.low] if policy.param == "low" and plan.master == "none" else mixed_name(plan)
+
+
+def mixed_name(plan: Plan) -> str:
+    """Returns Keras's name of low computation with fp32 variables."""
+    return f"mixed_{DTYPES[plan.low]}"
+
+
+def policy_of(plan: Plan) -> Policy:
+    """Returns the plan's policy of layers that no rule matches.
+
+    Raises:
+        PlanError: it is no plan, or one with something that Keras has no means for.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r:.80} is no Plan; give one, such as level('O1', 'fp16')")
+    if plan.op_changes != OpChanges():
+        raise PlanError(
+            f"plan {plan.name!r} has op_changes, which change torch's op table, and Keras has none; give a rule on the "
+            "layer, such as Rule('type:Softmax', FULL)"
+        )
+    for rule in plan.rules:
+        if rule.buffers != "keep" or rule.input != "policy":
+            raise PlanError(
+                f"rule {rule.pattern!r} has buffers or input of its own; Keras keeps the variables of a layer in one "
+                "format and casts its inputs to what it computes in: leave them out"
+            )
+    root = next((rule.policy for rule in plan.rules if not rule.pattern), None)
+    if root is not None:
+        return root
+    return FULL if plan.ops == "none" else Policy(plan.param, "low", "low")
+
+
+def _regex(rule: Rule) -> str:
+    """Returns what the path of a layer that a rule matches looks like: parts between slashes, the model's own first."""
+    if rule.pattern.startswith(TYPE_PREFIX):
+        words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", rule.pattern.removeprefix(TYPE_PREFIX))
+        words = re.sub(r"([A-Z])([A-Z][a-z])", r"\1_\2", words).lower()
+        return rf"(?:.*/)?{_glob(words)}(?:_\d+)?"
+    return f"(?:[^/]*/)?{_glob(rule.pattern.replace('.', '/'))}"
+
+
+def _glob(pattern: str) -> str:
+    return translate(pattern).removesuffix(r"\Z").removesuffix(r"\z")
+
+
+def _depth(rule: Rule) -> int:
+    return -1 if rule.pattern.startswith(TYPE_PREFIX) else rule.pattern.count(".")
