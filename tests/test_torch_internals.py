@@ -115,7 +115,7 @@ OWN = {name for path in FILES for name in own_names(parsed(path)) if is_private(
 
 
 # Keras's own, which has no public name for them; the adapter's tests run on the releases that its extra allows.
-KERAS = {"_dtype_policy", "_flatten_layers", "_trainable_variables", "_variables", "_functional"}
+KERAS = {"_dtype_policy", "_variable_dtype", "_flatten_layers", "_trainable_variables", "_variables", "_functional"}
 
 
 def test_no_other_file_names_a_private_name_of_torch():

@@ -63,7 +63,7 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
     """
     outputs = model(x, training=True)
     own = type(model).compute_loss is not keras.Model.compute_loss
-    if not own and model._compile_loss is None and not model.losses:  # of which Keras makes zero on JAX
+    if not own and model.loss is None and not model.losses:  # of which Keras makes zero on JAX
         raise SetupError(
             f"model {model.name!r} has no loss: give compile(loss=...), add_loss or compute_loss; what a train_step "
             "computes itself is not known outside of it"
