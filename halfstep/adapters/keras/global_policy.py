@@ -71,8 +71,8 @@ def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype
     built = built_models(others)
     if built:
         _LOG.warning(
-            f"{', '.join(built[:3])} was built before set_plan, and keeps its policies; call apply_plan(model, plan) "
-            "for it, or name what is to stay so: set_plan(plan, others=(model,))"
+            f"built before set_plan, and so with other policies: {', '.join(built[:3])}; call apply_plan(model, plan), "
+            "or name what is to stay so: set_plan(plan, others=(model,))"
         )
     vars(made)[_UNSEEN] = [rule for rule in plan.rules if rule.pattern]
     keras.config.set_dtype_policy(made)
