@@ -62,8 +62,8 @@ def test_every_row_is_compared_with_the_loop_by_hand_and_with_the_trainers_own_b
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(path.read_text())["rows"]
     assert rows.pop("halfstep by hand")["time_x_by_hand"] == 1
-    for trainer in ("Lightning", "Accelerate", "Trainer"):
+    for trainer in ("Lightning", "Fabric", "Accelerate", "Trainer"):
         assert rows[f"{trainer}, halfstep"]["time_x_by_hand"] > 0
         assert rows[f"{trainer}, halfstep"]["time_x_own_bf16"] > 0
         assert rows[f"{trainer}, bf16"]["ms"]["count"] == 2
-    assert len(rows) == 6
+    assert len(rows) == 8
