@@ -106,13 +106,8 @@ def take_over(accelerator: Accelerator, prepared: Any) -> None:
 
     One that was prepared before there was a session has no scaler yet.
     """
-    scaler = accelerator.scaler
-    if (
-        type(prepared) is AcceleratedOptimizer
-        and isinstance(scaler, SessionScaler)
-        and scaler.steps(prepared.optimizer)
-    ):
-        prepared.scaler = scaler
+    if type(prepared) is AcceleratedOptimizer and isinstance(accelerator.scaler, SessionScaler):
+        prepared.scaler = accelerator.scaler
         prepared.__class__ = SessionOptimizer
 
 
@@ -127,17 +122,13 @@ class SessionScaler:
         """Returns what `backward` is called on."""
         return _Loss(self.session, loss)
 
-    def steps(self, optimizer: Optimizer) -> bool:
-        """Tells whether an optimizer is the session's."""
-        return any(optimizer is each for each in self.session.optimizers)
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Makes the session's step of one optimizer, or has one that calls its closure several times make its own.
 
         Raises:
             SetupError: the session has no such optimizer.
         """
-        if not self.steps(optimizer):
+        if not any(optimizer is each for each in self.session.optimizers):
             raise SetupError(
                 f"the {type(optimizer).__name__} that steps is none of those that halfstep was given: give it to "
                 "prepare(accelerator, ...), and do not replace it afterwards"
