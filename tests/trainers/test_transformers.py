@@ -252,6 +252,15 @@ def test_an_override_that_makes_the_optimizer_ends_with_the_trainers(tmp_path):
             assert type(trainer.optimizer.optimizer) is torch.optim.SGD
 
 
+def test_skips_are_counted_from_the_beginning_of_a_run(tmp_path):
+    kept = Losses()
+    settings = {"save_strategy": "no", "max_steps": 3, "logging_steps": 1}
+    trainer = trainer_of("O1", "bf16", tmp_path, settings=settings, callbacks=[kept], model=language_model(at=0))
+    trainer.train()
+    trainer.train()
+    assert [row["halfstep/skipped"] for row in kept.rows] == [1, 1, 1, 0, 0, 0]
+
+
 def test_the_filter_of_nan_losses_is_told_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "halfstep"):
         trainer_of("O1", "bf16", tmp_path, settings={"logging_nan_inf_filter": True})
