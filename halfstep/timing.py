@@ -12,6 +12,8 @@ import torch
 from halfstep.measurements import Spread
 
 _TURN = 1e-2  # seconds that a turn takes at least: many calls where one is shorter
+STEADY = 5e-2  # the same where what counts is the speed of a kernel that runs again and again
+_WARM = 5  # of a turn's calls as many again are made before it, divided by this
 _PAIRS = 5  # that a median of ratios takes at least, where more of one side were timed
 
 
@@ -28,33 +30,37 @@ def take_turns(
     seconds: float,
     least: int = 2,
     most: int = 25,
+    turn: float = _TURN,
 ) -> dict[str, list[float]]:
     """Returns the seconds of one call of each, turn after turn: entry i of each list is from round i.
+
+    A call that takes less than `turn` seconds is made again until they are over, after some calls that are not timed:
+    the first that follow another's turn are slower, until caches and threads are as they will be.
 
     Rounds go on for about `seconds`, `least` to `most` of them. A call that takes more than its share leaves the rounds
     after `least` turns, so that one slow call does not take the time of all; its list is then shorter.
     """
-    repeats = {name: _repeats(call, device) for name, call in calls.items()}
+    repeats = {name: _repeats(call, device, turn) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     share, start = seconds / max(1, len(calls)), perf_counter()
-    for turn in range(most):
-        if turn >= least and perf_counter() - start > seconds:
+    for done in range(most):
+        if done >= least and perf_counter() - start > seconds:
             break
         for name, call in calls.items():
-            if turn < least or sum(times[name]) * repeats[name] < 2 * share:
+            if done < least or sum(times[name]) * repeats[name] < 2 * share:
                 times[name].append(_turn(call, repeats[name], device))
     return times
 
 
-def _repeats(call: Callable[[], object], device: torch.device) -> int:
+def _repeats(call: Callable[[], object], device: torch.device, turn: float) -> int:
     call()  # what is compiled, allocated or looked up at first
     took = _turn(call, 1, device)
-    return max(1, min(1000, math.ceil(_TURN / max(took, 1e-7))))
+    return max(1, min(1000, math.ceil(turn / max(took, 1e-7))))
 
 
 def _turn(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    if repeats > 1:
-        call()  # its operands are in the caches again, which what had the turn before has filled
+    for _ in range(math.ceil(repeats / _WARM) if repeats > 1 else 0):
+        call()
     synchronize(device)
     start = perf_counter()
     for _ in range(repeats):

@@ -10,7 +10,7 @@ import torch
 
 from halfstep.bench.memory import counting
 from halfstep.measurements import Footprint, Rate
-from halfstep.timing import speedup, spread, take_turns
+from halfstep.timing import STEADY, speedup, spread, take_turns
 from halfstep.workloads.cifar_resnet import CifarResNet
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,7 +36,7 @@ def matrix_products(
         generator = torch.Generator(device=device).manual_seed(0)
         a, b = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
         calls = {name: partial(torch.mm, a.to(dtype), b.to(dtype)) for name, dtype in DTYPES.items()}
-        times = take_turns(calls, device=device, seconds=seconds)
+        times = take_turns(calls, device=device, seconds=seconds, turn=STEADY)
         for name, taken in times.items():
             vs_fp32 = None if name == "fp32" else speedup(times["fp32"], taken)
             rate = 2.0 * size**3 / median(taken) / GIGA

@@ -16,7 +16,7 @@ from halfstep.cast.emulate import Emulation
 from halfstep.formats import BF16, FP16, FP32, TF32
 from halfstep.machine import FIRST_CAPABILITY, read_facts
 from halfstep.measurements import Rate
-from halfstep.timing import speedup, spread, take_turns
+from halfstep.timing import STEADY, speedup, spread, take_turns
 
 NATIVE, EMULATED = "native", "emulated"
 PRODUCT, CONVOLUTION, ATTENTION, COPY = "matrix product", "convolution", "attention", "copy"
@@ -94,7 +94,7 @@ def _measure_work(work: Work, device: torch.device, seconds: float) -> list[Rate
         except (RuntimeError, NotImplementedError) as error:  # no kernel for this format
             errors[key] = str(error).splitlines()[0]
     named = {f"{fmt}/{how}": call for (fmt, how), call in calls.items()}
-    times = take_turns(named, device=device, seconds=seconds)
+    times = take_turns(named, device=device, seconds=seconds, turn=STEADY)
     base = times.get(f"fp32/{NATIVE}", [])
     found = [_rate(work, fmt, how, times[f"{fmt}/{how}"], base) for fmt, how in calls]
     unit = "GFLOP/s" if work.operations else "GB/s"
@@ -174,7 +174,7 @@ def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> lis
     for low in _LOW:
         calls[f"{CAST_DOWN}/{low}"] = _copied(numbers, _DTYPES[low])
         calls[f"{CAST_UP}/{low}"] = _copied(numbers.to(_DTYPES[low]), FP32.dtype)
-    times = take_turns(calls, device=device, seconds=seconds)
+    times = take_turns(calls, device=device, seconds=seconds, turn=STEADY)
     return [
         Rate(
             f"{work}, {numbers.numel():,} numbers",
