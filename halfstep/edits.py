@@ -206,7 +206,7 @@ ScalingKind = Literal["none", "static", "dynamic"]
 
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-_USED_BY = {"none": ("kind",), "static": ("kind", "init")}
+_USED_BY = {"none": ("kind",), "static": ("kind", "init")}  # the fields of the kinds that do not adapt
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,27 @@ class Scaling:
         self._set("backoff", real("scale backoff", self.backoff, low=SMALLEST_SCALE, high=1.0))
         self._set("growth_interval", count("scale growth_interval", self.growth_interval))
         self._set("hysteresis", count("scale hysteresis", self.hysteresis))
-        if self.kind == "dynamic":
+        if self.adapts:
             self._check_schedule()
         else:
             self._check_unused()
 
     __repr__ = _code
+
+    @property
+    def active(self) -> bool:
+        """Whether a loss is scaled at all."""
+        return self.kind != "none"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the scale follows overflows by itself, within [`min`, `max`]."""
+        return self.kind not in _USED_BY
+
+    @property
+    def first(self) -> float:
+        """The scale of the first step; 1 where there is none."""
+        return self.init if self.active else 1.0
 
     def _set(self, name: str, value: float) -> None:
         object.__setattr__(self, name, value)

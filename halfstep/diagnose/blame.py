@@ -366,7 +366,7 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
     try:
         with rehearsal.under(plan) as trial:
             at = _scale_under(plan.scale, scale)
-            least = plan.scale.min if plan.scale.kind == "dynamic" else at
+            least = plan.scale.min if plan.scale.adapts else at
             recorder = CastRecorder(Places(trial.roots), plan.low)
             run = _first_run(trial, at, least=least, recorder=recorder)
             if run.lower is not None:  # a scale that will come down cures it by itself
@@ -384,6 +384,6 @@ def _scale_under(scaling: Scaling, scale: float) -> float:
 
     Above its floor, where a dynamic one has come down to that: the scale is to grow again.
     """
-    if scaling.kind == "dynamic":
+    if scaling.adapts:
         return min(max(scale, OF_FLOOR * scaling.min), scaling.max)
-    return 1.0 if scaling.kind == "none" else scaling.init
+    return scaling.first

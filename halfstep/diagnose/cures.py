@@ -119,9 +119,9 @@ def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> 
 
     From an estimate a scale is to come down by itself: it is that of one operation, and later ones may need less.
     """
-    if not estimated and scaling.kind != "dynamic":
+    if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)
-    own = scaling if scaling.kind == "dynamic" else Scaling("dynamic")
+    own = scaling if scaling.adapts else Scaling("dynamic")
     floor = min(own.min, lower / _WAY_DOWN if estimated else lower, 1.0)
     return (replace(own, init=lower, min=floor, max=max(own.max, lower)),)
 

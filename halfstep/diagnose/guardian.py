@@ -191,7 +191,7 @@ class Guardian:
         self._on_failure = on_failure
         self.pending: BaseException | None = None
         scaling = stage.plan.scale
-        self._floor = scaling.min if scaling.kind == "dynamic" else 0.0
+        self._floor = scaling.min if scaling.adapts else 0.0
         self._counter = Counter(stage.device, self._floor, scaling.growth)
         self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
@@ -328,7 +328,7 @@ class Guardian:
         plan = self._stage.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries it")
         lower = _Lower.estimate(found, plan.low, scale)
-        dynamic = plan.scale.kind == "dynamic"
+        dynamic = plan.scale.adapts
         lives_at_floor = self._counter.lives_at_floor(self._about) and scale <= self._floor * plan.scale.growth
         floor = scale if lives_at_floor else self._floor
         comes_down = dynamic and scale > floor

@@ -44,4 +44,4 @@ class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's clas
 
 def keeps_scale(scaling: Scaling, scale: float) -> bool:
     """Tells whether a loss scale that passes leaves a dynamic one room above its floor."""
-    return scaling.kind != "dynamic" or scale >= min(OF_FLOOR * scaling.min, scaling.max)
+    return not scaling.adapts or scale >= min(OF_FLOOR * scaling.min, scaling.max)

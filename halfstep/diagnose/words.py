@@ -318,7 +318,7 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.untried and lower is not None:
         loses = ", where it loses small gradients" if lower < 1 else ""
         return [f"a dynamic loss scale comes down from {lower:g} by itself{loses}"]
-    if plan is None or lower is None or plan.scale.kind != "dynamic":
+    if plan is None or lower is None or not plan.scale.adapts:
         if lower is not None and lower < 1:
             return [
                 f"use a loss scale of {lower:g} or less, or a dynamic one with a min as low; small gradients are lost"

@@ -256,7 +256,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         SetupError: names the optimizer and the reason.
     """
     for optimizer in optimizers:
-        if plan.param == "full" and plan.scale.kind == "none":
+        if plan.param == "full" and not plan.scale.active:
             continue
         why = (
             "its closure would need the low weights while the update needs the masters"

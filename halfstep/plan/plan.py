@@ -111,7 +111,7 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         "meet them in matrix products and fail; give ops 'table', as O2 does",
     ),
     (
-        lambda plan: plan.ops == "none" and plan.scale.kind != "none",
+        lambda plan: plan.ops == "none" and plan.scale.active,
         "a loss scale keeps low-precision gradients from underflow, but with ops 'none' no gradient is in low "
         "precision; give scale kind 'none', or level O1",
     ),

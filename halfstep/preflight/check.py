@@ -337,7 +337,7 @@ def _losses(setup: Setup) -> Iterator[Finding]:
 def _scale(setup: Setup) -> Iterator[Finding]:
     """fp16 gradients that nothing scales."""
     scale = setup.plan.scale
-    unscaled = scale.kind == "none" or (scale.kind == "static" and scale.init == 1)
+    unscaled = not scale.adapts and scale.first == 1
     if setup.plan.ops != "none" and setup.plan.low is FP16 and unscaled and setup.optimizers:
         yield Finding(
             "note",

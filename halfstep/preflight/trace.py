@@ -342,7 +342,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "halfstep.blame(session, closure) finds the operation and a cure",
         )
         return
-    if loss.dtype is torch.float16 and scale.kind == "static" and scale.init > FP16_LOSS_CEILING:
+    if loss.dtype is torch.float16 and not scale.adapts and scale.first > FP16_LOSS_CEILING:
         yield Finding(
             "error",
             "scale too high",
@@ -352,12 +352,12 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             (Scaling("static", init=FP16_LOSS_CEILING),),
         )
     bad = [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
-    if bad and scale.kind != "dynamic":
+    if bad and not scale.adapts:
         yield Finding(
             "warning",
             "gradients not finite",
             "the backward pass",
-            f"{len(bad)} of {len(params)} gradients are not finite at a loss scale of {scale.init:g}, which stays",
+            f"{len(bad)} of {len(params)} gradients are not finite at a loss scale of {scale.first:g}, which stays",
             "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
-            (Scaling("dynamic"),) if scale.kind == "static" else (),
+            (Scaling("dynamic"),) if scale.active else (),
         )

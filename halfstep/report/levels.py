@@ -52,4 +52,4 @@ def _pair(first: str, second: str) -> str:
 
 
 def _scale(scaling: Scaling) -> str:
-    return f"{scaling.init:g}" if scaling.kind == "static" else scaling.kind
+    return f"{scaling.init:g}" if scaling.active and not scaling.adapts else scaling.kind

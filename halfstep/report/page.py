@@ -372,7 +372,7 @@ def _plan(entries: dict[str, Any]) -> str:
         "operations by the table" if plan.ops == "table" else "operations as written",
         f"norms {plan.norms}",
         f"masters {plan.master}",
-        "no loss scale" if plan.scale.kind == "none" else f"{plan.scale.kind} loss scale from {plan.scale.init:g}",
+        f"{plan.scale.kind} loss scale from {plan.scale.init:g}" if plan.scale.active else "no loss scale",
     ]
     rules = [rule.pattern for rule in plan.rules]
     return ", ".join(parts) + (f"; rules on {', '.join(rules)}" if rules else "")

@@ -30,7 +30,7 @@ class LossScales:
     @property
     def active(self) -> bool:
         """Whether a scale can differ from 1."""
-        return self._scaling.kind != "none"
+        return self._scaling.active
 
     def of(self, loss_id: int) -> Scale:
         """Returns the scale of a loss.
@@ -48,7 +48,7 @@ class LossScales:
 
     def _first(self) -> Scale:
         """Returns what the scale of a new loss is."""
-        shared = self._scaling.kind != "dynamic" and self._scales
+        shared = not self._scaling.adapts and self._scales
         scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
         if self.ceiling is not None:
             scale.limit(self.ceiling)
@@ -110,7 +110,7 @@ class LossScales:
         _check(loss_id)
         if loss_id in self._scales:
             return float(self._scales[loss_id].value)
-        return self._scaling.init if self._scaling.kind != "none" else 1.0
+        return self._scaling.first
 
     def read_all(self) -> dict[int, float]:
         """Returns the scales of all losses that came, by `loss_id`; waits for the device."""

@@ -36,7 +36,7 @@ class Stage:
     def backward(self, loss: Tensor, scale: float) -> None:
         """Runs the backward pass of a loss times a scale, as training would, and keeps its graph."""
         low_loss = loss.dtype is torch.float16 or self.scales.ceiling is not None  # one that a forward returned
-        if low_loss and self.plan.scale.kind == "dynamic":
+        if low_loss and self.plan.scale.adapts:
             scale = min(scale, FP16_LOSS_CEILING)
         with self.casting.backward():
             begin_pass(lambda: (wide(loss) * scale).backward(retain_graph=True))  # type: ignore[no-untyped-call]

@@ -189,7 +189,7 @@ def make_plan(
     if properties.patch_torch_functions:
         plan = replace(level("O1", low), scale=scaling, output=_output(cast_model_outputs, low))
         return plan.edit(*(OpChange("deny", op) for op in DENIED), *changes)
-    if scaling.kind == "static" and scaling.init == 1.0 and cast_model_outputs is None:
+    if not scaling.adapts and scaling.first == 1.0 and cast_model_outputs is None:
         return level("O0", low)
     plan = replace(level("O1", low), name="O0", scale=scaling, output=_output(cast_model_outputs, low))
     return plan.edit(Rule("", FULL))

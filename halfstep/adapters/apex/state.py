@@ -210,7 +210,7 @@ class LossScaler:
     @property
     def dynamic(self) -> bool:
         """Whether overflows change it."""
-        return self._trained.session.plan.scale.kind == "dynamic"
+        return self._trained.session.plan.scale.adapts
 
     def loss_scale(self) -> float:
         """Returns the scale."""

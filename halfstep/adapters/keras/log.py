@@ -55,7 +55,7 @@ class StepLog:
         self.log = RunLog(path)
         self.log.record(SessionStart(to_dict(plan), _device(), emulated=False, modules=modules))
         self.number = 0
-        self.scale, self._skipped = float(optimizer.scaling.init if optimizer.scaling.kind != "none" else 1.0), 0
+        self.scale, self._skipped = float(optimizer.scaling.first), 0
         if optimizer.built:  # a run that goes on counts on
             self.number, self.scale, self._skipped, _ = self._read(optimizer.variables)
 
@@ -183,7 +183,7 @@ class LogCallback(keras.callbacks.Callback):
         found = self._run_again(_gradients, carried) if steps.due() else None
         skipped = steps.step(self._loss(), found)
         scaling = self.model.optimizer.scaling
-        if skipped and (scaling.kind != "dynamic" or carried <= scaling.min):
+        if skipped and (not scaling.adapts or carried <= scaling.min):
             self._blame(carried)
 
     def _loss(self) -> float | None:

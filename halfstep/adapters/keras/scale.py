@@ -49,8 +49,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{inner_optimizer!r:.80} is no optimizer of Keras; give one, such as keras.optimizers.Adam(1e-3)"
             )
         scaling = as_scaling(scaling)
-        first = 1.0 if scaling.kind == "none" else scaling.init
-        super().__init__(inner_optimizer, first, scaling.growth_interval, name=name)
+        super().__init__(inner_optimizer, scaling.first, scaling.growth_interval, name=name)
         self.scaling = scaling
         self._seen = local()  # what `unscale` has found; each replica runs in a thread
 
@@ -138,7 +137,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         self.grad_norm.assign(norm)
         self.skipped.assign_add(ops.cast(found, self.skipped.dtype))
-        if self.scaling.kind != "dynamic":
+        if not self.scaling.adapts:
             return
         variables = (self.dynamic_scale, self.step_counter, self.overflows_left)
         scale, clean, left = (ops.convert_to_tensor(v) for v in variables)

@@ -170,7 +170,7 @@ class Conversion:
         self._by_hand, self._known = None, weakref.WeakSet()
         self._initialize(roots, kept, strays=unowned(trained, roots))
         plan = self._plan
-        if self._session is not None and (plan.param == "low" or plan.scale.kind != "none"):
+        if self._session is not None and (plan.param == "low" or plan.scale.active):
             for optimizer in replaced:
                 self._undo.callback(forbid_step(optimizer, REPLACED.format(level=plan.name)))
 
@@ -230,7 +230,7 @@ class Conversion:
         if session is None or outputs is None:
             original(tensors, grad_tensors, **kwargs)
             return
-        if session.plan.scale.kind == "none":
+        if not session.plan.scale.active:
             with session.scaling(*outputs):
                 begin_pass(partial(original, tensors, grad_tensors, **kwargs))
         else:
