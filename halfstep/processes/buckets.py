@@ -96,7 +96,9 @@ class WideSums:
 
     def release(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Returns what was held of these parameters and is still to be added to `p.grad`, after a backward pass."""
-        left = {}
+        left: dict[nn.Parameter, Tensor] = {}
+        if not (self._held or self._reduced or self._common):  # as where no wrapper sums
+            return left
         for p in parameters:
             held, was_common = self._held.pop(p, None), p in self._common
             if p in self._reduced:
