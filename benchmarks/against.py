@@ -24,10 +24,15 @@ from time import perf_counter, process_time
 HERE = Path(__file__).resolve().parent.parent
 LEVELS = ("O1", "O2")
 SMALL = "small"  # three layers, 64 wide: Python is all that it costs
+STEP = "step"  # 13 million weights and one input: reading gradients and the update are nearly all that it costs
+PROBE = "probe"  # char_lm, with every tensor looked at in every step
+CHAR_LM = {"d": "128", "layers": "2"}
 # Settings that make a step a tenth of a second or so, and how many steps are a block.
 ROWS: dict[str, tuple[dict[str, str], int]] = {
     SMALL: ({}, 100),
-    "char_lm": ({"d": "128", "layers": "2"}, 2),
+    STEP: ({}, 2),
+    "char_lm": (CHAR_LM, 2),
+    PROBE: (CHAR_LM, 2),
     "cifar_resnet": ({"batch": "8"}, 1),
     "imdb_lstm": ({"batch": "8"}, 1),
 }
@@ -43,7 +48,11 @@ def work() -> None:
 
     assert Path(halfstep.__file__).is_relative_to(root), halfstep.__file__
     torch.set_num_threads(threads)
-    step = _small(level, low) if row == SMALL else _workload(row, level, low, data)
+    if row in (SMALL, STEP):
+        width, batch = (64, 32) if row == SMALL else (2048, 1)
+        step = _layers(level, low, width, batch)
+    else:
+        step = _workload(row, level, low, data)
     for _ in range(2 * steps):
         step()
     print("ready", flush=True)
@@ -55,23 +64,17 @@ def work() -> None:
         print(clock() - start, flush=True)
 
 
-def _small(level: str, low: str) -> Callable[[], None]:
+def _layers(level: str, low: str, width: int, batch: int) -> Callable[[], None]:
     import torch
 
     import halfstep
 
     torch.manual_seed(0)
-    layers = [
-        torch.nn.Linear(64, 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 64),
-    ]
+    layers = [each for _ in range(3) for each in (torch.nn.Linear(width, width), torch.nn.ReLU())][:-1]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     session = halfstep.initialize(model, optimizer, level, low=low)
-    inputs, targets = torch.randn(32, 64), torch.randn(32, 64)
+    inputs, targets = torch.randn(batch, width), torch.randn(batch, width)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -86,11 +89,14 @@ def _workload(row: str, level: str, low: str, data: str | None) -> Callable[[], 
     from halfstep.workloads.load import load_workload
 
     settings, _ = ROWS[row]
-    own_text = row == "char_lm" or data is None  # it comes with halfstep
-    workload = load_workload(row, settings, data=None if own_text else Path(data))
+    name = "char_lm" if row == PROBE else row
+    own_text = name == "char_lm" or data is None  # it comes with halfstep
+    workload = load_workload(name, settings, data=None if own_text else Path(data))
     model = workload.build(0)
     optimizer = workload.optimizer(model, fused=False)
     session = halfstep.initialize(model, optimizer, level, low=low)
+    if row == PROBE:
+        session.observe(every=1)
     batches = list(islice(workload.batches(0), 8))
     turns = iter(range(10**9))
 

@@ -41,6 +41,7 @@ ROWS: dict[str, dict[str, object]] = {
     "all five kinds": {"every": 1, "tensors": ALL},
     f"four kinds, sample {SAMPLE:,}": {"every": 1, "sample": SAMPLE},
     f"all five kinds, sample {SAMPLE:,}": {"every": 1, "tensors": ALL, "sample": SAMPLE},
+    "absorbed alone": {"every": 1, "tensors": (), "absorbed": True},
 }
 CYCLE_ROWS: dict[str, dict[str, object]] = {
     f"every {CYCLE}, absorbed alone": {"every": CYCLE, "tensors": (), "absorbed": True},
