@@ -15,7 +15,7 @@ from halfstep.cli.options import check_page, check_writable, write_json, write_p
 from halfstep.cli.screen import stderr, stdout
 from halfstep.machine import read_machine
 from halfstep.report import compute
-from halfstep.report.json import compute_json
+from halfstep.report.json import to_json
 
 # What measures, then the table, the sentence and the charts of what it returns.
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., str], Callable[..., Any]]] = {
@@ -41,7 +41,7 @@ def run_compute(name: str, device: torch.device, *, command: str, json: Path | N
     stdout().print(table, "", headline_of(found), sep="\n")
     machine = read_machine(device)
     if json is not None:
-        write_json(json, compute_json(found, machine=machine, command=command))
+        write_json(json, to_json({"command": command, "machine": machine, "rows": found}))
     if page is not None:
         facts = [("command", command), ("machine", f"{machine.device}, {machine.processor}"),
                  ("threads", str(machine.threads)), ("torch", machine.torch)]  # fmt: skip
