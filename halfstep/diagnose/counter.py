@@ -112,8 +112,7 @@ def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
     """Returns steps whose tensors are on the host when the event has come."""
     skips = torch.stack([skipped for _, skipped, _ in steps]).to(torch.float32)
     both = torch.cat((skips, torch.stack([t for _, _, scales in steps for t in scales.values()])))
-    host = torch.empty(both.shape, dtype=torch.float32, device="cpu", pin_memory=True)
-    own = host.copy_(both, non_blocking=True).unbind()
+    own = both.to("cpu", non_blocking=True).unbind()
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     values = iter(own[len(steps) :])

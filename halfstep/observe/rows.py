@@ -156,10 +156,7 @@ def format_name(dtype: torch.dtype) -> str:
 
 def _on_its_way(values: Tensor) -> Tensor:
     """Returns values that are on the host when the events of their stream have passed; on other devices, themselves."""
-    if not values.is_cuda:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    return host.copy_(values, non_blocking=True)
+    return values.to("cpu", non_blocking=True) if values.is_cuda else values
 
 
 def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Observation:

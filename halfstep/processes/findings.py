@@ -105,9 +105,8 @@ class LateNumbers:
         if flags.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return []
-            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+            host = flags.to("cpu", non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            host.copy_(flags, non_blocking=True)
             event.record()
             self._coming.append((host, event))
             if len(self._coming) <= LAG:

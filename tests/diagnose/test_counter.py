@@ -63,10 +63,8 @@ class Late:
 
 
 def test_what_is_still_on_its_way_from_a_gpu_is_not_waited_for(monkeypatch):
-    empty = torch.empty
     monkeypatch.setattr(torch.cuda, "Event", Late)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
     monkeypatch.setattr(Late, "come", False)
     counter = Counter(torch.device("cuda"), 1.0)
     assert counted(counter, [0] + [1] * (3 * WINDOW), 2.0) == []
