@@ -444,11 +444,6 @@ class _Joined(JoinHook):
         self._replicas.end_join(self._wrapper, is_last_joiner)
 
 
-def own_rank() -> int:
-    """Returns the number of this process in its group, 0 where it is alone."""
-    return dist.get_rank() if group_is_open() else 0
-
-
 def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Returns who reduces gradients of the models' parameters; nobody but the garbage collector knows them all."""
     if not group_is_open():
