@@ -32,7 +32,7 @@ class Part:
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns what the optimizer updates, in its order."""
-        return _parameters(self.optimizer)
+        return updated_by(self.optimizer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def make_part(
     """
     return Part(
         optimizer,
-        GradientLedger(lambda: _parameters(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
+        GradientLedger(lambda: updated_by(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )
@@ -195,5 +195,6 @@ def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: T
     return found
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns what an optimizer updates, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
