@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -70,11 +69,6 @@ class Findings:
         off by less than n units in 2**53.
         """
         return self.square.sqrt().float()
-
-
-def bytes_of_sum(parameters: int, size: int) -> int:
-    """Returns the bytes of the vector that `size` processes sum in a step of so many parameter tensors."""
-    return 8 * (1 + math.ceil((parameters + LOSSES) / _room(size)[1]) + size)
 
 
 def _room(size: int) -> tuple[int, int]:
