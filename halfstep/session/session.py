@@ -29,7 +29,6 @@ from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
-from halfstep.optim.steppers import needs_closure
 from halfstep.plan.fit import STATE_SCHEMA, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
@@ -621,7 +620,7 @@ class Session:
             SessionError: the session is closed, or for inference, which makes no steps.
         """
         self._check_open()
-        if all(needs_closure(part.optimizer) for part in self._parts):
+        if not self._stepping:
             raise SessionError(
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
