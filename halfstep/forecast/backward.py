@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.emulate import PRODUCTS
-from halfstep.diagnose.closure import graph_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.formats import Format
 from halfstep.modes import as_called
 from halfstep.observe.places import Places
 from halfstep.plan.matching import uncompiled
+from halfstep.scale.leaves import graph_nodes
 from halfstep.torch_internals import (
     TorchDispatchMode,
     next_sequence_number,
@@ -99,7 +99,7 @@ def _without_onednn() -> Iterator[None]:
 def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Shows `see` each gradient that reaches an autograd node of a loss in a backward pass inside the `with`."""
     with ExitStack() as undo:
-        for node in graph_nodes(loss):
+        for node in graph_nodes([loss]):
             undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
         yield
 
