@@ -91,7 +91,6 @@ class OverflowTrail(Generic[T]):
 
     def __init__(self) -> None:
         self.found: list[Absorbed[T]] = []
-        self.reruns = 0
         self._shadows: dict[int, _Shadow[T]] = {}  # by the memory of a tensor, which its views share
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
@@ -126,7 +125,6 @@ class OverflowTrail(Generic[T]):
         """Returns what an operation gives in fp32, with `values` for the arguments of these ids; [] where it cannot."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return []
-        self.reruns += 1
         args, kwargs = widened(func, (tuple(args), dict(kwargs)), values, torch.float32)
         try:
             return _floats(func, args, kwargs, func(*args, **kwargs))
