@@ -220,8 +220,7 @@ class Replicas:
         A collective call, which waits for the device.
         """
         numbers = [int(_number_of(self._held(p))) for p in self._alike]
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, numbers, group=self._group)
+        found = told_by_all(numbers, self._group)
         others = {
             self._replica.name_of(p): [rank for rank, theirs in enumerate(found) if theirs[i] != first]
             for i, (p, first) in enumerate(zip(self._alike, found[0], strict=True))
