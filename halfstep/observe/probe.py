@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class Watch(Protocol):
         """Ends this where the step was not made."""
 
 
-class Probe:
+class Probe(AbstractContextManager["Probe"]):
     """Looks at some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
     It looks at the first step after it was made, and then at those whose number `every` divides. Where only some of
@@ -158,9 +158,6 @@ class Probe:
         if subject not in self._said:
             self._said.add(subject)
             _LOG.warning(notice)
-
-    def __enter__(self) -> Probe:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
