@@ -51,9 +51,6 @@ class StepRows:
         self._source: tuple[Tensor, int] | None = None  # of the last scale
         self._lock = threading.Lock()  # backward runs in a thread a device
 
-    def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
-
     def add_scale(self, scale: Tensor) -> int:
         """Notes the present value of a loss scale, a tensor that is changed in place, and returns its number."""
         source = self._source
