@@ -123,8 +123,6 @@ def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
 
 
 def _number(t: Tensor) -> float:
-    """Returns what a 0-dim bool or fp32 tensor holds; on a CPU it lies there, and to read it is no operation."""
-    if t.device.type != "cpu":
-        return float(t)
+    """Returns what a 0-dim bool or fp32 tensor on the host holds; it lies there, and to read it is no operation."""
     kind = c_bool if t.dtype is torch.bool else c_float
     return float(kind.from_address(t.data_ptr()).value)

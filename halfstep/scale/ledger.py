@@ -363,8 +363,6 @@ def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
 
 def _inverse(scale: Tensor) -> Tensor:
     """Returns the reciprocal, correctly rounded."""
-    if scale.device.type == "mps":
-        return scale.reciprocal()
     return scale.double().reciprocal().float()
 
 

@@ -5,24 +5,12 @@ import torch
 
 from halfstep.diagnose.counter import WINDOW, Counter
 
-
-class Elsewhere(torch.Tensor):
-    """A tensor of a device that is neither a CPU nor CUDA: its memory is not the host's."""
-
-    @property
-    def device(self):
-        return torch.device("xpu")
-
-    def data_ptr(self):
-        raise RuntimeError("not on the host")
-
-
 PARTS = (object(),)
 
 
-def counted(counter, flags, scale, tensor=lambda t: t):
+def counted(counter, flags, scale):
     """Gives a counter steps at one scale; returns the numbers of those after which it asks for a look."""
-    steps = [counter.count(PARTS, tensor(torch.tensor(bool(flag))), {0: tensor(torch.tensor(scale))}) for flag in flags]
+    steps = [counter.count(PARTS, torch.tensor(bool(flag)), {0: torch.tensor(scale)}) for flag in flags]
     return [number for number, found in enumerate(steps, 1) if found is not None]
 
 
@@ -43,11 +31,6 @@ def test_skips_are_counted_in_a_row(flags, looks):
 @pytest.mark.parametrize(("scale", "looks"), [(1.0, [WINDOW + 1]), (1.5, [])])
 def test_one_skip_is_enough_where_the_scale_lies_at_its_floor(scale, looks):
     assert counted(Counter(torch.device("cpu"), 1.0), [0, 1] + [0] * 20, scale) == looks
-
-
-def test_counters_of_other_devices_are_waited_for():
-    found = counted(Counter(torch.device("xpu"), 1.0), [1] * 10, 2.0, lambda t: t.as_subclass(Elsewhere))
-    assert found == [WINDOW + 1]
 
 
 class Late:
