@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
@@ -26,7 +26,6 @@ from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format
 from halfstep.modes import as_called, run_uncompiled, take_off
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.pages import NAN, more
 from halfstep.processes.shards import local
@@ -68,11 +67,11 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
     be made there. `waiting` ends where that is too much, as of a loop that prepares a data set.
     """
 
-    def __init__(self, places: Places, *, on: bool) -> None:
-        super().__init__(places, on=on)
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__(roots)
         self.spent = 0
         self.carried: list[tuple[int, Tensor]] = []
-        self.ended = self.too_many = False
+        self.on = self.ended = self.too_many = False
         self.waiting = True
 
     def __torch_dispatch__(
@@ -140,7 +139,7 @@ class Armed:
     """
 
     def __init__(self, stage: Stage, patience: int, give_up: Callable[[], None]) -> None:
-        self.recorder = Watching(Places(stage.roots), on=False)
+        self.recorder = Watching(stage.roots)
         self.lost = self.passed = False
         self._patience, self._give_up = patience, give_up
         self._thread = threading.get_ident()

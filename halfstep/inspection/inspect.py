@@ -16,7 +16,6 @@ from halfstep.inspection.meter import Call, Meter, Place
 from halfstep.inspection.savings import Step, savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
-from halfstep.observe.places import Places
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.session.session import Session
 
@@ -47,7 +46,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
             run()
 
         def metered(low_at: Collection[Place] = ()) -> Meter:
-            meter = Meter(Places(rehearsal.roots), device, low_at)
+            meter = Meter(rehearsal.roots, device, low_at)
             run(rehearsal.recording(meter))
             return meter
 

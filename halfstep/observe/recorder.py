@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called
@@ -131,17 +131,17 @@ class _Read:
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Notes the operations of one forward and backward pass; may be entered again inside itself.
+    """Notes the operations of one forward and backward pass of the models `roots`; may be entered again inside itself.
 
     Where another mode lies between two of its entries, as emulation does, it notes what the inner entry sees: the
     operations as the model called them. Where it is not `on` it does nothing. `trail` follows what overflows.
     """
 
-    def __init__(self, places: Places, *, on: bool = True) -> None:
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places = places
+        self.places = Places(roots)
         self.trail: OverflowTrail[Note] = OverflowTrail()
-        self.on = on
+        self.on = True
         self.communicated = False  # with other processes
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}

@@ -74,7 +74,7 @@ def test_a_tensor_without_memory_of_its_own_is_none_of_the_model():
 
 def test_the_code_of_a_workload_is_like_any_users():
     model = CharLM(d=8, heads=2, layers=1, length=4).build(0)
-    recorder, tokens = OpRecorder(Places([model])), torch.zeros(1, 4, dtype=torch.int64)
+    recorder, tokens = OpRecorder([model]), torch.zeros(1, 4, dtype=torch.int64)
     with recorder:
         model(tokens)
     lines = {note.line.partition(":")[0] for note in recorder.notes if note.line is not None}
