@@ -1,4 +1,4 @@
-"""The optimizers of a session, each with the books of its gradients and the way it is stepped."""
+"""The optimizers of a session, each with what adds up its gradients and the way it is stepped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
 from halfstep.plan.fit import FSDP_LINES, named
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, reshard
-from halfstep.scale.ledger import Collected, GradientLedger
+from halfstep.scale.accumulator import Collected, GradientAccumulator
 from halfstep.torch_internals import sparse_indices, sparse_values
 
 Flags = tuple[list[nn.Parameter], Tensor]  # parameters, and for each whether its gradient is not finite
@@ -26,7 +26,7 @@ class Part:
     """One optimizer of a session."""
 
     optimizer: Optimizer
-    ledger: GradientLedger
+    accumulator: GradientAccumulator
     stepper: Stepper
     needs_closure: bool
 
@@ -76,7 +76,7 @@ def make_part(
     """
     return Part(
         optimizer,
-        GradientLedger(lambda: updated_by(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
+        GradientAccumulator(lambda: updated_by(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )

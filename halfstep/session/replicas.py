@@ -21,7 +21,7 @@ from halfstep.plan.plan import Plan
 from halfstep.processes.findings import LOSSES, Findings, LateNumbers
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import is_sharded, shards
-from halfstep.scale.ledger import Collected
+from halfstep.scale.accumulator import Collected
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
 from halfstep.session.parts import Flags, Part, updated_by
@@ -147,7 +147,7 @@ def agree(
     `square` is this process's share of the squared norm (0-dim float64), and `stop` tells them that it wants all to
     stop.
     """
-    params = [part.ledger.parameters() for part in parts]
+    params = [part.accumulator.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
     ]

@@ -241,7 +241,7 @@ class Session:
         )
         undo.callback(part.stepper.close)
         if self._decision.mixed:
-            undo.callback(part.ledger.close)
+            undo.callback(part.accumulator.close)
             undo.callback(exact_state_loading(optimizer))
         if self._decision.stepping == "optimizer" and not part.needs_closure:
             undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
@@ -515,7 +515,7 @@ class Session:
             scale=max(now, float(last.scale)) if last is not None and skipped else now,
             skipped=skipped,
             bad=tuple(bad),
-            left_over=any(part.ledger.left_over for part in self._parts),
+            left_over=any(part.accumulator.left_over for part in self._parts),
             first_loss=first if math.isfinite(first) else None,
         )
 

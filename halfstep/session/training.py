@@ -24,8 +24,8 @@ from halfstep.optim.update_watch import UpdateWatch
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import Unreduced, is_sharded, reshard
 from halfstep.records import StepRecord
+from halfstep.scale.accumulator import Collected
 from halfstep.scale.buffers import BufferGuard
-from halfstep.scale.ledger import Collected
 from halfstep.scale.loss import overflowed, poisoned, scaled
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
@@ -86,7 +86,7 @@ class PlainTraining:
         """Clips as torch does, and steps each optimizer by its own `step`."""
         norm = None
         self._replacements.look([p for part in parts for p in part.parameters() if p.grad is None])
-        collected = [part.ledger.collect() if self.probes.looking else self._nothing for part in parts]
+        collected = [part.accumulator.collect() if self.probes.looking else self._nothing for part in parts]
         read_for(self.probes, collected)
         if max_norm is not None:
             reshard(self.roots)
@@ -165,21 +165,21 @@ class MixedTraining:
         self._unmade = None
         self.replicas.sums.before_backward()
         for part in self.parts:
-            part.ledger.before_backward(loss_id, scale.value)
+            part.accumulator.before_backward(loss_id, scale.value)
 
     def _undo(self) -> None:
         for part in self.parts:
-            part.ledger.undo_backward()
+            part.accumulator.undo_backward()
 
     def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None, unscale: bool = True) -> None:
         for part in self.parts:
-            part.ledger.after_backward(loss_id, scale.value, not_finite)
+            part.accumulator.after_backward(loss_id, scale.value, not_finite)
         self.scales.went_backward(loss_id)
 
     def unscale_(self) -> None:
         """Makes the gradients in `p.grad` true fp32 ones."""
         for part in self.parts:
-            part.ledger.unscale_()
+            part.accumulator.unscale_()
 
     def step(
         self, parts: list[Part], number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool
@@ -190,7 +190,7 @@ class MixedTraining:
         What is raised here was raised before a part has stepped; what came later is in the result.
         """
         self.casting.weights_changed()
-        collected = [part.ledger.collect() for part in parts]
+        collected = [part.accumulator.collect() for part in parts]
         self._replacements.look([p for held in collected for p in held.absent])
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
@@ -216,7 +216,7 @@ class MixedTraining:
             self._unmade = parts[count:], agreed.rest(count), self._unmade[2][count:]
         parts, collected = parts[:count], collected[:count]
         for part in parts:
-            part.ledger.consumed()
+            part.accumulator.consumed()
         self.buffers.restore(found)
         self.scales.update(collected, [reading.found for reading in agreed.readings[:count]])
         synced = any([part.stepper.syncs for part in parts])
