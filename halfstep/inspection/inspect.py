@@ -34,7 +34,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         SetupError: the model is sharded.
     """
     check_given("inspect", session, closure)
-    device, scale = session.stage.device, session.last_step().scale
+    device, scale = session.runtime.device, session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
 
         def run(recorded: AbstractContextManager[Any] = nullcontext()) -> None:  # noqa: B008  # one that does nothing
@@ -59,7 +59,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     return Inspection(
         level=session.plan.name,
         low=session.plan.low.name,
-        emulated=session.stage.casting.emulates,
+        emulated=session.runtime.casting.emulates,
         seconds=step.seconds,
         rows=_rows(meter, step.seconds),
         casts=_casts(meter.calls),

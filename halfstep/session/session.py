@@ -52,7 +52,7 @@ from halfstep.scale.scales import LossScales
 from halfstep.session.decide import Decision, check_training, decide_for_copies, say_what_steps_itself
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.replicas import SharedState
-from halfstep.session.stage import Stage
+from halfstep.session.runtime import Runtime
 from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
 from halfstep.torch_internals import parameters_of
 
@@ -129,7 +129,9 @@ class Session:
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
-        self.stage = Stage(plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing)
+        self.runtime = Runtime(
+            plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing
+        )
         try:
             self._open()
             names = self.assignment.names()
@@ -635,7 +637,7 @@ class Session:
             tensors=tensors,
             sample=sample,
             deliver=deliver,
-            absorbed=self.stage.under if absorbed and self._decision.mixed else None,
+            absorbed=self.runtime.under if absorbed and self._decision.mixed else None,
         )
         self._probes.add(probe)
         return probe

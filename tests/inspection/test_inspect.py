@@ -272,7 +272,7 @@ def test_an_fp32_stream_is_named_with_what_the_step_takes_without_it(add, what, 
     assert ("input='low'" in saving.advice) == ("input" in what)
     assert saving.place.startswith("(model), test_inspect.py:")
     with session_of(Stream(lambda self, h, x: h + (x if "input" in what else self.pe).to(h.dtype)), level) as session:
-        kept = session.stage.roots[0]
+        kept = session.runtime.roots[0]
         low = halfstep.inspect(session, lambda: kept(x).square().mean())
     gone = sum(row.calls for row in found.rows) - sum(row.calls for row in low.rows)
     assert saving.seconds == gone + 1 > 4  # the cast of what is added is within its operation
