@@ -77,7 +77,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
         super().__init__(roots)
         self.calls: list[Call] = []
-        self.streams = Streams(self.places)
+        self.streams = Streams(self.locator)
         self._device, self._low_at = device, low_at
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -98,7 +98,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self._follow(note, func, tensors, made)
         done = flops(func, args, kwargs, result)
-        known = self.places.tensor(given[-1]) if given else None
+        known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
         kept = done or parameter
         call = Call(

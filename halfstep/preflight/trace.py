@@ -98,7 +98,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         super().__init__(roots)
         self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
-        self._streams = Streams(self.places)
+        self._streams = Streams(self.locator)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -164,7 +164,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         if self._failed is not None and self._failed[2] is error:
             note, formats, _ = self._failed
             return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
-        place = self.places.of_error(error.__traceback__)
+        place = self.locator.of_error(error.__traceback__)
         last = self.notes[-1] if self.notes else None
         backward = last is not None and last.phase == "backward"
         if backward and place.module is None and last is not None:
