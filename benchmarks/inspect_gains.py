@@ -105,7 +105,7 @@ def _session(model: nn.Module, plan: object, **how: object) -> halfstep.Session:
 
 
 def _loss(session: halfstep.Session, x: Tensor) -> Tensor:
-    return session.stage.roots[0](x).float().square().mean()
+    return session.runtime.roots[0](x).float().square().mean()
 
 
 def _plants() -> Iterator[tuple[str, tuple[Saving | None, float]]]:

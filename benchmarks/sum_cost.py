@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from halfstep.machine import read_machine
-from halfstep.processes.findings import bytes_of_sum
+from halfstep.processes.findings import LOSSES, Findings
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PARAMETERS = 291  # tensors of a Llama of 7 billion weights
@@ -49,7 +49,10 @@ def tree(size: int, numbers: np.random.Generator, message: float, trials: int) -
 
 def row(size: int, trials: int) -> dict[str, float]:
     """Returns the figures of one number of processes; times in microseconds."""
-    sent = bytes_of_sum(PARAMETERS, size)
+    own = torch.zeros(size, dtype=torch.bool)
+    same = torch.zeros(2, size, dtype=torch.float64)
+    flags = torch.zeros(PARAMETERS, dtype=torch.bool), torch.zeros(LOSSES, dtype=torch.bool)
+    sent = Findings(torch.zeros(()), *flags, own, own, same).packed().nbytes
     times = tree(size, np.random.default_rng(0), sent / BANDWIDTH, trials) + KERNELS
     hops = 2 * math.log2(size)
     median, late = float(np.median(times)), float(np.quantile(times, 0.99))

@@ -124,5 +124,5 @@ def _close(earlier: Iterable[Session]) -> None:
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
     """Has the guardian watch the steps of a session that scales or casts, also with optimizers that come later."""
     if session.plan.ops != "none":
-        session.watchers.append(Guardian(session.stage, session.tell, on_failure=on_failure))
+        session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
     return session

@@ -1,4 +1,4 @@
-"""Marks on the stack of calls, by which `observe/places.py` tells halfstep's own frames from those of a model."""
+"""Marks on the stack of calls, by which `observe/locator.py` tells halfstep's own frames from those of a model."""
 
 from __future__ import annotations
 

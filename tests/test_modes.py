@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep import FP16
 from halfstep.cast.emulate import Emulation
 from halfstep.modes import as_called, run_uncompiled, uncompiled
+from tests.preflight.planted import product
 
 
 def stance() -> str:
@@ -141,11 +142,6 @@ def test_a_release_in_the_middle_of_another_is_taken(monkeypatch):
     assert stance() == "force_eager"
     release()
     assert stance() == "default"
-
-
-@torch.library.custom_op("halfstep_modes::product", mutates_args=())
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.mm(a, b)  # of two formats, unless autocast is on
 
 
 @torch.library.custom_op("halfstep_modes::low_product", mutates_args=())

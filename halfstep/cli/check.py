@@ -12,7 +12,7 @@ from halfstep.cli.screen import stdout
 from halfstep.initialize import initialize
 from halfstep.preflight.check import check as run_check
 from halfstep.report.check import check_text
-from halfstep.report.json import check_json
+from halfstep.report.json import to_json
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 
@@ -48,6 +48,7 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
         found = run_check(session, closure)
         stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         if json is not None:
-            write_json(json, check_json(found, workload=job.name, plan=session.plan.name, low=session.plan.low.name))
+            checked = {"workload": job.name, "plan": session.plan.name, "low": session.plan.low.name}
+            write_json(json, to_json(checked | {"findings": found}))
     if any(finding.severity == "error" for finding in found):
         raise typer.Exit(FAULTY)

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
 from halfstep.bench.compute import matrix_products, memory_by_format
 from halfstep.cli.options import check_page, check_writable, write_json, write_page
 from halfstep.cli.screen import stderr, stdout
 from halfstep.machine import read_machine
 from halfstep.report import compute
-from halfstep.report.json import compute_json
+from halfstep.report.json import to_json
+from halfstep.report.tables import plain_table
 
 # What measures, then the table, the sentence and the charts of what it returns.
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., str], Callable[..., Any]]] = {
@@ -33,15 +32,10 @@ def run_compute(name: str, device: torch.device, *, command: str, json: Path | N
     with stderr().status("starting") as status:
         found = measure(device, progress=status.update)
     header, rows = rows_of(found)
-    table = Table(box=None, padding=(0, 1))
-    for column in header:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    stdout().print(table, "", headline_of(found), sep="\n")
+    stdout().print(plain_table(header, rows), "", headline_of(found), sep="\n")
     machine = read_machine(device)
     if json is not None:
-        write_json(json, compute_json(found, machine=machine, command=command))
+        write_json(json, to_json({"command": command, "machine": machine, "rows": found}))
     if page is not None:
         facts = [("command", command), ("machine", f"{machine.device}, {machine.processor}"),
                  ("threads", str(machine.threads)), ("torch", machine.torch)]  # fmt: skip

@@ -11,7 +11,7 @@ from halfstep.cli.options import Device, check_writable, device_of, write_json
 from halfstep.cli.screen import stderr, stdout
 from halfstep.doctor.doctor import examine
 from halfstep.report.doctor import doctor_report
-from halfstep.report.json import doctor_json
+from halfstep.report.json import to_json
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")]
 Save = Annotated[bool, typer.Option("--save", help="Have later sessions on this machine decide by what is measured.")]
@@ -26,4 +26,4 @@ def doctor(device: Device = "auto", json: Json = None, save: Save = False) -> No
         found = examine(place, tell=lambda what: status.update(f"measuring {what}"), keep=save)
     stdout().print(doctor_report(found))
     if json is not None:
-        write_json(json, doctor_json(found))
+        write_json(json, to_json(found))

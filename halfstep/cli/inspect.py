@@ -14,7 +14,7 @@ from halfstep.cli.screen import stdout
 from halfstep.initialize import initialize
 from halfstep.inspection.inspect import inspect as run_inspect
 from halfstep.report.inspect import inspection_report
-from halfstep.report.json import inspection_json
+from halfstep.report.json import to_json
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 
@@ -50,4 +50,4 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
         found = run_inspect(session, closure)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         if json is not None:
-            write_json(json, inspection_json(found, workload=job.name))
+            write_json(json, to_json({"workload": job.name, **vars(found)}))

@@ -12,7 +12,7 @@ from halfstep.bench.sweep import Asked, sweep
 from halfstep.cli.options import check_page, check_writable, write_json, write_page
 from halfstep.cli.screen import progress_bar, stderr, stdout
 from halfstep.measurements import Sweep
-from halfstep.report.json import largest_json, sweep_json
+from halfstep.report.json import sweep_json, to_json
 from halfstep.report.largest import HEADER, largest_charts, largest_headline, largest_rows, largest_table, largest_words
 from halfstep.report.sweep import (
     sweep_charts,
@@ -64,7 +64,7 @@ def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | Non
         raise typer.Exit(INTERRUPTED)
     stdout().print(largest_table(found))
     if json is not None:
-        write_json(json, largest_json(found, asked=asked.words(), command=asked.command))
+        write_json(json, to_json({"command": asked.command, "asked": asked.words(), "largest": found}))
     if page is not None:
         write_page(page, asked.command, largest_headline(found), (HEADER, largest_rows(found)), largest_charts(found),
                    notes=largest_words(found), facts=list(asked.words().items()))  # fmt: skip

@@ -10,7 +10,7 @@ import typer
 from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, names, write_json
 from halfstep.cli.screen import stdout
 from halfstep.forecast.whatif import whatif as predict
-from halfstep.report.json import whatif_json
+from halfstep.report.json import to_json
 from halfstep.report.whatif import whatif_table
 from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
@@ -67,4 +67,4 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
     )
     stdout().print(whatif_table(result, modules=modules), crop=False)  # a figure is better broken than cut
     if json is not None:
-        write_json(json, whatif_json(result))
+        write_json(json, to_json(result))

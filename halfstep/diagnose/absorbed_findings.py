@@ -11,7 +11,6 @@ from halfstep.diagnose.words import place_of, which_model
 from halfstep.edits import Edit, OpChange, spell
 from halfstep.errors import HalfstepError
 from halfstep.observe.absorbed import Absorbed
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
@@ -57,7 +56,7 @@ def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
         Exception: whatever copying the model raises, or the closure.
     """
     rehearsal.rewind()
-    recorder = OpRecorder(Places(rehearsal.roots))
+    recorder = OpRecorder(rehearsal.roots)
     try:
         with rehearsal.under(plan) as trial, trial.recording(recorder):
             loss = trial.loss()

@@ -32,7 +32,6 @@ from halfstep.diagnose.words import say
 from halfstep.edits import Edit, Scaling
 from halfstep.errors import HalfstepError
 from halfstep.observe.nonfinite import nonfinite
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 from halfstep.plan.fit import named
 from halfstep.plan.levels import level
@@ -143,7 +142,7 @@ def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, record
 
     If no scale passes, the failure at the lowest one is the fault: a dynamic scale would come down and cure any other.
     """
-    recorder = recorder or OpRecorder(Places(rehearsal.roots))
+    recorder = recorder or OpRecorder(rehearsal.roots)
     with rehearsal.recording(recorder):
         try:
             loss = rehearsal.loss()
@@ -367,7 +366,7 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
         with rehearsal.under(plan) as trial:
             at = _scale_under(plan.scale, scale)
             least = plan.scale.min if plan.scale.adapts else at
-            recorder = CastRecorder(Places(trial.roots), plan.low)
+            recorder = CastRecorder(trial.roots, plan.low)
             run = _first_run(trial, at, least=least, recorder=recorder)
             if run.lower is not None:  # a scale that will come down cures it by itself
                 run = replace(run, found=None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halfstep.diagnose.rewind import is_readable
 from halfstep.errors import SessionError
 from halfstep.observe.nonfinite import unwrapped
+from halfstep.scale.leaves import leaves_of
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import tree_leaves, without_modes
 
@@ -46,8 +47,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
     """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
-    found = [node.variable for node in graph_nodes(loss) if hasattr(node, "variable")]
-    leaves = {id(leaf): leaf for leaf in [*params, *found]}
+    leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}
     kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
     for leaf, _ in kept:
@@ -57,17 +57,6 @@ def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tenso
     finally:
         for leaf, grad in kept:
             leaf.grad = grad
-
-
-def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Yields the autograd nodes that the backward pass of a loss goes through."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [following for following, _ in node.next_functions]
 
 
 class Inputs:

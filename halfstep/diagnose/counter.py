@@ -112,8 +112,7 @@ def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
     """Returns steps whose tensors are on the host when the event has come."""
     skips = torch.stack([skipped for _, skipped, _ in steps]).to(torch.float32)
     both = torch.cat((skips, torch.stack([t for _, _, scales in steps for t in scales.values()])))
-    host = torch.empty(both.shape, dtype=torch.float32, device="cpu", pin_memory=True)
-    own = host.copy_(both, non_blocking=True).unbind()
+    own = both.to("cpu", non_blocking=True).unbind()
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     values = iter(own[len(steps) :])
@@ -124,8 +123,6 @@ def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
 
 
 def _number(t: Tensor) -> float:
-    """Returns what a 0-dim bool or fp32 tensor holds; on a CPU it lies there, and to read it is no operation."""
-    if t.device.type != "cpu":
-        return float(t)
+    """Returns what a 0-dim bool or fp32 tensor on the host holds; it lies there, and to read it is no operation."""
     kind = c_bool if t.dtype is torch.bool else c_float
     return float(kind.from_address(t.data_ptr()).value)

@@ -143,7 +143,7 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
         kind = Kind.INPUT_DATA if leaf.kind == "data" else None
         return Diagnosis(kind, module, operator, phase, line, note=note, leaf=leaf)
     owner = leaf.name.rpartition(".")[0]
-    known = recorder.places.named_tensor(leaf.name)
+    known = recorder.locator.named_tensor(leaf.name)
     stored = isinstance(known, nn.Parameter) and bool(torch.isfinite(full(known)).all())
     return Diagnosis(
         Kind.OVERFLOW if stored else Kind.WEIGHTS,

@@ -43,7 +43,7 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
         raise SessionError(f"on_gathered_copy() takes an open session, not {what}; call it after halfstep.initialize")
-    roots = session.stage.roots
+    roots = session.runtime.roots
     reshard(roots)  # after an evaluation they hold whole weights
     parameters = sharded_parameters(roots)
     if not parameters:
@@ -53,7 +53,7 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
         ranks = dist.get_process_group_ranks(group)
         raise SetupError(f"rank is {rank}; the model is sharded over the processes {ranks}: give one of these")
     built: list[nn.Module] = []
-    done_alone(lambda: built.extend(_built(build, roots, session.stage.device)), rank, group)
+    done_alone(lambda: built.extend(_built(build, roots, session.runtime.device)), rank, group)
     states = [whole_state(root, rank) for root in roots]
 
     def look() -> T:

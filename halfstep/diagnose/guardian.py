@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
@@ -26,13 +26,12 @@ from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format
 from halfstep.modes import as_called, run_uncompiled, take_off
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.pages import NAN, more
 from halfstep.processes.shards import local
 from halfstep.records import Kind, NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
-from halfstep.session.stage import Stage
+from halfstep.session.runtime import Runtime
 from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack
 
 OnFailure = Literal["raise", "warn"]
@@ -68,11 +67,11 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
     be made there. `waiting` ends where that is too much, as of a loop that prepares a data set.
     """
 
-    def __init__(self, places: Places, *, on: bool) -> None:
-        super().__init__(places, on=on)
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__(roots)
         self.spent = 0
         self.carried: list[tuple[int, Tensor]] = []
-        self.ended = self.too_many = False
+        self.on = self.ended = self.too_many = False
         self.waiting = True
 
     def __torch_dispatch__(
@@ -139,8 +138,8 @@ class Armed:
     ends, it gives up: the step is a long one, or none is coming since the caller was interrupted.
     """
 
-    def __init__(self, stage: Stage, patience: int, give_up: Callable[[], None]) -> None:
-        self.recorder = Watching(Places(stage.roots), on=False)
+    def __init__(self, runtime: Runtime, patience: int, give_up: Callable[[], None]) -> None:
+        self.recorder = Watching(runtime.roots)
         self.lost = self.passed = False
         self._patience, self._give_up = patience, give_up
         self._thread = threading.get_ident()
@@ -149,8 +148,8 @@ class Armed:
         with ExitStack() as stack:
             stack.callback(finally_)
             self.recorder.__enter__()
-            stack.enter_context(stage.under(self.recorder))
-            stack.enter_context(stage.casting.before_forwards(self.forward_begins))
+            stack.enter_context(runtime.under(self.recorder))
+            stack.enter_context(runtime.casting.before_forwards(self.forward_begins))
             self._undo = stack.pop_all()
 
     def forward_begins(self) -> None:
@@ -182,17 +181,17 @@ class Guardian:
 
     def __init__(
         self,
-        stage: Stage,
+        runtime: Runtime,
         tell: Callable[[Verdict], None],
         *,
         on_failure: OnFailure,
     ) -> None:
-        self._stage, self._tell = stage, tell
+        self._runtime, self._tell = runtime, tell
         self._on_failure = on_failure
         self.pending: BaseException | None = None
-        scaling = stage.plan.scale
+        scaling = runtime.plan.scale
         self._floor = scaling.min if scaling.adapts else 0.0
-        self._counter = Counter(stage.device, self._floor, scaling.growth)
+        self._counter = Counter(runtime.device, self._floor, scaling.growth)
         self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
         self._left = 0  # steps that are still recorded where those before were fine
@@ -222,7 +221,7 @@ class Guardian:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
                 another process.
         """
-        if stopping or (self.pending is not None and not self._stage.summing()):
+        if stopping or (self.pending is not None and not self._runtime.summing()):
             self._stop(stopping, record.step)
         if self._armed is not None:
             self._after_recorded(self._armed, record, parts, scales)
@@ -249,7 +248,7 @@ class Guardian:
     def _arm_next(self) -> None:
         self._left -= 1
         self._others = 0
-        self._armed = Armed(self._stage, self._patience, self._give_up)
+        self._armed = Armed(self._runtime, self._patience, self._give_up)
 
     def _give_up(self) -> None:
         assert self._armed is not None
@@ -302,12 +301,12 @@ class Guardian:
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
         """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
-        recorder, stage = armed.recorder, self._stage
+        recorder, runtime = armed.recorder, self._runtime
         losses = [record.loss] if record.loss is not None else []
         gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
         scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
-        found = None if origin is None else diagnose(recorder, origin, stage.plan, stage.full, scale)
+        found = None if origin is None else diagnose(recorder, origin, runtime.plan, runtime.full, scale)
         if found is None or found.kind is None:
             self._say_unseen(recorder)
             self._counter.rest(self._about)
@@ -325,7 +324,7 @@ class Guardian:
         None where a lower one, which will come, is the cure, or may be that of another process: to end training at the
         same step, none of them does before the lowest scale of the step, which they have `shared`, is at its floor.
         """
-        plan = self._stage.plan
+        plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries it")
         lower = _Lower.estimate(found, plan.low, scale)
         dynamic = plan.scale.adapts
@@ -341,7 +340,7 @@ class Guardian:
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, untried_cure(plan, found, self._stage.roots), scale=scale)
+            verdict = say(found, plan, untried_cure(plan, found, self._runtime.roots), scale=scale)
             return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)
         if lives_at_floor and scale > self._floor:
@@ -352,10 +351,10 @@ class Guardian:
 
     def _of_rhythm(self, found: Diagnosis, scale: float) -> tuple[Verdict, str]:
         """Returns the verdict on a scale that passes at its floor, and is soon brought back to where it does not."""
-        scaling = self._stage.plan.scale
+        scaling = self._runtime.plan.scale
         found = replace(found, lower_scale=self._floor)
         cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
-        verdict = say(found, self._stage.plan, cure, scale=scale)
+        verdict = say(found, self._runtime.plan, cure, scale=scale)
         advice = (
             f"{spell(cure)}, so that the scale grows less often; growth_interval={scaling.growth_interval} takes it "
             f"from {self._floor:g} back to {scale:g}, where these gradients overflow"
@@ -370,7 +369,7 @@ class Guardian:
         self._said.add(key)
         self._tell(verdict)
         text = f"step {step} was skipped like those before it{about_scale}\n{verdict}\n  {more(NAN)}"
-        if self._on_failure == "raise" and not self._stage.summing():
+        if self._on_failure == "raise" and not self._runtime.summing():
             raise NumericsError(text, verdict)
         if self._on_failure == "raise":
             self.pending = NumericsError(text, verdict)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.edits import Scaling
 from halfstep.formats import Format
 from halfstep.observe.nonfinite import finite_range
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 
 _OF_RANGE = 4.0  # times as large as on this batch, an output still fits
@@ -21,8 +20,8 @@ _CASTS = ("_to_copy", "copy_")
 class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Records as any recorder, and keeps the largest magnitude that a cast wrote to `low` in the forward pass."""
 
-    def __init__(self, places: Places, low: Format) -> None:
-        super().__init__(places)
+    def __init__(self, roots: Sequence[nn.Module], low: Format) -> None:
+        super().__init__(roots)
         self._low = low
         self.largest = 0.0
 

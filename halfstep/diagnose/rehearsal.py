@@ -32,8 +32,8 @@ class Rehearsal:
     def __init__(
         self, session: Session, closure: Callable[[], Any], rewind: Callable[[], None], inputs: Inputs
     ) -> None:
-        self.plan, self.roots, self.full = session.plan, session.stage.roots, session.stage.full
-        self.recording, self.at_scale = session.stage.recording, session.stage.scales.held_at
+        self.plan, self.roots, self.full = session.plan, session.runtime.roots, session.runtime.full
+        self.recording, self.at_scale = session.runtime.recording, session.runtime.scales.held_at
         self.params = trainable(self.roots)
         self._session, self._closure = session, closure
         self._rewind, self.inputs = rewind, inputs
@@ -57,7 +57,7 @@ class Rehearsal:
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:
                 leaf.grad = None
-            self._session.stage.backward(loss, scale)
+            self._session.runtime.backward(loss, scale)
             yield [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     @contextmanager
@@ -68,7 +68,7 @@ class Rehearsal:
             HalfstepError: the plan does not fit the models.
             Exception: whatever copying a model raises.
         """
-        with self._session.trial(plan) as trial, _standing_in(self.roots, trial.stage.roots):
+        with self._session.trial(plan) as trial, _standing_in(self.roots, trial.runtime.roots):
             yield Rehearsal(trial, self._closure, self._rewind, self.inputs)
 
 
@@ -84,8 +84,8 @@ def check_given(function: str, session: object, closure: object) -> None:
         raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
     if not callable(closure):
         raise SessionError(f"{function}() takes a function that returns the loss, not {type(closure).__name__}")
-    reshard(session.stage.roots)  # after an evaluation they hold whole weights
-    if sharded_parameters(session.stage.roots):
+    reshard(session.runtime.roots)  # after an evaluation they hold whole weights
+    if sharded_parameters(session.runtime.roots):
         raise SetupError(
             f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 does "
             "not make; ask one of a copy that one process gathers, and call this in all of them: "
@@ -102,7 +102,7 @@ def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehears
     Raises:
         SessionError: the session is closed, or the closure itself calls this.
     """
-    roots = session.stage.roots
+    roots = session.runtime.roots
     with (
         session.rehearsing(),
         untouched(roots, trainable(roots)) as rewind,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.formats import LOW_DTYPES
-from halfstep.observe.places import Places
+from halfstep.observe.locator import Locator
 from halfstep.observe.recorder import Note
 from halfstep.records import Finding
 
@@ -55,8 +55,8 @@ class Stream:
 class Streams:
     """Follows fp32 values through a traced forward, from where they widen what low operations computed."""
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, locator: Locator) -> None:
+        self._locator = locator
         self._outside: dict[int, Outside] = {}  # by the index of the note of what was computed from them alone
         self._wide: dict[int, Stream] = {}  # by the index of the note
         self._streams: list[Stream] = []
@@ -90,7 +90,7 @@ class Streams:
         """Returns what a tensor comes from, None where a module computed it or it is a parameter."""
         if source is not None:
             return self._outside.get(source.index)
-        kind, name, _ = self._places.tensor(tensor) or ("input", "", tensor)
+        kind, name, _ = self._locator.tensor(tensor) or ("input", "", tensor)
         return Outside(kind, name) if kind in ("input", "buffer") else None
 
     def wide(self) -> list[Stream]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.emulate import PRODUCTS
-from halfstep.diagnose.closure import graph_nodes
 from halfstep.forecast.rounding import rounded
 from halfstep.formats import Format
 from halfstep.modes import as_called
-from halfstep.observe.places import Places
+from halfstep.observe.locator import Locator
 from halfstep.plan.matching import uncompiled
+from halfstep.scale.leaves import graph_nodes
 from halfstep.torch_internals import (
     TorchDispatchMode,
     next_sequence_number,
@@ -99,7 +99,7 @@ def _without_onednn() -> Iterator[None]:
 def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Shows `see` each gradient that reaches an autograd node of a loss in a backward pass inside the `with`."""
     with ExitStack() as undo:
-        for node in graph_nodes(loss):
+        for node in graph_nodes([loss]):
             undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
         yield
 
@@ -115,7 +115,7 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def __init__(self, model: nn.Module, see: Callable[[str, Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places = Places([model])
+        self._locator = Locator([model])
         self._see = see
 
     def __torch_dispatch__(
@@ -124,7 +124,7 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Runs an operation and shows what it computed."""
         result = as_called(func, args, kwargs or {})
         if _is_product(func) and schema_of(func).name != "aten::baddbmm":  # which may have added a mask
-            module = self._places.here().module
+            module = self._locator.here().module
             if module is not None and isinstance(result, Tensor) and result.dtype is torch.float32:
                 self._see(module, result.detach())
         return result

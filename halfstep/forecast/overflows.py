@@ -27,9 +27,9 @@ def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -
     """
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
     with initialize(model, still, customize(plan, low=FP16).edit(Scaling("none"))) as session:
-        watch = AbsorbedWatch(session.stage.roots)
+        watch = AbsorbedWatch(session.runtime.roots)
         try:
-            with session.stage.under(watch), watch:
+            with session.runtime.under(watch), watch:
                 compute_loss(closure, list(model.parameters()))
         except SessionError:
             raise

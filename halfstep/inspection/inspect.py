@@ -16,7 +16,6 @@ from halfstep.inspection.meter import Call, Meter, Place
 from halfstep.inspection.savings import Step, savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
-from halfstep.observe.places import Places
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.session.session import Session
 
@@ -35,7 +34,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         SetupError: the model is sharded.
     """
     check_given("inspect", session, closure)
-    device, scale = session.stage.device, session.last_step().scale
+    device, scale = session.runtime.device, session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
 
         def run(recorded: AbstractContextManager[Any] = nullcontext()) -> None:  # noqa: B008  # one that does nothing
@@ -47,7 +46,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
             run()
 
         def metered(low_at: Collection[Place] = ()) -> Meter:
-            meter = Meter(Places(rehearsal.roots), device, low_at)
+            meter = Meter(rehearsal.roots, device, low_at)
             run(rehearsal.recording(meter))
             return meter
 
@@ -60,7 +59,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     return Inspection(
         level=session.plan.name,
         low=session.plan.low.name,
-        emulated=session.stage.casting.emulates,
+        emulated=session.runtime.casting.emulates,
         seconds=step.seconds,
         rows=_rows(meter, step.seconds),
         casts=_casts(meter.calls),

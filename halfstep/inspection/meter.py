@@ -8,13 +8,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.diagnose.streams import Streams
 from halfstep.formats import LOW_DTYPES
 from halfstep.inspection.flops import flops
 from halfstep.modes import as_called
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.schemas import is_view
 from halfstep.timing import synchronize
@@ -75,10 +74,10 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
     At the places `low_at` a forward operation that meets low values with fp32 ones gets these in the low format too.
     """
 
-    def __init__(self, places: Places, device: torch.device, low_at: Collection[Place] = ()) -> None:
-        super().__init__(places)
+    def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
+        super().__init__(roots)
         self.calls: list[Call] = []
-        self.streams = Streams(places)
+        self.streams = Streams(self.locator)
         self._device, self._low_at = device, low_at
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -99,7 +98,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self._follow(note, func, tensors, made)
         done = flops(func, args, kwargs, result)
-        known = self.places.tensor(given[-1]) if given else None
+        known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
         kept = done or parameter
         call = Call(

@@ -14,9 +14,10 @@ from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.modes import as_called
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.outputs import readable
+from halfstep.observe.recompute import widened
 from halfstep.observe.schemas import is_collective, is_uninitialised, is_view, written
 from halfstep.records import AbsorbedOverflow
-from halfstep.torch_internals import in_backward, schema_of, storage_identity, tree_leaves, tree_map
+from halfstep.torch_internals import in_backward, storage_identity, tree_leaves
 
 TOLERANCE = 0.05
 """Relative difference to fp32 above which an overflow has done harm; rounding alone makes some 0.001."""
@@ -90,7 +91,6 @@ class OverflowTrail(Generic[T]):
 
     def __init__(self) -> None:
         self.found: list[Absorbed[T]] = []
-        self.reruns = 0
         self._shadows: dict[int, _Shadow[T]] = {}  # by the memory of a tensor, which its views share
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
@@ -125,16 +125,7 @@ class OverflowTrail(Generic[T]):
         """Returns what an operation gives in fp32, with `values` for the arguments of these ids; [] where it cannot."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return []
-
-        def widen(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                value = values.get(id(value), value)
-                dtype = torch.float32 if value.dtype in LOW_DTYPES else value.dtype
-                return value.to(dtype, copy=schema_of(func).is_mutable)
-            return torch.float32 if value in LOW_DTYPES else value
-
-        self.reruns += 1
-        args, kwargs = tree_map(widen, (tuple(args), dict(kwargs)))
+        args, kwargs = widened(func, (tuple(args), dict(kwargs)), values, torch.float32)
         try:
             return _floats(func, args, kwargs, func(*args, **kwargs))
         except (RuntimeError, TypeError, ValueError, NotImplementedError):

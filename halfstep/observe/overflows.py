@@ -15,8 +15,8 @@ from torch import nn
 
 from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.absorbed import Absorbed, OverflowTrail
+from halfstep.observe.locator import Locator, Place
 from halfstep.observe.opnames import public_name
-from halfstep.observe.places import Place, Places
 from halfstep.observe.schemas import aten_name
 from halfstep.observe.stats import measure
 from halfstep.records import ABSORBED, Observation
@@ -77,9 +77,9 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             self._local.inside, trail.results = False, []
 
     def _here(self, func: Any, args: Sequence[Any]) -> tuple[Place, str]:
-        places = Places([root for each in self._roots if (root := each()) is not None])
-        place, aten = places.here(), aten_name(func, args)
-        module = None if place.module is None else places.module(place.module)
+        locator = Locator([root for each in self._roots if (root := each()) is not None])
+        place, aten = locator.here(), aten_name(func, args)
+        module = None if place.module is None else locator.module(place.module)
         return place, public_name(aten, call=[aten], function=place.function, module=module)
 
     def observations(self, step: int) -> list[Observation]:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class Watch(Protocol):
         """Ends this where the step was not made."""
 
 
-class Probe:
+class Probe(AbstractContextManager["Probe"]):
     """Looks at some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
     It looks at the first step after it was made, and then at those whose number `every` divides. Where only some of
@@ -159,9 +159,6 @@ class Probe:
             self._said.add(subject)
             _LOG.warning(notice)
 
-    def __enter__(self) -> Probe:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -207,16 +204,37 @@ class Probes:
         for window in self._windows():
             window.read(params, grads, scale)
 
+    @contextmanager
     def updating(
         self,
         make: Callable[[], Watch],
         params: Sequence[Parameter],
         grads: Sequence[Tensor],
         factor: Tensor | None,
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Shows what happens inside: an update of `params` from `grads` times `factor`; `make()` watches it."""
         windows = [window for window in self._windows() if UPDATE in window.kinds]
-        return _updating(windows, make, params, grads, factor) if windows else nullcontext()
+        if not windows:
+            yield
+            return
+        owned = set().union(*(window.owners for window in windows))
+        mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
+        parted = {type(p.data).__name__ for p, _ in mine if readable(p) is not p}  # DTensors and the like
+        for window in windows:
+            window.unread.update(f"{name} (updates)" for name in parted)
+        mine = [(p, grad) for p, grad in mine if readable(p) is p]
+        watch = make()
+        for updates in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
+            for window in windows:
+                window.update(updates)
+        try:
+            yield
+        except BaseException:
+            watch.forget()
+            raise
+        for updates in watch.after():
+            for window in windows:
+                window.update(updates)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
         """Ends the step number `step`, which `parts` `of` the session made."""
@@ -236,31 +254,3 @@ class Probes:
         if not self._attached:
             return []
         return [probe.window for probe in self._attached if probe.window is not None]
-
-
-@contextmanager
-def _updating(
-    windows: Sequence[Window],
-    make: Callable[[], Watch],
-    params: Sequence[Parameter],
-    grads: Sequence[Tensor],
-    factor: Tensor | None,
-) -> Iterator[None]:
-    owned = set().union(*(window.owners for window in windows))
-    mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
-    parted = {type(p.data).__name__ for p, _ in mine if readable(p) is not p}  # DTensors and the like
-    for window in windows:
-        window.unread.update(f"{name} (updates)" for name in parted)
-    mine = [(p, grad) for p, grad in mine if readable(p) is p]
-    watch = make()
-    for updates in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
-        for window in windows:
-            window.update(updates)
-    try:
-        yield
-    except BaseException:
-        watch.forget()
-        raise
-    for updates in watch.after():
-        for window in windows:
-            window.update(updates)

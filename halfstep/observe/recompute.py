@@ -110,7 +110,17 @@ def _computed(
     wide: torch.dtype | None,
 ) -> list[Tensor]:
     """Returns the results of an operation whose floating arguments are at least as wide as `wide`; none of an error."""
-    values = {id(tensor): before for tensor, before in zip(tensors, read, strict=True)}
+    args, kwargs = widened(func, given, dict(zip(map(id, tensors), read, strict=True)), wide)
+    try:
+        return [unwrapped(leaf).detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return []
+
+
+def widened(
+    func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], values: Mapping[int, Tensor], wide: torch.dtype | None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Returns an operation's arguments, with `values` for the tensors of these ids, at least as wide as `wide`."""
     narrow = _NARROWER[wide]
 
     def widen(value: Any) -> Any:
@@ -121,11 +131,8 @@ def _computed(
             return before.to(dtype, copy=schema_of(func).is_mutable)
         return wide if value in narrow else value
 
-    args, kwargs = tree_map(widen, given)
-    try:
-        return [unwrapped(leaf).detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return []
+    found: tuple[Sequence[Any], Mapping[str, Any]] = tree_map(widen, given)
+    return found
 
 
 def _has_poles(func: Any, read: list[Tensor]) -> bool:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called
 from halfstep.observe.absorbed import OverflowTrail
+from halfstep.observe.locator import Locator, memory_of, storage_of
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
-from halfstep.observe.places import Places, memory_of, storage_of
 from halfstep.observe.recompute import Exact, recompute, recompute_unmasked
 from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars, written
 from halfstep.records import AFTER_BACKWARD, OpCall
@@ -131,17 +131,17 @@ class _Read:
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Notes the operations of one forward and backward pass; may be entered again inside itself.
+    """Notes the operations of one forward and backward pass of the models `roots`; may be entered again inside itself.
 
     Where another mode lies between two of its entries, as emulation does, it notes what the inner entry sees: the
     operations as the model called them. Where it is not `on` it does nothing. `trail` follows what overflows.
     """
 
-    def __init__(self, places: Places, *, on: bool = True) -> None:
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places = places
+        self.locator = Locator(roots)
         self.trail: OverflowTrail[Note] = OverflowTrail()
-        self.on = on
+        self.on = True
         self.communicated = False  # with other processes
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
@@ -177,7 +177,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if bad is None:
             return None
         computed = "unseen" if tensor.grad_fn is not None else "data"
-        kind, name, _ = self._received(tensor) or self.places.tensor(tensor) or (computed, "", tensor)
+        kind, name, _ = self._received(tensor) or self.locator.tensor(tensor) or (computed, "", tensor)
         return Leaf(kind, name, bad, tuple(tensor.shape), tensor.dtype, kind not in _NO_MASKS and _is_mask(tensor, bad))
 
     def _received(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
@@ -257,7 +257,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if not writers:
                 leaf = self.leaf(each.values)
                 if leaf is not None:
-                    named = self._received(each.memory) or self.places.tensor(each.memory)
+                    named = self._received(each.memory) or self.locator.tensor(each.memory)
                     if note.received and self.last_writer(each.memory) is not None:  # and that was finite
                         named = (OTHERS, note.aten.rstrip("_"), each.memory)
                     leaves.append(leaf if named is None else _as(leaf, named))
@@ -302,7 +302,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
         aten = aten_name(func, args)
-        place = self.places.here()
+        place = self.locator.here()
         in_backward = backward_task() != NO_BACKWARD
         phase = "backward" if in_backward and not place.again else "forward"
         if self._call[0] != place.call or place.call == (0, 0):
@@ -334,7 +334,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         number = sequence_number(node)
         note.root = self._roots.setdefault(backward_task(), number) == number
         if note.node == _ACCUMULATE:
-            known = self.places.tensor(node.variable)
+            known = self.locator.tensor(node.variable)
             note.module = known[1].rpartition(".")[0] if known else note.module
             return
         made = self._nodes.get(number, [])
@@ -353,7 +353,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 return self.operator(note.forward)
             if hasattr(torch.ops.aten, of_node(note.node)):
                 return public_name(of_node(note.node))
-        module = None if note.module is None else self.places.module(note.module)
+        module = None if note.module is None else self.locator.module(note.module)
         return public_name(note.aten, call=note.names, function=note.function, module=module)
 
     def line(self, note: Note) -> str | None:

@@ -51,9 +51,6 @@ class StepRows:
         self._source: tuple[Tensor, int] | None = None  # of the last scale
         self._lock = threading.Lock()  # backward runs in a thread a device
 
-    def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
-
     def add_scale(self, scale: Tensor) -> int:
         """Notes the present value of a loss scale, a tensor that is changed in place, and returns its number."""
         source = self._source
@@ -156,10 +153,7 @@ def format_name(dtype: torch.dtype) -> str:
 
 def _on_its_way(values: Tensor) -> Tensor:
     """Returns values that are on the host when the events of their stream have passed; on other devices, themselves."""
-    if not values.is_cuda:
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    return host.copy_(values, non_blocking=True)
+    return values.to("cpu", non_blocking=True) if values.is_cuda else values
 
 
 def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Observation:

@@ -85,10 +85,10 @@ def check(
         plan=session.plan,
         parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
         optimizers=session.optimizers,
-        device=session.stage.device,
+        device=session.runtime.device,
         traced=closure is not None,
         scaler=scaler,
-        full=session.stage.full,
+        full=session.runtime.full,
     )
     found = [finding for look in CHECKS for finding in look(setup)]
     if closure is not None:

@@ -22,7 +22,6 @@ from halfstep.errors import HalfstepError, OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
 from halfstep.observe.nonfinite import finite_range, unwrapped
 from halfstep.observe.outputs import dense
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED
@@ -66,7 +65,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
     """
     scale = session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
-        tracer = StepTracer(Places(rehearsal.roots))
+        tracer = StepTracer(rehearsal.roots)
         with rehearsal.recording(tracer):
             failure, loss = _run(rehearsal, tracer, scale)
         found = tracer.findings(rehearsal.plan)
@@ -95,11 +94,11 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Records a step as blame does, and looks at each operation's constants, casts and failures."""
 
-    def __init__(self, places: Places) -> None:
-        super().__init__(places)
+    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
+        super().__init__(roots)
         self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
-        self._streams = Streams(places)
+        self._streams = Streams(self.locator)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -165,7 +164,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         if self._failed is not None and self._failed[2] is error:
             note, formats, _ = self._failed
             return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
-        place = self.places.of_error(error.__traceback__)
+        place = self.locator.of_error(error.__traceback__)
         last = self.notes[-1] if self.notes else None
         backward = last is not None and last.phase == "backward"
         if backward and place.module is None and last is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -72,11 +71,6 @@ class Findings:
         return self.square.sqrt().float()
 
 
-def bytes_of_sum(parameters: int, size: int) -> int:
-    """Returns the bytes of the vector that `size` processes sum in a step of so many parameter tensors."""
-    return 8 * (1 + math.ceil((parameters + LOSSES) / _room(size)[1]) + size)
-
-
 def _room(size: int) -> tuple[int, int]:
     """Returns how many bits count a flag of so many processes, and how many such counts share a float64 number."""
     bits = size.bit_length()
@@ -105,9 +99,8 @@ class LateNumbers:
         if flags.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return []
-            host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
+            host = flags.to("cpu", non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            host.copy_(flags, non_blocking=True)
             event.record()
             self._coming.append((host, event))
             if len(self._coming) <= LAG:

@@ -220,8 +220,7 @@ class Replicas:
         A collective call, which waits for the device.
         """
         numbers = [int(_number_of(self._held(p))) for p in self._alike]
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, numbers, group=self._group)
+        found = told_by_all(numbers, self._group)
         others = {
             self._replica.name_of(p): [rank for rank, theirs in enumerate(found) if theirs[i] != first]
             for i, (p, first) in enumerate(zip(self._alike, found[0], strict=True))
@@ -442,11 +441,6 @@ class _Joined(JoinHook):
         """Makes the replicas alike when nobody has data any more."""
         self._hook.post_hook(is_last_joiner)
         self._replicas.end_join(self._wrapper, is_last_joiner)
-
-
-def own_rank() -> int:
-    """Returns the number of this process in its group, 0 where it is alone."""
-    return dist.get_rank() if group_is_open() else 0
 
 
 def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import BenchChange
+from halfstep.report.tables import plain_table
 
 
 def against_table(changes: Sequence[BenchChange], *, file: str, saved: tuple[str, str, str]) -> Group:
     """Returns a row for each row of a benchmark: its time and memory over those in `file`, made with `saved`."""
-    table = Table(box=None, padding=(0, 1))
-    for header in ("", "time x saved", "19 of 20 within", "peak memory x saved", "verdict", "in steps of"):
-        table.add_column(header, justify="left" if header in ("", "verdict", "in steps of") else "right", no_wrap=True)
-    for change in changes:
-        table.add_row(*map(escape, _cells(change)))
+    header = ("", "time x saved", "19 of 20 within", "peak memory x saved", "verdict", "in steps of")
+    table = plain_table(header, map(_cells, changes), words=("", "verdict", "in steps of"))
     processor, torch, halfstep = saved
     head = Text(f"\nAgainst {file} (halfstep {halfstep}, torch {torch}, {processor}):")
     return Group(head, table, Text(_sentence(changes)))

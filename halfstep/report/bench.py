@@ -7,15 +7,12 @@ from math import isfinite
 from statistics import mean, stdev
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import BenchResult, BenchRun
 from halfstep.report.recommend import recommendation
-
-MIB = 2**20
-ABSENT = "-"
+from halfstep.report.tables import ABSENT, MIB, plain_table
 
 Column = tuple[str, Callable[[BenchRun], str]]  # the header, and how a run fills it
 
@@ -65,13 +62,7 @@ def _width(column: Sequence[str]) -> int:
 
 
 def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 1))
-    table.add_column("", no_wrap=True)
-    for header in cells:
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in list(zip(names, *cells.values(), strict=True))[1:]:
-        table.add_row(*map(escape, row))
-    return table
+    return plain_table(["", *cells], list(zip(names, *cells.values(), strict=True))[1:], words=[""])
 
 
 def over_seeds(values: Sequence[float], digits: int = 4) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfstep.measurements import Footprint, Rate
-from halfstep.report.bench import ABSENT, MIB
 from halfstep.report.charts import Chart, bars, curves
+from halfstep.report.tables import ABSENT, MIB
 
 Rows = tuple[list[str], list[list[str]]]
 

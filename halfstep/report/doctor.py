@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import Examination, Rate
+from halfstep.report.tables import plain_table
 
 
 def doctor_report(found: Examination) -> Group:
@@ -23,14 +23,12 @@ def doctor_report(found: Examination) -> Group:
 
 
 def _table(found: Examination) -> Table:
-    table = Table(box=None, padding=(0, 1))
-    for header in ("work", "format", "rate", "quartiles ms", "speed x fp32"):
-        table.add_column(header, justify="left" if header in ("work", "format") else "right", no_wrap=True)
-    before = ""
-    for rate in found.rates:
-        table.add_row(*map(escape, ("" if rate.work == before else rate.work, *_cells(rate))))
-        before = rate.work
-    return table
+    header = ("work", "format", "rate", "quartiles ms", "speed x fp32")
+    before = ["", *(rate.work for rate in found.rates)]
+    rows = [
+        ("" if rate.work == last else rate.work, *_cells(rate)) for last, rate in zip(before, found.rates, strict=False)
+    ]
+    return plain_table(header, rows, words=("work", "format"))
 
 
 def _cells(rate: Rate) -> tuple[str, ...]:

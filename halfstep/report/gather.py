@@ -32,11 +32,6 @@ MEASURES = ("nonzero", "lost", "small", "count", "zeros", "saturated")
 _SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 
 
-def limits_by_kind(kind: str, fmt: Format) -> Limits:
-    """Returns what can be held: of a tensor in `fmt`; of an update, what a stored weight can follow."""
-    return UPDATE_LIMITS if kind == UPDATE else limits_of(fmt)
-
-
 @dataclass
 class Sums:
     """What the tensors of one kind did, summed by module: row 0 is the whole network, the others have `modules`.
@@ -104,7 +99,7 @@ def gather(
         for kind in dict.fromkeys(seen.kind for seen in chunk):
             sums = kinds.setdefault(kind, Sums())
             part = [seen for seen in chunk if seen.kind == kind]
-            limits = limits_by_kind(kind, low)
+            limits = UPDATE_LIMITS if kind == UPDATE else limits_of(low)
             for seen in part:
                 if (kind, seen.module) not in rows:
                     rows[kind, seen.module] = len(sums.modules)

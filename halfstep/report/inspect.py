@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.measurements import Inspection
+from halfstep.measurements import Inspection, OpRow
+from halfstep.report.tables import ABSENT, MIB, plain_table
 
 ROWS, NAMED = 20, 3
-MIB, GIGA = 2**20, 1e9
+GIGA = 1e9
 
 
 def inspection_report(found: Inspection, *, what: str) -> Group:
@@ -28,20 +28,21 @@ def inspection_report(found: Inspection, *, what: str) -> Group:
 
 
 def _operations(found: Inspection) -> Table:
-    table = Table(box=None, padding=(0, 1))
-    for header in ("operation", "pass", "formats"):
-        table.add_column(header, no_wrap=True)
-    for header in ("calls", "GFLOP", "MiB", "ms", "share"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in found.rows[:ROWS]:
-        figures = (
-            f"{row.flops / GIGA:,.3f}" if row.flops else "-",
-            f"{row.bytes / MIB:,.1f}",
-            f"{1e3 * row.seconds:,.2f}",
-        )
-        names = (row.operator, row.phase, _short(row.formats))
-        table.add_row(*map(escape, (*names, f"{row.calls:,}", *figures, f"{row.share:.1%}")))
-    return table
+    words = ("operation", "pass", "formats")
+    return plain_table((*words, "calls", "GFLOP", "MiB", "ms", "share"), map(_cells, found.rows[:ROWS]), words=words)
+
+
+def _cells(row: OpRow) -> tuple[str, ...]:
+    return (
+        row.operator,
+        row.phase,
+        _short(row.formats),
+        f"{row.calls:,}",
+        f"{row.flops / GIGA:,.3f}" if row.flops else ABSENT,
+        f"{row.bytes / MIB:,.1f}",
+        f"{1e3 * row.seconds:,.2f}",
+        f"{row.share:.1%}",
+    )
 
 
 def _short(formats: str) -> str:

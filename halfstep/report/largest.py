@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import Largest
-from halfstep.report.bench import ABSENT, MIB
 from halfstep.report.charts import Chart, bars
+from halfstep.report.tables import ABSENT, MIB, plain_table
 
 HEADER = ["model", "", "largest batch", "x O0"]
 
@@ -54,11 +52,7 @@ def largest_headline(found: Sequence[Largest]) -> str:
 
 def largest_table(found: Sequence[Largest]) -> Group:
     """Returns the largest batches as a table, and below it what they mean."""
-    table = Table(box=None, padding=(0, 1))
-    for at, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if at < 2 else "right", no_wrap=True)
-    for row in largest_rows(found):
-        table.add_row(*map(escape, row))
+    table = plain_table(HEADER, largest_rows(found), words=HEADER[:2])
     return Group(table, Text(), *map(Text, largest_words(found)), Text(largest_headline(found)))
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TextIO
 
@@ -20,7 +21,7 @@ from halfstep.report.late import LateReader
 SPEED_OVER = 50  # steps
 
 
-class LiveLine:
+class LiveLine(AbstractContextManager["LiveLine"]):
     """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
 
     It is drawn at most `per_second` times per second, and not at all without a terminal. No step waits for the device;
@@ -101,9 +102,6 @@ class LiveLine:
         if not self._live.is_started:
             self._live.start()
         self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
-
-    def __enter__(self) -> LiveLine:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

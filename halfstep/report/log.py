@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,7 +23,7 @@ LOG_NAME = "run.jsonl"
 _LOG = logging.getLogger("halfstep")
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Writes what a session does to a file, as one of its sinks: `initialize(..., sinks=[RunLog("run.jsonl")])`.
 
     A folder stands for `run.jsonl` in it. A file that is there is continued: a run that resumes gives the same path.
@@ -91,9 +92,6 @@ class RunLog:
 
     def _write(self, line: Line) -> None:
         self._file.write(encode(line))
-
-    def __enter__(self) -> RunLog:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

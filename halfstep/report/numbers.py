@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from halfstep.formats import FORMATS, FP16, Format
@@ -24,7 +25,7 @@ _LOG = logging.getLogger("halfstep")
 STEP_NUMBERS = ("loss", "grad_norm", "scale", "skipped")
 
 
-class NumbersSink:
+class NumbersSink(AbstractContextManager["NumbersSink"]):
     """A sink that gives loss, gradient norm, loss scale and skips as `halfstep/loss` and so on, and what is observed.
 
     No step waits for the device. `close()` writes what is left. What cannot be written ends the writing, not the run.
@@ -98,9 +99,6 @@ class NumbersSink:
             self._failed = True
             why = reason(error) if isinstance(error, OSError) else error
             _LOG.warning("%s cannot be written any more (%s); the run goes on without it", self.where, why)
-
-    def __enter__(self) -> NumbersSink:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

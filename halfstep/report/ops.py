@@ -10,6 +10,7 @@ from rich.table import Table
 
 from halfstep.plan.optable import ROWS, Action, Row, device_note, effective, find
 from halfstep.plan.plan import Plan
+from halfstep.report.tables import ABSENT
 
 WORDS: Mapping[Action | None, str] = {
     "low": "low",
@@ -23,7 +24,6 @@ WORDS: Mapping[Action | None, str] = {
     None: "as written",
 }
 CHANGED = "changed by the plan"
-ABSENT = "-"
 
 
 @dataclass(frozen=True)

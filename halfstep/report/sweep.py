@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from halfstep.measurements import BenchRun, Point, Sweep
-from halfstep.report.bench import ABSENT, MIB
 from halfstep.report.charts import Chart, bars, lines
 from halfstep.report.recommend import memory_share, recommendation
+from halfstep.report.tables import ABSENT, MIB, plain_table
 
 Seen = tuple[Point, BenchRun]
 
@@ -42,12 +40,7 @@ def epoch_minutes(point: Point, run: BenchRun) -> float | None:
 
 def sweep_table(sweep: Sweep) -> Group:
     """Returns a row for each configuration, why some have no figures, what the figures mean, and the recommendation."""
-    header, rows = sweep_rows(sweep)
-    table = Table(box=None, padding=(0, 1))
-    for at, name in enumerate(header):
-        table.add_column(name, justify="left" if at in (0, 2) else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
+    table = plain_table(*sweep_rows(sweep), words=("model", ""))
     return Group(Text(title(sweep)), Text(), table, Text(), *map(Text, words(sweep)), Text(sweep_headline(sweep)))
 
 

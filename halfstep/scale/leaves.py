@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from halfstep.torch_internals import leaf_of
 
 
 @contextmanager
-def unscaled_leaves(outputs: Iterable[Tensor], scale: Tensor, but: Collection[int]) -> Iterator[None]:
+def unscaled_leaves(outputs: Collection[Tensor], scale: Tensor, but: Collection[int]) -> Iterator[None]:
     """Leaves true gradients at the leaves of the outputs' graphs, `but` for those with these ids, within a `with`.
 
     The backward pass inside is to start from `scale` (0-dim fp32). What is added to a gradient is divided before it is
@@ -27,7 +28,7 @@ def unscaled_leaves(outputs: Iterable[Tensor], scale: Tensor, but: Collection[in
         yield
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
+def leaves_of(outputs: Collection[Tensor]) -> list[Tensor]:
     """Returns the leaves that a backward pass from these outputs leaves gradients at, each once.
 
     >>> import torch
@@ -35,19 +36,20 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     >>> [leaf is w for leaf in leaves_of([(w * w).sum() + w.sum()])]
     [True]
     """
-    found: dict[int, Tensor] = {id(out): out for out in outputs if out.is_leaf and out.requires_grad}
-    nodes = [out.grad_fn for out in outputs if out.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        leaf = leaf_of(node)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return list(found.values())
+    leaves = [out for out in outputs if out.is_leaf and out.requires_grad]
+    leaves += [leaf for node in graph_nodes(outputs) if (leaf := leaf_of(node)) is not None]
+    return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yields the autograd nodes that a backward pass from these outputs goes through."""
+    waiting, seen = [out.grad_fn for out in outputs], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _divided(scale: Tensor, gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.edits import Scaling
 from halfstep.errors import SessionError
-from halfstep.scale.ledger import Collected
+from halfstep.scale.accumulator import Collected
 from halfstep.scale.scaling import Scale, make_scale
 
 
@@ -91,10 +91,10 @@ class LossScales:
 
     @contextmanager
     def held_at(self, scale: float) -> Iterator[None]:
-        """Makes every scale `scale` for a while, unseen by those who keep books of its changes."""
+        """Makes every scale `scale` for a while, unseen by those who watch for its changes."""
         kept = [(own.value, own.value.clone()) for own in self._scales.values()]
         for value, _ in kept:
-            value.data.fill_(scale)  # through .data: the ledger takes a counted write for a change
+            value.data.fill_(scale)  # through .data: the accumulator takes a counted write for a change
         try:
             yield
         finally:

@@ -1,11 +1,11 @@
-"""The loss scale: none, static or dynamic, behind one protocol; all state is tensors on the device."""
+"""The loss scale: none, static or dynamic, with the same methods; all state is tensors on the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,42 +13,6 @@ from torch import Tensor
 from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError, StateError
 from halfstep.torch_internals import update_scale_
-
-
-class Scale(Protocol):
-    """What a loss is multiplied by before backward, and how that number follows the overflows."""
-
-    @property
-    def value(self) -> Tensor:
-        """The scale, a 0-dim fp32 tensor that is updated in place; 1.0 where scaling is off."""
-
-    @property
-    def active(self) -> bool:
-        """Whether the scale can differ from 1."""
-
-    def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Adapts the scale to one step, on the device.
-
-        `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False` an overflow
-        backs off but a clean step does not count towards growth: for a second optimizer's step after one backward.
-        """
-
-    def limit(self, maximum: float) -> None:
-        """Keeps the scale at or below `maximum` from now on, for a loss tensor whose format ends there.
-
-        Raises:
-            SessionError: the plan fixes the scale, or its floor, above `maximum`.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain numbers; reads the device."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned.
-
-        Raises:
-            StateError: the state is of another kind or misses a key or has an unknown one; nothing was changed.
-        """
 
 
 @dataclass(frozen=True)
@@ -71,7 +35,7 @@ def schedule_of(scaling: Scaling) -> Schedule:
 class NoScale:
     """The null object: a scale of 1 that never changes."""
 
-    active = False
+    active = False  # whether the scale can differ from 1
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.ones((), dtype=torch.float32, device=device)
@@ -104,7 +68,11 @@ class StaticScale:
         """Does nothing."""
 
     def limit(self, maximum: float) -> None:
-        """Refuses a scale above `maximum`."""
+        """Refuses a scale above `maximum`.
+
+        Raises:
+            SessionError: the plan fixes the scale above it.
+        """
         if self._scale > maximum:
             raise SessionError(
                 f"the static loss scale {self._scale:g} is above {maximum:g}, the most that the loss format takes:"
@@ -116,7 +84,11 @@ class StaticScale:
         return {"kind": "static", "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state has the scale of the plan."""
+        """Checks that the state has the scale of the plan.
+
+        Raises:
+            StateError: it has another one, or is of another kind.
+        """
         _check_state(state, self.state_dict())
         if isinstance(state["scale"], bool) or state["scale"] != self._scale:
             raise StateError(
@@ -142,12 +114,20 @@ class DynamicScale:
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Adapts the scale to one step, on the device."""
+        """Adapts the scale to one step, on the device.
+
+        `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False` an overflow
+        backs off but a clean step does not count towards growth: for a second optimizer's step after one backward.
+        """
         found = found.to(self.value.device, non_blocking=True)
         adapt_(self.value, self._clean, self._left, found, self._schedule, count=count)
 
     def limit(self, maximum: float) -> None:
-        """Lowers the ceiling to the largest power of two at or below `maximum`."""
+        """Lowers the ceiling to the largest power of two at or below `maximum`, for a loss whose format ends there.
+
+        Raises:
+            SessionError: the floor of the plan is above it.
+        """
         maximum = 2.0 ** math.floor(math.log2(maximum))
         if maximum >= self._schedule.max:
             return
@@ -169,7 +149,11 @@ class DynamicScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, into the same tensors."""
+        """Loads what `state_dict` returned, into the same tensors.
+
+        Raises:
+            StateError: the state is of another kind or misses a key or has an unknown one; nothing was changed.
+        """
         _check_state(state, self.state_dict())
         for key in ("clean_steps", "overflows_left"):
             if type(state[key]) is not int or not 0 <= state[key] < 2**63:
@@ -184,6 +168,10 @@ class DynamicScale:
         self.value.fill_(min(float(scale), self._schedule.max))
         self._clean.fill_(min(state["clean_steps"], self._schedule.growth_interval - 1))
         self._left.fill_(min(state["overflows_left"], self._schedule.hysteresis))
+
+
+Scale = NoScale | StaticScale | DynamicScale
+"""What a loss is multiplied by before backward: its `value`, a 0-dim fp32 tensor, is updated in place."""
 
 
 # Devices with torch's own kernel for the rule without hysteresis: 3 launches a step instead of 20.

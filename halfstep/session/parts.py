@@ -1,4 +1,4 @@
-"""The optimizers of a session, each with the books of its gradients and the way it is stepped."""
+"""The optimizers of a session, each with what adds up its gradients and the way it is stepped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
 from halfstep.plan.fit import FSDP_LINES, named
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, reshard
-from halfstep.scale.ledger import Collected, GradientLedger
+from halfstep.scale.accumulator import Collected, GradientAccumulator
 from halfstep.torch_internals import sparse_indices, sparse_values
 
 Flags = tuple[list[nn.Parameter], Tensor]  # parameters, and for each whether its gradient is not finite
@@ -26,13 +26,13 @@ class Part:
     """One optimizer of a session."""
 
     optimizer: Optimizer
-    ledger: GradientLedger
+    accumulator: GradientAccumulator
     stepper: Stepper
     needs_closure: bool
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns what the optimizer updates, in its order."""
-        return _parameters(self.optimizer)
+        return updated_by(self.optimizer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def make_part(
     """
     return Part(
         optimizer,
-        GradientLedger(lambda: _parameters(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
+        GradientAccumulator(lambda: updated_by(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
         make_stepper(optimizer, store, plain=plain, name_of=name_of),
         needs_closure(optimizer),
     )
@@ -195,5 +195,6 @@ def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: T
     return found
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns what an optimizer updates, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]

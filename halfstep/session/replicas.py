@@ -21,10 +21,10 @@ from halfstep.plan.plan import Plan
 from halfstep.processes.findings import LOSSES, Findings, LateNumbers
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import is_sharded, shards
-from halfstep.scale.ledger import Collected
+from halfstep.scale.accumulator import Collected
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
-from halfstep.session.parts import Flags, Part
+from halfstep.session.parts import Flags, Part, updated_by
 
 _LOG = logging.getLogger("halfstep")
 
@@ -59,14 +59,14 @@ class SharedState:
         states: dict[int, dict[str, Any]] = {}
         for optimizer in self.optimizers():
             own = optimizer.state_dict()["state"]
-            states |= {id(p): own.get(index, {}) for index, p in enumerate(_parameters(optimizer))}
+            states |= {id(p): own.get(index, {}) for index, p in enumerate(updated_by(optimizer))}
         return [dict(states.get(id(p), {})) for p in parameters]
 
     def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
         """Gives the optimizers another process's state of each of these parameters."""
         theirs = dict(zip(map(id, parameters), states, strict=True))
         for optimizer in self.optimizers():
-            updated = _parameters(optimizer)
+            updated = updated_by(optimizer)
             if theirs.keys().isdisjoint(map(id, updated)):
                 continue
             saved = optimizer.state_dict()
@@ -147,7 +147,7 @@ def agree(
     `square` is this process's share of the squared norm (0-dim float64), and `stop` tells them that it wants all to
     stop.
     """
-    params = [part.ledger.parameters() for part in parts]
+    params = [part.accumulator.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
     ]
@@ -250,10 +250,6 @@ def _scales_differ(ranks: Sequence[int]) -> SessionError:
 
 def _described(p: nn.Parameter) -> str:
     return f"{p.dtype} and placed as {p.placements}" if is_sharded(p) else str(p.dtype)
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
-from halfstep.optim.steppers import needs_closure
 from halfstep.plan.fit import STATE_SCHEMA, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
@@ -53,7 +52,7 @@ from halfstep.scale.scales import LossScales
 from halfstep.session.decide import Decision, check_training, decide_for_copies, say_what_steps_itself
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.replicas import SharedState
-from halfstep.session.stage import Stage
+from halfstep.session.runtime import Runtime
 from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
 from halfstep.torch_internals import parameters_of
 
@@ -130,7 +129,9 @@ class Session:
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
-        self.stage = Stage(plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing)
+        self.runtime = Runtime(
+            plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing
+        )
         try:
             self._open()
             names = self.assignment.names()
@@ -242,7 +243,7 @@ class Session:
         )
         undo.callback(part.stepper.close)
         if self._decision.mixed:
-            undo.callback(part.ledger.close)
+            undo.callback(part.accumulator.close)
             undo.callback(exact_state_loading(optimizer))
         if self._decision.stepping == "optimizer" and not part.needs_closure:
             undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
@@ -516,7 +517,7 @@ class Session:
             scale=max(now, float(last.scale)) if last is not None and skipped else now,
             skipped=skipped,
             bad=tuple(bad),
-            left_over=any(part.ledger.left_over for part in self._parts),
+            left_over=any(part.accumulator.left_over for part in self._parts),
             first_loss=first if math.isfinite(first) else None,
         )
 
@@ -621,7 +622,7 @@ class Session:
             SessionError: the session is closed, or for inference, which makes no steps.
         """
         self._check_open()
-        if all(needs_closure(part.optimizer) for part in self._parts):
+        if not self._stepping:
             raise SessionError(
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
@@ -636,7 +637,7 @@ class Session:
             tensors=tensors,
             sample=sample,
             deliver=deliver,
-            absorbed=self.stage.under if absorbed and self._decision.mixed else None,
+            absorbed=self.runtime.under if absorbed and self._decision.mixed else None,
         )
         self._probes.add(probe)
         return probe

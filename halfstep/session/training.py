@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from halfstep.optim.update_watch import UpdateWatch
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import Unreduced, is_sharded, reshard
 from halfstep.records import StepRecord
+from halfstep.scale.accumulator import Collected
 from halfstep.scale.buffers import BufferGuard
-from halfstep.scale.ledger import Collected
 from halfstep.scale.loss import overflowed, poisoned, scaled
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
@@ -50,36 +50,6 @@ class Stepped:
     flags: Sequence[Flags] = ()
     spoiled: Tensor | None = None
     stopping: Sequence[int] = ()
-
-
-class Training(Protocol):
-    """How a session goes backward and steps."""
-
-    def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
-        """Runs the backward pass of a loss; after an error the gradients are as they were."""
-        ...
-
-    def scaling(
-        self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True
-    ) -> AbstractContextManager[Tensor]:
-        """Returns a context around a backward pass that the caller makes, from the scale that it gives (0-dim fp32).
-
-        `unscale=False` leaves gradients scaled that would be true ones after it.
-        """
-        ...
-
-    def unscale_(self) -> None:
-        """Makes the gradients in `p.grad` true fp32 ones."""
-        ...
-
-    def step(
-        self, parts: list[Part], number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool
-    ) -> Stepped:
-        """Makes the step `number` of `parts`, on gradients of `loss`; `stop` tells other processes to end it there.
-
-        What is raised here was raised before a part has stepped; what came later is in the result.
-        """
-        ...
 
 
 @dataclass(eq=False)
@@ -116,7 +86,7 @@ class PlainTraining:
         """Clips as torch does, and steps each optimizer by its own `step`."""
         norm = None
         self._replacements.look([p for part in parts for p in part.parameters() if p.grad is None])
-        collected = [part.ledger.collect() if self.probes.looking else self._nothing for part in parts]
+        collected = [part.accumulator.collect() if self.probes.looking else self._nothing for part in parts]
         read_for(self.probes, collected)
         if max_norm is not None:
             reshard(self.roots)
@@ -153,7 +123,7 @@ class MixedTraining:
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
-        """Runs the backward pass of a loss times its scale."""
+        """Runs the backward pass of a loss times its scale; after an error the gradients are as they were."""
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
         try:
@@ -167,7 +137,10 @@ class MixedTraining:
 
     @contextmanager
     def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
-        """Returns a context around a backward pass that the caller makes, from the scale that it gives."""
+        """Returns a context around a backward pass that the caller makes, from the scale that it gives (0-dim fp32).
+
+        `unscale=False` leaves gradients scaled that would be true ones after it.
+        """
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
         bad = [overflowed(loss) for loss in losses]
@@ -192,28 +165,32 @@ class MixedTraining:
         self._unmade = None
         self.replicas.sums.before_backward()
         for part in self.parts:
-            part.ledger.before_backward(loss_id, scale.value)
+            part.accumulator.before_backward(loss_id, scale.value)
 
     def _undo(self) -> None:
         for part in self.parts:
-            part.ledger.undo_backward()
+            part.accumulator.undo_backward()
 
     def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None, unscale: bool = True) -> None:
         for part in self.parts:
-            part.ledger.after_backward(loss_id, scale.value, not_finite)
+            part.accumulator.after_backward(loss_id, scale.value, not_finite)
         self.scales.went_backward(loss_id)
 
     def unscale_(self) -> None:
         """Makes the gradients in `p.grad` true fp32 ones."""
         for part in self.parts:
-            part.ledger.unscale_()
+            part.accumulator.unscale_()
 
     def step(
         self, parts: list[Part], number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool
     ) -> Stepped:
-        """Reads the gradients once, and updates the weights in one pass where all of them are finite."""
+        """Reads the gradients once, and updates the weights in one pass where all of them are finite.
+
+        It makes the step `number` of `parts`, on gradients of `loss`; `stop` tells other processes to end it there.
+        What is raised here was raised before a part has stepped; what came later is in the result.
+        """
         self.casting.weights_changed()
-        collected = [part.ledger.collect() for part in parts]
+        collected = [part.accumulator.collect() for part in parts]
         self._replacements.look([p for held in collected for p in held.absent])
         for held in collected:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
@@ -239,7 +216,7 @@ class MixedTraining:
             self._unmade = parts[count:], agreed.rest(count), self._unmade[2][count:]
         parts, collected = parts[:count], collected[:count]
         for part in parts:
-            part.ledger.consumed()
+            part.accumulator.consumed()
         self.buffers.restore(found)
         self.scales.update(collected, [reading.found for reading in agreed.readings[:count]])
         synced = any([part.stepper.syncs for part in parts])
@@ -286,6 +263,10 @@ class TrueGradients(MixedTraining):
         super()._after(loss_id, scale, not_finite)
         if unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true already
             self.unscale_()
+
+
+Training = PlainTraining | MixedTraining
+"""How a session goes backward and steps."""
 
 
 def read_for(probes: Probes, collected: Sequence[Collected]) -> None:

@@ -51,6 +51,19 @@ def batch(step, seed=0):
     return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
 
+class Kept:
+    """A sink that keeps steps and everything else."""
+
+    def __init__(self):
+        self.steps, self.others = [], []
+
+    def __call__(self, record):
+        self.steps.append(record)
+
+    def record(self, record):
+        self.others.append(record)
+
+
 def backward_and_step(session, loss, **options):
     session.backward(loss)
     return session.step(**options)

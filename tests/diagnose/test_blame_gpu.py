@@ -15,14 +15,13 @@ pytestmark = pytest.mark.gpu
 
 
 def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
-    counter = Counter(torch.device("cuda"))
-    flags = [torch.tensor(n < 3, device="cuda") for n in range(WINDOW)]
-    scale = torch.tensor(8.0, device="cuda")
+    counter, parts = Counter(torch.device("cuda"), 1.0), (object(),)
+    skipped, scales = torch.tensor(True, device="cuda"), {0: torch.tensor(8.0, device="cuda")}
     with no_cuda_sync():
-        found = [counter.count(flag, scale) for flag in flags]
+        found = [counter.count(parts, skipped, scales) for _ in range(WINDOW)]
     assert found == [None] * WINDOW
     torch.cuda.synchronize()
-    assert counter.count(flags[0], scale) == (3, 8.0)
+    assert counter.count(parts, skipped, scales) == ((id(parts[0]),), 0)
 
 
 @pytest.mark.parametrize(("plant", "phase"), [(Gain, "forward"), (CustomBackward, "backward")])

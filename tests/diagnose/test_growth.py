@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.diagnose.growth import degree
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder
 
 X = torch.linspace(-1.0, 2.0, 12).view(3, 4)
@@ -54,7 +53,7 @@ def test_the_power_is_that_of_two_passes(name, scaled):
     nn.init.normal_(linear.weight)
     found, notes = [], []
     for scale in (1.0, 16.0) if scaled else (1.0,):
-        recorder = OpRecorder(Places([linear]))
+        recorder = OpRecorder([linear])
 
         def look(gradient, recorder=recorder):
             found.append(function(gradient))
@@ -71,7 +70,7 @@ def test_the_power_is_that_of_two_passes(name, scaled):
 
 def test_what_a_checkpoint_computes_again_does_not_grow():
     linear = nn.Linear(4, 4)
-    recorder = OpRecorder(Places([linear]))
+    recorder = OpRecorder([linear])
     with recorder:
         out = checkpoint(lambda x: linear(x).sigmoid(), X.clone().requires_grad_(), use_reentrant=False)
         (out.sum() * 8.0).backward()

@@ -29,6 +29,7 @@ from tests.diagnose.faults.plants import (
     Total,
     WhereTrap,
 )
+from tests.preflight.planted import product
 
 
 @pytest.mark.parametrize(
@@ -210,20 +211,6 @@ def test_a_fault_in_some_steps_is_met_once_the_scale_is_at_its_floor(period):
         return cross_entropy(model, inputs if next(steps) % period else spoiled)
 
     assert alarm(train_on, loss, session, optimizer, 8 * WINDOW).verdict.kind == "input data"
-
-
-@torch.library.custom_op("halfstep_tests::product", mutates_args=())
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.mm(a, b)  # of two formats, unless autocast is on
-
-
-def _keep(ctx, inputs, output):
-    ctx.right = inputs[1]
-
-
-product.register_autograd(
-    lambda ctx, grad: (torch.mm(grad.to(ctx.right.dtype), ctx.right.t()).to(grad.dtype), None), setup_context=_keep
-)
 
 
 class CountsOnAutocast(nn.Module):

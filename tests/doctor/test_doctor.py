@@ -12,7 +12,7 @@ from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PROD
 from halfstep.errors import HalfstepError
 from halfstep.measurements import Examination, Rate, Setting
 from halfstep.report.doctor import doctor_report
-from halfstep.report.json import doctor_json
+from halfstep.report.json import to_json
 
 CPU = torch.device("cpu")
 
@@ -208,7 +208,7 @@ def test_an_examination_has_all_parts_and_prints(quick):
     assert isinstance(found, Examination)
     assert len(said) == 3
     assert {choice.what.split()[0] for choice in found.choices} == {"bf16", "fp16", "attention"}
-    fields = json.loads(doctor_json(found))
+    fields = json.loads(to_json(found))
     assert fields["rates"][0]["format"] == "fp32"
     assert fields["level"] in ("O0", "O1")
     assert any(f"Train at {found.level}" in str(part) for part in doctor_report(found).renderables)

@@ -22,7 +22,7 @@ from halfstep.inspection.kernels import kernel_rows
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
 from halfstep.report.inspect import inspection_report
-from halfstep.report.json import inspection_json
+from halfstep.report.json import to_json
 from tests.models.zoo import TASKS
 
 LEVELS = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"), ("O1", "fp16"), ("O2", "fp16")]
@@ -272,7 +272,7 @@ def test_an_fp32_stream_is_named_with_what_the_step_takes_without_it(add, what, 
     assert ("input='low'" in saving.advice) == ("input" in what)
     assert saving.place.startswith("(model), test_inspect.py:")
     with session_of(Stream(lambda self, h, x: h + (x if "input" in what else self.pe).to(h.dtype)), level) as session:
-        kept = session.stage.roots[0]
+        kept = session.runtime.roots[0]
         low = halfstep.inspect(session, lambda: kept(x).square().mean())
     gone = sum(row.calls for row in found.rows) - sum(row.calls for row in low.rows)
     assert saving.seconds == gone + 1 > 4  # the cast of what is added is within its operation
@@ -463,7 +463,7 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     lines = [str(part) for part in inspection_report(found, what="Net under O1 in bf16").renderables]
     assert any(line.startswith("ran full at a") for line in lines)
     assert any("edit: Rule" in line for line in lines)
-    fields = json.loads(inspection_json(found, workload="net"))
+    fields = json.loads(to_json(found))
     assert len(fields["rows"]) == len(found.rows)
 
 

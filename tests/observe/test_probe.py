@@ -18,7 +18,7 @@ from halfstep.observe import probe as probe_module
 from halfstep.observe.stats import measure
 from halfstep.optim import update_watch
 from halfstep.records import TENSOR_KINDS
-from tests.contracts.cases import backward_and_step, batch, every_plan, mixed_plans, start, train
+from tests.contracts.cases import Kept, backward_and_step, batch, every_plan, mixed_plans, start, train
 from tests.scale.sync import NoSync
 
 ALL = (*TENSOR_KINDS, "update")
@@ -513,19 +513,8 @@ def test_copies_and_pickles_of_an_observed_model_are_not_observed():
     assert b"halfstep.observe" not in pickle.dumps(model)
 
 
-class Heard:
-    def __init__(self):
-        self.steps, self.others = [], []
-
-    def __call__(self, record):
-        self.steps.append(record)
-
-    def record(self, record):
-        self.others.append(record)
-
-
 def test_observations_go_to_the_log_and_to_recorders_and_stay_for_flush():
-    sink, log = Heard(), []
+    sink, log = Kept(), []
     model, session = small_session(sinks=[sink])
     probe = session.observe(every=1, log=log.append)
     step(model, session)

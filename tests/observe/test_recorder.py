@@ -12,7 +12,6 @@ from halfstep.cast.emulate import Emulation
 from halfstep.diagnose.origin import find_origin
 from halfstep.formats import FP16
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite
-from halfstep.observe.places import Places
 from halfstep.observe.recorder import OpRecorder, Recorded
 
 INF, NAN = torch.inf, torch.nan
@@ -20,7 +19,7 @@ INF, NAN = torch.inf, torch.nan
 
 def recorded(function, *models):
     """Returns the recorder of one call, and the origin of what is not finite in its result."""
-    recorder = OpRecorder(Places(models))
+    recorder = OpRecorder(models)
     with recorder:
         result = function()
     return recorder, find_origin(recorder, [result])
@@ -173,7 +172,7 @@ def test_the_result_in_fp32_is_known():
 
 def test_under_emulation_operations_are_seen_as_the_caller_made_them():
     a = torch.full((1, 2), 256.0, dtype=torch.float16)
-    recorder = OpRecorder(Places([]))
+    recorder = OpRecorder([])
     with recorder, Recorded(Emulation(FP16), recorder):
         out = a @ a.T
     assert [note.aten for note in recorder.notes if note.aten == "mm"] == ["mm"]
@@ -195,7 +194,7 @@ class Inner(nn.Module):
 def test_a_backward_operation_has_the_place_of_its_forward_one(reentrant):
     model = nn.ModuleDict({"inner": Inner()})
     x = torch.ones(1, 2, requires_grad=True)
-    recorder = OpRecorder(Places([model]))
+    recorder = OpRecorder([model])
     with recorder:
         inner = model["inner"]
         out = inner(x) if reentrant is None else checkpoint(inner, x, use_reentrant=reentrant)
@@ -209,7 +208,7 @@ def test_a_backward_operation_has_the_place_of_its_forward_one(reentrant):
 def test_what_a_checkpoint_runs_again_is_forward(reentrant):
     model = nn.ModuleDict({"inner": Inner()})
     x = torch.ones(1, 2, requires_grad=True)
-    recorder = OpRecorder(Places([model]))
+    recorder = OpRecorder([model])
     with recorder:
         checkpoint(model["inner"], x, use_reentrant=reentrant).backward()
     sqrts = [note.phase for note in recorder.notes if note.aten == "sqrt"]

@@ -29,7 +29,7 @@ def watched(session):
 
 def updates(session, sample=None):
     """Makes the step and returns what the watch said was added, by parameter: parts of (stored weight, update)."""
-    held = session._parts[0].ledger.collect()
+    held = session._parts[0].accumulator.collect()
     watch = watched(session)
     found = {
         p: list(coming.parts(index, sample))

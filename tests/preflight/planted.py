@@ -29,6 +29,17 @@ class Does(nn.Module):
         return self.function(x)
 
 
+@torch.library.custom_op("halfstep_test::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)  # of two formats, unless autocast is on
+
+
+product.register_autograd(
+    lambda ctx, grad: (torch.mm(grad.to(ctx.right.dtype), ctx.right.t()).to(grad.dtype), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "right", inputs[1]),
+)
+
+
 def loss_of(model):
     return model(torch.linspace(-1, 1, 32).view(4, 8)).float().square().mean()
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import FULL, Rule
+from tests.contracts.cases import Kept
+from tests.preflight.planted import Does
 
 INF = math.inf
 WIDE = 3e3  # the layer before a pattern gives 3,000 * (-1 ... 1): fits fp16, its squares do not
@@ -30,15 +32,6 @@ class Fixed(nn.Module):
 
     def forward(self, x):
         return self.pattern(self.first(x))
-
-
-class Does(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def inputs():
@@ -246,29 +239,21 @@ def test_a_run_that_learns_nothing_is_named_before_and_its_cure_trains(plan):
     assert trained(edited) == pytest.approx(full, abs=0.1)
 
 
-class Sink:
-    def __init__(self):
-        self.findings = []
-
-    def __call__(self, record):
-        pass
-
-    def record(self, record):
-        if isinstance(record, halfstep.records.Finding):
-            self.findings.append(record)
+def findings_of(sink):
+    return [each for each in sink.others if isinstance(each, halfstep.Finding)]
 
 
 @pytest.mark.parametrize("plan", ["O1", "O2"])
 def test_blame_says_it_where_all_is_finite(plan, caplog):
-    (model, loss), sink = classifier(), Sink()
+    (model, loss), sink = classifier(), Kept()
     optimizer = torch.optim.AdamW(model.parameters())
     with (
         caplog.at_level(logging.WARNING, "halfstep"),
         halfstep.initialize(model, optimizer, plan, low="fp16", loss_scale=1.0, sinks=[sink]) as session,
     ):
         assert halfstep.blame(session, loss) is None
-        assert [each for each in halfstep.check(session, loss) if each.severity != "note"] == sink.findings[:1]
-    assert sink.findings[0].cure == (Rule("norm", FULL),)
+        assert [each for each in halfstep.check(session, loss) if each.severity != "note"] == findings_of(sink)[:1]
+    assert findings_of(sink)[0].cure == (Rule("norm", FULL),)
     assert "overflow absorbed" in caplog.text
 
 
@@ -276,11 +261,11 @@ def test_blame_says_it_where_all_is_finite(plan, caplog):
 @pytest.mark.parametrize("name", HEALTHY)
 def test_blame_has_no_false_alarm(name, plan):
     pattern, gain = HEALTHY[name]
-    model, sink = Fixed(Does(pattern), gain), Sink()
+    model, sink = Fixed(Does(pattern), gain), Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with halfstep.initialize(model, optimizer, plan, low="fp16", sinks=[sink], emulate=True) as session:
         halfstep.blame(session, lambda: model(inputs()).float().mean())
-    assert [each for each in sink.findings if each.code == "overflow absorbed"] == []
+    assert [each for each in findings_of(sink) if each.code == "overflow absorbed"] == []
 
 
 def test_no_edit_is_named_where_none_could_be_tried():

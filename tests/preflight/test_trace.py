@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, OpChange, Rule, Scaling
-from tests.preflight.planted import Does, Two, checked, loss_of, only, opened, steps
+from tests.preflight.planted import Does, Two, checked, loss_of, only, opened, product, steps
 
 
 @dataclass(frozen=True)
@@ -214,17 +214,6 @@ def scale_in_place(x: torch.Tensor, by: torch.Tensor) -> None:
     if x.dtype != by.dtype:
         raise RuntimeError("scale_in_place: x and by must have one dtype")
     x.mul_(by)
-
-
-@torch.library.custom_op("halfstep_test::product", mutates_args=())
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.mm(a, b)  # of two formats, unless autocast is on
-
-
-product.register_autograd(
-    lambda ctx, grad: (torch.mm(grad.to(ctx.right.dtype), ctx.right.t()).to(grad.dtype), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "right", inputs[1]),
-)
 
 
 def scaled_in_place(x):

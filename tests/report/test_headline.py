@@ -52,35 +52,73 @@ def steps(first, last, *, skipped=(), scale=1024.0, loss=1.0):
     return [step(number, skipped=number in skipped, scale=scale, loss=loss) for number in range(first, last + 1)]
 
 
+GOOD, WARNING, BAD = "good", "warning", "bad"
+NOTHING = "Nothing was logged: no step, no observation, no verdict"
+FINDINGS = [Finding(each, "code", "place", "seen", "do") for each in ("note", "error", "warning", "warning")]
+RUNS = {
+    "nothing skipped and nothing observed": (
+        (O2, *steps(1, 30)), GOOD, "Healthy: 30 steps, none skipped; whether gradients were lost was not observed"
+    ),
+    "a little lost": (
+        (O2, *steps(1, 30), seen(30, "a", {0: 97, -30: 3})), GOOD,
+        "Healthy: 30 steps, none skipped, 3% of the gradients lost",
+    ),
+    "what is stored low has what it lost among its zeros": (
+        (O2, *steps(1, 30), seen(30, "a", {0: 98}, zeros=2, fmt="fp16")), GOOD,
+        "Healthy: 30 steps, none skipped, at most 2% of the gradients lost",
+    ),
+    "many zeros say nothing about what was lost": (
+        (O2, *steps(1, 30), seen(30, "a", {0: 50}, zeros=50, fmt="fp16")), GOOD, "Healthy: 30 steps, none skipped"
+    ),
+    "a plan that leaves everything full skips and loses nothing": (
+        (O0, *steps(1, 30), seen(30, "a", {-40: 50})), GOOD, "Healthy: 30 steps in fp32"
+    ),
+    "stopped at the first bad step": (
+        (NO_SCALE, *steps(1, 9, skipped={9}), verdict("invalid", phase="backward")), BAD,
+        "Stopped at step 9: softmax in h.1.attn has no finite result in the backward pass",
+    ),
+    "a verdict on a last step that was made did not stop it": (
+        (O2, *steps(1, 9), verdict("masked row")), BAD,
+        "At step 9, the last one, softmax in h.1.attn gets a row that is masked throughout",
+    ),
+    "a verdict and then recovered": (
+        (O2, *steps(1, 20, skipped={20}), verdict(), *steps(21, 60, skipped={30})), WARNING,
+        "Went on after step 20, where softmax in h.1.attn overflows in fp16: 40 steps since, 1 skipped",
+    ),
+    "skipped at the floor to the end": (
+        (O2, *steps(1, 48), step(49, skipped=True, scale=2), step(50, skipped=True, scale=1)), BAD,
+        "Stuck: every step from 49 to 50 was skipped, the last 1 at the smallest loss scale, 1",
+    ),
+    "a scale that lives at its floor": (
+        (O2, *(step(number, skipped=number % 50 == 0, scale=1) for number in range(1, 102))), BAD,
+        "Overflows at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them there",
+    ),
+    "activations beyond the format": (
+        (O2, *steps(1, 9), seen(9, "a", {0: 3}, kind="activation", infinities=1)), WARNING,
+        "25% of the activations are beyond fp16, or not finite; 9 steps, none skipped",
+    ),
+    "empty": ((), WARNING, NOTHING),
+    "a session alone": ((O2,), WARNING, NOTHING),
+    "observed alone": (
+        (O2, seen(3, "a", {0: 1})), WARNING, "No step was logged: tensors were observed at 1 step"
+    ),
+    "blamed alone": ((O2, verdict("weights")), BAD, "No step was logged: weights of h.1.attn are not finite"),
+    "checked alone": (
+        (O2, *FINDINGS), BAD, "No step was logged: the check found 1 error, 2 warnings and 1 note"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("records", "tone", "text"), RUNS.values(), ids=RUNS)
+def test_a_run_in_one_sentence(say, records, tone, text):
+    found = say(*records)
+    assert (found.tone, found.text) == (tone, text)
+
+
 def test_healthy(say):
     found = say(O2, *steps(1, 300, skipped={1, 200}), seen(300, "a", {0: 5}))
     assert (found.tone, found.text) == ("good", "Healthy: 2 of 300 steps skipped, nothing lost")
     assert found.details == ("loss 1 at first, 1 at last",)
-
-
-def test_nothing_skipped_and_nothing_observed(say):
-    found = say(O2, *steps(1, 30))
-    assert found.text == "Healthy: 30 steps, none skipped; whether gradients were lost was not observed"
-
-
-def test_a_little_lost(say):
-    found = say(O2, *steps(1, 30), seen(30, "a", {0: 97, -30: 3}))
-    assert (found.tone, found.text) == ("good", "Healthy: 30 steps, none skipped, 3% of the gradients lost")
-
-
-def test_what_is_stored_low_has_what_it_lost_among_its_zeros(say):
-    found = say(O2, *steps(1, 30), seen(30, "a", {0: 98}, zeros=2, fmt="fp16"))
-    assert found.text == "Healthy: 30 steps, none skipped, at most 2% of the gradients lost"
-
-
-def test_many_zeros_say_nothing_about_what_was_lost(say):
-    found = say(O2, *steps(1, 30), seen(30, "a", {0: 50}, zeros=50, fmt="fp16"))
-    assert found.text == "Healthy: 30 steps, none skipped"
-
-
-def test_a_plan_that_leaves_everything_full_skips_and_loses_nothing(say):
-    found = say(O0, *steps(1, 30), seen(30, "a", {-40: 50}))
-    assert (found.tone, found.text) == ("good", "Healthy: 30 steps in fp32")
 
 
 def test_stopped_by_a_verdict(say):
@@ -90,29 +128,11 @@ def test_stopped_by_a_verdict(say):
     assert found.verdict.step == 162
 
 
-def test_stopped_at_the_first_bad_step(say):
-    found = say(NO_SCALE, *steps(1, 9, skipped={9}), verdict("invalid", phase="backward"))
-    assert found.text == "Stopped at step 9: softmax in h.1.attn has no finite result in the backward pass"
-
-
-def test_a_verdict_on_a_last_step_that_was_made_did_not_stop_it(say):
-    found = say(O2, *steps(1, 9), verdict("masked row"))
-    assert found.text == "At step 9, the last one, softmax in h.1.attn gets a row that is masked throughout"
-
-
 def test_the_last_of_several_verdicts_is_in_the_headline_and_the_others_below(say):
     some = [*steps(1, 5, skipped={5}), verdict("input data", ""), *steps(6, 9, skipped={8, 9}), verdict()]
     found = say(NO_SCALE, *some)
     assert found.text.startswith("Stopped at step 9: softmax in h.1.attn overflows in bf16 from step 8")
     assert found.details[0] == "also, after step 5: the input data of the model itself are not finite"
-
-
-def test_a_verdict_and_then_recovered(say):
-    found = say(O2, *steps(1, 20, skipped={20}), verdict(), *steps(21, 60, skipped={30}))
-    assert found.tone == "warning"
-    assert found.text == (
-        "Went on after step 20, where softmax in h.1.attn overflows in fp16: 40 steps since, 1 skipped"
-    )
 
 
 def test_a_scale_that_came_down_as_it_should_is_healthy(say):
@@ -135,19 +155,6 @@ def test_skipped_to_the_end(say, streak, tone):
         assert found.text == "Stuck: every step from 43 to 50 was skipped"
     else:
         assert found.text == "Often skipped: 7 of 50 steps skipped, the last 7 in a row"
-
-
-def test_skipped_at_the_floor_to_the_end(say):
-    found = say(O2, *steps(1, 48), step(49, skipped=True, scale=2), step(50, skipped=True, scale=1))
-    assert found.text == "Stuck: every step from 49 to 50 was skipped, the last 1 at the smallest loss scale, 1"
-
-
-def test_a_scale_that_lives_at_its_floor(say):
-    found = say(O2, *(step(number, skipped=number % 50 == 0, scale=1) for number in range(1, 102)))
-    assert (found.tone, found.text) == (
-        "bad",
-        "Overflows at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them there",
-    )
 
 
 @pytest.mark.parametrize(("skipped", "tone"), [(5, "good"), (6, "warning")])
@@ -193,14 +200,6 @@ def test_gradients_that_are_lost(say, lost, tone):
         )
 
 
-def test_activations_beyond_the_format(say):
-    found = say(O2, *steps(1, 9), seen(9, "a", {0: 3}, kind="activation", infinities=1))
-    assert (found.tone, found.text) == (
-        "warning",
-        "25% of the activations are beyond fp16, or not finite; 9 steps, none skipped",
-    )
-
-
 @pytest.mark.parametrize(("after", "text"), [(1.0, "Running, at step 9"), (61.0, "Cut off after step 9")])
 def test_a_log_without_an_end(say, after, text):
     found = say(O2, *steps(1, 9), killed=True, after=after)
@@ -233,26 +232,6 @@ def test_resumed(tmp_path, monkeypatch):
     assert found.text.startswith("Healthy: 20 steps, none skipped")
     assert found.details[0] == "resumed at step 8"
     assert said(tmp_path / "log", O2).details[1] == "resumed, without a step since"
-
-
-@pytest.mark.parametrize(
-    ("records", "text", "tone"),
-    [
-        ((), "Nothing was logged: no step, no observation, no verdict", "warning"),
-        ((O2,), "Nothing was logged: no step, no observation, no verdict", "warning"),
-        ((O2, seen(3, "a", {0: 1})), "No step was logged: tensors were observed at 1 step", "warning"),
-        ((O2, verdict("weights")), "No step was logged: weights of h.1.attn are not finite", "bad"),
-        (
-            [O2, *(Finding(each, "code", "place", "seen", "do") for each in ("note", "error", "warning", "warning"))],
-            "No step was logged: the check found 1 error, 2 warnings and 1 note",
-            "bad",
-        ),
-    ],
-    ids=["empty", "session", "observed", "blamed", "checked"],
-)
-def test_without_a_step(say, records, text, tone):
-    found = say(*records)
-    assert (found.text, found.tone) == (text, tone)
 
 
 def test_a_log_without_a_plan_has_no_floor(say):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from halfstep.records import Finding, Rounded, ScaleRange, TensorStats, WhatIf
-from halfstep.report.json import whatif_json
+from halfstep.report.json import to_json
 from halfstep.report.whatif import whatif_table
 
 
@@ -88,7 +88,7 @@ def test_every_module_is_shown_where_it_is_asked_for():
 
 
 def test_json_has_every_figure_and_no_bare_infinity():
-    read = json.loads(whatif_json(FOUND))
+    read = json.loads(to_json(FOUND))
     assert read["rows"][0]["lost"] == 0.5
     assert read["rows"][3]["snr_db"] == "inf"
     assert read["rows"][1]["stats"]["exponents"][127] == 300

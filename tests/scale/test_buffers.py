@@ -100,16 +100,6 @@ class TestNetworks:
             guard.after_step()
 
 
-def test_the_batch_counter_is_put_back():
-    norm = nn.BatchNorm1d(2)
-    guard = BufferGuard([norm])
-    guard.refresh()
-    norm(torch.randn(3, 2))
-    assert norm.num_batches_tracked.item() == 1
-    guard.restore(SKIPPED)
-    assert norm.num_batches_tracked.item() == 0
-
-
 def test_only_the_first_forward_of_a_step_takes_the_snapshot():
     norm = nn.BatchNorm1d(2)
     guard = BufferGuard([norm])

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.edits import Scaling
 from halfstep.errors import PlanError, StateError
 from halfstep.scale.grad_scaler import GradScaler
 from tests.scale.sync import NoSync, no_cuda_sync
-from tests.scale.test_scaling import Reference
 
 Torch = torch.amp.GradScaler
 
@@ -42,25 +40,27 @@ def run(scaler, outcomes, gradient=1.0):
     return seen
 
 
+# Arguments, steps, and the scale after each.
+SEQUENCES = {
+    "the floor is one": ({"init_scale": 4.0}, "xxxx", [2, 1, 1, 1]),
+    "the ceiling is 2**24": ({"init_scale": 2.0**23, "growth_interval": 1}, "..", [2.0**24] * 2),
+    "own range": (
+        {"init_scale": 8.0, "growth_interval": 1, "min_scale": 4.0, "max_scale": 16.0}, "xx...", [4, 4, 8, 16, 16]
+    ),
+    "the floor is a lower initial scale": ({"init_scale": 0.5}, "x", [0.5]),
+    "the ceiling is a higher initial scale": (
+        {"init_scale": 2.0**30, "growth_interval": 1}, ".x", [2.0**30, 2.0**29]
+    ),
+    "hysteresis": (
+        {"init_scale": 16.0, "hysteresis": 2, "growth_interval": 2}, "xx..xx", [16, 8, 8, 16, 16, 8]
+    ),
+}  # fmt: skip
+
+
 class TestScale:
-    def test_floor_is_one_by_default(self):
-        assert run(GradScaler("cpu", init_scale=4.0), "xxxx") == [2, 1, 1, 1]
-        assert run(Torch("cpu", init_scale=4.0), "xxxx")[-1] == 0.25
-
-    def test_ceiling_is_two_to_the_24_by_default(self):
-        assert run(GradScaler("cpu", init_scale=2.0**23, growth_interval=1), "..") == [2.0**24] * 2
-
-    def test_own_range(self):
-        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
-        assert run(scaler, "xx...") == [4, 4, 8, 16, 16]
-
-    def test_default_range_takes_in_the_initial_scale(self):
-        assert run(GradScaler("cpu", init_scale=0.5), "x") == [0.5]
-        assert run(GradScaler("cpu", init_scale=2.0**30, growth_interval=1), ".x") == [2.0**30, 2.0**29]
-
-    def test_hysteresis(self):
-        scaler = GradScaler("cpu", init_scale=16.0, hysteresis=2, growth_interval=2)
-        assert run(scaler, "xx..xx") == [16, 8, 8, 16, 16, 8]
+    @pytest.mark.parametrize(("arguments", "outcomes", "scales"), SEQUENCES.values(), ids=SEQUENCES)
+    def test_follows_the_overflows(self, arguments, outcomes, scales):
+        assert run(GradScaler("cpu", **arguments), outcomes) == scales
 
     @pytest.mark.parametrize(
         "arguments",
@@ -115,18 +115,6 @@ def test_within_the_range_the_scale_is_torchs(growth, backoff, interval, outcome
     ours, torchs = GradScaler("cpu", min_scale=2.0**-100, max_scale=2.0**100, **arguments), Torch("cpu", **arguments)
     assert run(ours, outcomes) == run(torchs, outcomes)
     assert {key: ours.state_dict()[key] for key in torchs.state_dict()} == torchs.state_dict()
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 3), st.integers(1, 3), st.text("x.", max_size=12))
-def test_with_hysteresis_it_follows_the_reference(hysteresis, interval, outcomes):
-    scaler = GradScaler("cpu", init_scale=64.0, growth_interval=interval, hysteresis=hysteresis)
-    reference = Reference(Scaling("dynamic", init=64.0, growth_interval=interval, hysteresis=hysteresis), 64.0)
-    wanted = []
-    for outcome in outcomes:
-        reference.update(outcome == "x")
-        wanted.append(reference.value)
-    assert run(scaler, outcomes) == wanted
 
 
 class TestStep:

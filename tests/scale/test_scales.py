@@ -5,7 +5,7 @@ import torch
 
 from halfstep.edits import Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.scale.ledger import Collected
+from halfstep.scale.accumulator import Collected
 from halfstep.scale.scales import LossScales
 
 CPU = torch.device("cpu")

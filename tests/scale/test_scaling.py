@@ -56,46 +56,43 @@ def to_fp32(number):
     return float(torch.tensor(number, dtype=torch.float64).float())
 
 
+# Fields of a dynamic scale, steps, and the scale after each.
+SEQUENCES = {
+    "grows after the interval and counts anew": ({"init": 4.0, "growth_interval": 3}, "......", [4, 4, 8, 8, 8, 16]),
+    "an overflow halves": ({"init": 4.0, "growth_interval": 3}, "..x..", [4, 4, 2, 2, 2]),
+    "an overflow restarts the count": ({"init": 4.0, "growth_interval": 3}, "..x...", [4, 4, 2, 2, 2, 4]),
+    "grows every step at interval one": ({"init": 4.0, "growth_interval": 1}, "..x.", [8, 16, 8, 16]),
+    "own factors": ({"init": 4.0, "growth_interval": 1, "growth": 3.0, "backoff": 0.25}, ".x", [12, 3]),
+    "the floor holds": ({"init": 2.0}, "xxx", [1, 1, 1]),
+    "the floor is met": ({"init": 3.0}, "xx", [1.5, 1]),
+    "the ceiling holds and the count goes on": (
+        {"init": 4.0, "growth_interval": 2, "max": 8.0}, "....x..", [4, 8, 8, 8, 4, 4, 8]
+    ),
+    "the ceiling is met": ({"init": 4.0, "growth_interval": 1, "max": 7.0}, "..", [7, 7]),
+    "the default ceiling is 2**24": ({"init": 2.0**23, "growth_interval": 1}, "..", [2.0**24, 2.0**24]),
+    "hysteresis backs off at the second overflow and every one after it": (
+        {"init": 16.0, "hysteresis": 2, "growth_interval": 3}, "xxx", [16, 8, 4]
+    ),
+    "clean steps do not restore the credit": (
+        {"init": 16.0, "hysteresis": 2, "growth_interval": 3}, "x.x", [16, 16, 8]
+    ),
+    "growth restores the credit": (
+        {"init": 16.0, "hysteresis": 2, "growth_interval": 2}, "x..xx", [16, 16, 32, 32, 16]
+    ),
+    "a forgiven overflow still restarts the count": (
+        {"init": 16.0, "hysteresis": 3, "growth_interval": 2}, ".x..", [16, 16, 16, 32]
+    ),
+}  # fmt: skip
+
+
 class TestDynamic:
     def test_starts_at_init_as_an_fp32_scalar(self):
         scale = dynamic(init=1024.0)
         assert (scale.value.item(), scale.value.dtype, scale.value.shape) == (1024.0, torch.float32, ())
 
-    def test_grows_after_the_interval_and_counts_anew(self):
-        assert run(dynamic(init=4.0, growth_interval=3), "......") == [4, 4, 8, 8, 8, 16]
-
-    def test_an_overflow_halves_and_restarts_the_count(self):
-        assert run(dynamic(init=4.0, growth_interval=3), "..x..") == [4, 4, 2, 2, 2]
-        assert run(dynamic(init=4.0, growth_interval=3), "..x...") == [4, 4, 2, 2, 2, 4]
-
-    def test_growth_every_step_at_interval_one(self):
-        assert run(dynamic(init=4.0, growth_interval=1), "..x.") == [8, 16, 8, 16]
-
-    def test_own_factors(self):
-        assert run(dynamic(init=4.0, growth_interval=1, growth=3.0, backoff=0.25), ".x") == [12, 3]
-
-    def test_floor_holds(self):
-        assert run(dynamic(init=2.0), "xxx") == [1, 1, 1]
-        assert run(dynamic(init=3.0), "xx") == [1.5, 1]
-
-    def test_ceiling_holds_and_the_count_goes_on(self):
-        assert run(dynamic(init=4.0, growth_interval=2, max=8.0), "....x..") == [4, 8, 8, 8, 4, 4, 8]
-        assert run(dynamic(init=4.0, growth_interval=1, max=7.0), "..") == [7, 7]
-
-    def test_default_ceiling_is_two_to_the_24(self):
-        assert run(dynamic(init=2.0**23, growth_interval=1), "..") == [2.0**24, 2.0**24]
-
-    def test_hysteresis_backs_off_at_the_second_overflow_and_every_one_after_it(self):
-        assert run(dynamic(init=16.0, hysteresis=2, growth_interval=3), "xxx") == [16, 8, 4]
-
-    def test_clean_steps_do_not_restore_the_credit(self):
-        assert run(dynamic(init=16.0, hysteresis=2, growth_interval=3), "x.x") == [16, 16, 8]
-
-    def test_growth_restores_the_credit(self):
-        assert run(dynamic(init=16.0, hysteresis=2, growth_interval=2), "x..xx") == [16, 16, 32, 32, 16]
-
-    def test_a_forgiven_overflow_still_restarts_the_count(self):
-        assert run(dynamic(init=16.0, hysteresis=3, growth_interval=2), ".x..") == [16, 16, 16, 32]
+    @pytest.mark.parametrize(("fields", "outcomes", "scales"), SEQUENCES.values(), ids=SEQUENCES)
+    def test_follows_the_overflows(self, fields, outcomes, scales):
+        assert run(dynamic(**fields), outcomes) == scales
 
     def test_without_counting_a_clean_step_changes_nothing(self):
         scale = dynamic(init=4.0, growth_interval=2)

@@ -247,7 +247,7 @@ def test_an_optimizer_that_comes_after_the_wrapper_steps_with_the_other_processe
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     session = halfstep.initialize(wrapped, None, "O1", low="bf16")
     session.add_optimizers([torch.optim.SGD(model.parameters(), lr=0.1)])
-    assert session.stage.summing()
+    assert session.runtime.summing()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -86,7 +86,7 @@ class FP16_Optimizer:  # apex's name
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next backward pass; reads the device."""
-        return float(self._session.stage.scales.of(0).value)
+        return float(self._session.runtime.scales.of(0).value)
 
     @property
     def overflow(self) -> bool:

@@ -71,7 +71,7 @@ class AmpState:
 
     def castings(self) -> list[Casting]:
         """Returns what casts ops by their list now: the sessions at O1, and `init`."""
-        own = [trained.session.stage.casting for trained in self.sessions() if trained.casts]
+        own = [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
         return own if self.handle.casting is None else [*own, self.handle.casting]
 
     def of(self, optimizers: Sequence[Optimizer]) -> Trained:
@@ -130,7 +130,7 @@ class Trained:
     ) -> None:
         """Notes whether a step was skipped, and the scale of each of its losses before and after."""
         if STATE.verbosity > 0 and scales and not _is_capturing(record.skipped):
-            now = [self.session.stage.scales.of(loss_id).value for loss_id in scales]
+            now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
             numbers = [number.to(record.skipped.device) for number in (record.skipped.float(), *scales.values(), *now)]
             self._coming.append(_Coming(*_sent(torch.stack(numbers), tuple(scales))))
         while self._coming and self._coming[0].has_arrived():
@@ -218,7 +218,7 @@ class LossScaler:
 
     @property
     def _loss_scale(self) -> float:
-        return self._trained.session.stage.scales.read(self._loss_id)
+        return self._trained.session.runtime.scales.read(self._loss_id)
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:

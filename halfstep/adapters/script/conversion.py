@@ -31,7 +31,7 @@ from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import first_device
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
-from halfstep.processes.replicas import own_rank
+from halfstep.processes.shards import own_number
 from halfstep.records import StepRecord
 from halfstep.scale.leaves import unscaled_leaves
 from halfstep.session.session import Session, Sink
@@ -121,7 +121,7 @@ class Conversion:
     def uses(self, what: str) -> None:
         """Ends what was begun: the script brings mixed precision of its own."""
         if self.brings is None:
-            self.brings, self.rank = what, own_rank()
+            self.brings, self.rank = what, own_number() or 0
             self._tell_what_is_not_used(what)
         self.watch.stop()
         self.close()
@@ -198,7 +198,7 @@ class Conversion:
             self._check(roots)
             models = [*roots, *([Strays(strays)] if strays else [])]
             rules = [Rule(f"type:{Strays.__name__}", FULL)] if strays and self._plan.param == "low" else []
-            self.rank = own_rank()
+            self.rank = own_number() or 0
             sinks = [self._note, *self._make_sinks(self.rank)]
             session = initialize(models, optimizers, self._plan, rules=rules, sinks=sinks, stepping="optimizer")
             self._undo.callback(session.close)

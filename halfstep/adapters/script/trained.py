@@ -25,6 +25,6 @@ class Trained:
 def trained_in(session: Session) -> Trained:
     """Returns what a session has trained so far; this waits for the device."""
     status = session.status()
-    on_gpu = session.stage.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(session.stage.device) if on_gpu else None
+    on_gpu = session.runtime.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(session.runtime.device) if on_gpu else None
     return Trained(status.level, status.low, status.steps, status.skipped, status.memory, peak)

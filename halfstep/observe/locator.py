@@ -66,7 +66,7 @@ class _Known:
     end: int
 
 
-class Places:
+class Locator:
     """The modules, parameters, gradients and buffers of models by identity, and the place of the running operation.
 
     Where there are several models, names begin with the number of theirs, "1:encoder.attn".

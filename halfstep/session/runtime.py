@@ -19,7 +19,7 @@ from halfstep.torch_internals import TorchDispatchMode
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class Runtime:
     """The models `roots` under a plan, with no step.
 
     `full` gives the fp32 value of a stored parameter, `summing` tells whether processes decide on each step together.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.observe.places import Places, storage_of
+from halfstep.observe.locator import Locator, storage_of
 from halfstep.observe.recorder import OpRecorder
 from halfstep.workloads.char_lm import CharLM
 
@@ -25,11 +25,11 @@ def test_sparse_gradients_are_told_apart():
     model = Tables()
     looked_up(model)
     assert model.other.weight.grad.is_sparse
-    places = Places([model])
+    locator = Locator([model])
     for name in ("table", "other"):
         weight = model.get_submodule(name).weight
-        assert places.tensor(weight.grad) == ("gradient", f"{name}.weight", weight)
-        assert places.tensor(weight) == ("parameter", f"{name}.weight", weight)
+        assert locator.tensor(weight.grad) == ("gradient", f"{name}.weight", weight)
+        assert locator.tensor(weight) == ("parameter", f"{name}.weight", weight)
 
 
 BETA = "ignore:Sparse (CSR|CSC|BSR) tensor support is in beta:UserWarning"
@@ -42,7 +42,7 @@ def test_a_sparse_tensor_of_others_is_none_of_the_model(layout):
     looked_up(model)
     mine = torch.eye(4)
     mine = mine.to_sparse_bsr((2, 2)) if layout == "bsr" else getattr(mine, f"to_sparse_{layout}")()
-    assert Places([model]).tensor(mine) is None
+    assert Locator([model]).tensor(mine) is None
 
 
 @pytest.mark.filterwarnings(BETA)
@@ -50,31 +50,31 @@ def test_a_sparse_tensor_of_others_is_none_of_the_model(layout):
 def test_a_sparse_buffer_is_known(layout):
     model = Tables()
     model.register_buffer("graph", getattr(torch.eye(4), f"to_sparse_{layout}")())
-    places = Places([model])
-    assert places.tensor(model.graph) == ("buffer", "graph", model.graph)
-    assert places.tensor(model.graph.detach()) is not None
+    locator = Locator([model])
+    assert locator.tensor(model.graph) == ("buffer", "graph", model.graph)
+    assert locator.tensor(model.graph.detach()) is not None
 
 
 def test_parameters_that_share_a_piece_of_memory_are_told_apart():
     flat = torch.arange(12.0)
     model = nn.Module()
     model.first, model.second = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[8:])
-    places = Places([model])
-    found = [places.tensor(t) for t in (model.first, model.second, flat[6:7], flat[8:9], flat[11:])]
+    locator = Locator([model])
+    found = [locator.tensor(t) for t in (model.first, model.second, flat[6:7], flat[8:9], flat[11:])]
     assert [name for _, name, _ in found] == ["first", "second", "first", "second", "second"]
 
 
 def test_a_tensor_without_memory_of_its_own_is_none_of_the_model():
     model = Tables()
-    places = Places([model])
+    locator = Locator([model])
     seen = []
-    torch.func.vmap(lambda row: (seen.append((storage_of(row), places.tensor(row))), row)[1])(torch.ones(2, 3))
+    torch.func.vmap(lambda row: (seen.append((storage_of(row), locator.tensor(row))), row)[1])(torch.ones(2, 3))
     assert seen == [(0, None)]
 
 
 def test_the_code_of_a_workload_is_like_any_users():
     model = CharLM(d=8, heads=2, layers=1, length=4).build(0)
-    recorder, tokens = OpRecorder(Places([model])), torch.zeros(1, 4, dtype=torch.int64)
+    recorder, tokens = OpRecorder([model]), torch.zeros(1, 4, dtype=torch.int64)
     with recorder:
         model(tokens)
     lines = {note.line.partition(":")[0] for note in recorder.notes if note.line is not None}

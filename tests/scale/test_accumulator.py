@@ -1,4 +1,4 @@
-"""The ledger against gradients in fp32: whatever the order of backwards, scales and zero_grad, they are equal."""
+"""The accumulator against gradients in fp32: whatever the order of backwards, scales and zero_grad, they are equal."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.edits import Scaling
-from halfstep.scale.ledger import GradientLedger
+from halfstep.scale.accumulator import GradientAccumulator
 from halfstep.scale.scaling import make_scale
 from tests.scale.reads import global_norm
 from tests.scale.sync import NoSync
@@ -30,7 +30,7 @@ class Refuses(torch.autograd.Function):
 
 
 class Twin:
-    """Two weights with a ledger, and what autograd alone makes of the same losses in fp32.
+    """Two weights with an accumulator, and what autograd alone makes of the same losses in fp32.
 
     `backward(loss_id, x)` takes the loss sum(w * x), whose gradient is x; `shape` of the weights is (2,).
     """
@@ -40,7 +40,7 @@ class Twin:
         self.wanted = [nn.Parameter(torch.ones(2)) for _ in range(2)]
         scalings = scalings or [Scaling("dynamic", init=1024.0), Scaling("dynamic", init=64.0)]
         self.scales = [make_scale(scaling, CPU) for scaling in scalings]
-        self.ledger = GradientLedger(lambda: self.weights, full_accumulate)
+        self.accumulator = GradientAccumulator(lambda: self.weights, full_accumulate)
 
     def play(self, story):
         """Does what a story says: names of methods below, each with its arguments."""
@@ -51,27 +51,27 @@ class Twin:
     def backward(self, loss_id, x, which=(0, 1), not_finite=None):
         scale = self.scales[loss_id]
         not_finite = None if not_finite is None else torch.tensor(not_finite)
-        self.ledger.before_backward(loss_id, scale.value)
+        self.accumulator.before_backward(loss_id, scale.value)
         loss = sum((self.weights[i] * torch.tensor(x).to(self.weights[i].dtype)).sum().float() for i in which)
         (loss * scale.value).backward()
-        self.ledger.after_backward(loss_id, scale.value, not_finite)
+        self.accumulator.after_backward(loss_id, scale.value, not_finite)
         sum((self.wanted[i] * torch.tensor(x)).sum() for i in which).backward()
 
     def reach_nothing(self, loss_id):
         """A backward pass of a loss that is not finite and reaches no parameter."""
-        self.ledger.before_backward(loss_id, self.scales[loss_id].value)
-        self.ledger.after_backward(loss_id, self.scales[loss_id].value, torch.tensor(True))
+        self.accumulator.before_backward(loss_id, self.scales[loss_id].value)
+        self.accumulator.after_backward(loss_id, self.scales[loss_id].value, torch.tensor(True))
 
     def fail(self, loss_id):
         """A backward pass that raises."""
         scale = self.scales[loss_id]
-        self.ledger.before_backward(loss_id, scale.value)
+        self.accumulator.before_backward(loss_id, scale.value)
         with pytest.raises(ValueError, match="no"):
             (Refuses.apply(self.weights[0]).sum() * scale.value).backward()
-        self.ledger.undo_backward()
+        self.accumulator.undo_backward()
 
     def unscale(self):
-        self.ledger.unscale_()
+        self.accumulator.unscale_()
 
     def limit(self, loss_id, value):
         self.scales[loss_id].limit(value)
@@ -97,10 +97,10 @@ class Twin:
 
     def step(self):
         """Ends a step as a session does; returns whether it is skipped and which losses overflowed."""
-        collected = self.ledger.collect()
+        collected = self.accumulator.collect()
         _, found = global_norm(collected.grads)
         flags = collected.overflowed(found)
-        self.ledger.consumed()
+        self.accumulator.consumed()
         for loss, flag in flags.items():
             self.scales[loss].update(flag)
         noted = collected.found is not None and bool(collected.found)
@@ -108,7 +108,7 @@ class Twin:
 
     def true(self):
         """The true gradients that a step would use, weight by weight."""
-        collected = self.ledger.collect()
+        collected = self.accumulator.collect()
         found = {p: g.float() * collected.inverse for p, g in zip(collected.params, collected.grads, strict=True)}
         return [found[w].tolist() if w in found else None for w in self.weights]
 
@@ -121,15 +121,15 @@ class Twin:
 def test_gradients_are_collected_and_unscaled_as_they_are_and_not_as_their_memory_is(view):
     weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     scale = make_scale(Scaling("static", init=8.0), CPU)
-    ledger = GradientLedger(lambda: [weight], full_accumulate=True)
-    ledger.before_backward(0, scale.value)
+    accumulator = GradientAccumulator(lambda: [weight], full_accumulate=True)
+    accumulator.before_backward(0, scale.value)
     weight.grad = view(torch.tensor([8 + 16j, -8j]))
     wanted = weight.grad.clone()
-    ledger.after_backward(0, scale.value)
-    (grad,) = ledger.collect().grads
+    accumulator.after_backward(0, scale.value)
+    (grad,) = accumulator.collect().grads
     assert (grad.is_conj(), grad.is_neg()) == (False, False)
     assert torch.equal(grad, wanted)
-    ledger.unscale_()
+    accumulator.unscale_()
     assert torch.equal(weight.grad, wanted / 8)
 
 
@@ -148,7 +148,7 @@ SUMS = {
     "stale gradients under another loss": [ONE, ("step",), OTHER],
     "stale true gradients": [ONE, ("unscale",), ("step",), TWO],
     "zero_grad without a step": [ONE, ("unscale",), ("zero_grad", True), OTHER],
-    "gradients from before the ledger": [("fill", 3.0), ONE],
+    "gradients from before the accumulator": [("fill", 3.0), ONE],
     "backward that raises under another scale": [ONE, ("fail", 1)],
     "backward that raises under another scale, then another": [ONE, ("fail", 1), OTHER],
     "backward that raises under the same scale": [ONE, ("fail", 0)],
@@ -166,7 +166,7 @@ class TestSum:
         twin = Twin(dtype).play([ONE, ("unscale",), ("unscale",)])
         assert twin.weights[1].grad.tolist() == [1.0, 2.0]
         assert twin.weights[1].grad.dtype == torch.float32
-        assert twin.ledger.collect().inverse.item() == 1
+        assert twin.accumulator.collect().inverse.item() == 1
         twin.play([TWO])
         assert twin.weights[0].grad.tolist() == [1.5, 2.25]  # true again, as the caller left them
 
@@ -219,7 +219,7 @@ def test_any_story_ends_with_the_gradients_of_fp32(dtype, full_accumulate, story
             twin.backward(which, [x, -2.0], which=[[0, 1], [0], [1]][number % 3])
             pending = True
         elif what == "unscale":
-            twin.ledger.unscale_()
+            twin.accumulator.unscale_()
         elif what == "limit":
             twin.scales[which].limit(float(number))
         elif what == "zero":
@@ -256,10 +256,10 @@ class TestFormatOfHeldGradients:
 
     def test_close_leaves_true_gradients_and_the_format_of_new_ones_as_it_was(self, dtype):
         twin = Twin(dtype).play([ONE, ONE])
-        twin.ledger.close()
+        twin.accumulator.close()
         assert twin.weights[0].grad.tolist() == [2.0, 4.0]
         twin.zero_grad(True)
-        twin.ledger.close()
+        twin.accumulator.close()
         assert twin.weights[0].grad_dtype in (dtype, None)
         weight = twin.weights[0]
         weight.data = weight.data.double()  # as a later model.double() does
@@ -320,7 +320,7 @@ class TestOverflow:
         twin = Twin(scalings=[Scaling("static", init=64.0)])
         twin.scales = [twin.scales[0]] * 2
         twin.play([("backward", 0, INFINITE), ("backward", 1, FINE)])
-        assert twin.ledger.collect().inverse.item() == 1 / 64
+        assert twin.accumulator.collect().inverse.item() == 1 / 64
         twin.expect(True, {0: True, 1: True})
 
     @pytest.mark.parametrize("set_to_none", [True, False])
@@ -336,42 +336,42 @@ class TestOverflow:
 class TestCollect:
     def test_leaves_out_parameters_without_a_gradient(self):
         twin = Twin().play([(*ONE, [1])])
-        collected = twin.ledger.collect()
+        collected = twin.accumulator.collect()
         assert [p is twin.weights[1] for p in collected.params] == [True]
         assert collected.grads[0] is twin.weights[1].grad
 
     def test_has_the_scale_of_the_backward_not_of_later(self):
         twin = Twin().play([ONE])
         twin.scales[0].update(torch.tensor(True))
-        assert twin.ledger.collect().scale.item() == 1024
-        assert twin.ledger.collect().inverse.item() == 1 / 1024
+        assert twin.accumulator.collect().scale.item() == 1024
+        assert twin.accumulator.collect().inverse.item() == 1 / 1024
 
     def test_has_the_scale_of_the_last_of_several_losses(self):
         twin = Twin().play([ONE, OTHER])
         twin.scales[1].update(torch.tensor(True))
-        assert twin.ledger.collect().scale.item() == 64
-        assert twin.ledger.collect().inverse.item() == 1
+        assert twin.accumulator.collect().scale.item() == 64
+        assert twin.accumulator.collect().inverse.item() == 1
 
     def test_inverse_of_a_scale_that_is_no_power_of_two(self):
         twin = Twin(scalings=[Scaling("static", init=1000.0)]).play([ONE])
-        assert twin.ledger.collect().inverse.item() == torch.tensor(1 / 1000, dtype=torch.float64).float().item()
+        assert twin.accumulator.collect().inverse.item() == torch.tensor(1 / 1000, dtype=torch.float64).float().item()
 
     def test_a_parameter_listed_twice_counts_once(self):
         twin = Twin()
         twin.weights.append(twin.weights[0])
         twin.play([ONE, ("unscale",)])
         assert twin.weights[0].grad.tolist() == [1.0, 2.0]
-        assert len(twin.ledger.collect().params) == 2
+        assert len(twin.accumulator.collect().params) == 2
 
     def test_of_nothing_is_empty_and_clean(self):
-        collected = Twin().ledger.collect()
+        collected = Twin().accumulator.collect()
         assert (collected.params, collected.grads, collected.losses) == ([], [], ())
         assert not collected.found
 
     def test_names_the_losses_whose_backward_did_not_raise(self):
-        assert Twin().play([ONE, ("fail", 1)]).ledger.collect().losses == (0,)
-        assert Twin().play([("fail", 0), OTHER]).ledger.collect().losses == (1,)
-        assert Twin().play([("fail", 0)]).ledger.collect().params == []
+        assert Twin().play([ONE, ("fail", 1)]).accumulator.collect().losses == (0,)
+        assert Twin().play([("fail", 0), OTHER]).accumulator.collect().losses == (1,)
+        assert Twin().play([("fail", 0)]).accumulator.collect().params == []
 
 
 class TestKindsOfGradients:
@@ -380,13 +380,13 @@ class TestKindsOfGradients:
         wide = torch.float32 if param.dtype in LOW else param.dtype
         reference = nn.Parameter(param.detach().to(wide))
         scales = [make_scale(Scaling("static", init=init), CPU) for init in (1024.0, 64.0)]
-        ledger = GradientLedger(lambda: [param], True)
+        accumulator = GradientAccumulator(lambda: [param], True)
         for loss_id in ids:
-            ledger.before_backward(loss_id, scales[loss_id].value)
+            accumulator.before_backward(loss_id, scales[loss_id].value)
             (loss(param) * scales[loss_id].value).backward()
-            ledger.after_backward(loss_id, scales[loss_id].value)
+            accumulator.after_backward(loss_id, scales[loss_id].value)
             loss(reference).backward()
-        ledger.unscale_()
+        accumulator.unscale_()
         return param.grad, reference.grad
 
     @pytest.mark.parametrize("ids", [(0,), (0, 0), (0, 1), (0, 0, 1)])
@@ -420,11 +420,11 @@ class TestKindsOfGradients:
     def test_a_gradient_with_a_graph_keeps_it(self):
         weight = nn.Parameter(torch.tensor([3.0]))
         scale = make_scale(Scaling("static", init=4.0), CPU).value
-        ledger = GradientLedger(lambda: [weight], True)
-        ledger.before_backward(0, scale)
+        accumulator = GradientAccumulator(lambda: [weight], True)
+        accumulator.before_backward(0, scale)
         (weight.pow(3).sum() * scale).backward(create_graph=True)
-        ledger.after_backward(0, scale)
-        ledger.unscale_()
+        accumulator.after_backward(0, scale)
+        accumulator.unscale_()
         assert weight.grad.item() == 27
         (second,) = torch.autograd.grad(weight.grad, weight)
         assert second.item() == 18
@@ -444,21 +444,21 @@ def test_nothing_syncs(dtype):
         twin.backward(0, [1.0, 1.0])
         twin.backward(0, [1.0, 1.0])
         twin.backward(1, [1.0, 1.0], not_finite=False)
-        twin.ledger.unscale_()
+        twin.accumulator.unscale_()
         twin.zero_grad(False)
         twin.backward(0, [1.0, 1.0])
-        collected = twin.ledger.collect()
+        collected = twin.accumulator.collect()
         _, found = global_norm(collected.grads)
         collected.overflowed(found)
-        twin.ledger.consumed()
+        twin.accumulator.consumed()
         twin.scales[0].update(found)
         twin.backward(0, [1.0, 1.0])
-        twin.ledger.close()
+        twin.accumulator.close()
 
 
 def test_no_gradient_is_kept_alive_by_the_ledger():
     twin = Twin().play([ONE, OTHER, ("step",), ("zero_grad", True)])
-    holders = [vars(twin.ledger)[name] for name in ("_stash", "_mark", "_scale", "_source", "_flags")]
+    holders = [vars(twin.accumulator)[name] for name in ("_stash", "_mark", "_scale", "_source", "_flags")]
     assert all(tensor.numel() == 1 for holder in holders for tensor in tensors_in(holder))
 
 
@@ -474,16 +474,16 @@ def tensors_in(value):
 def test_gradients_that_are_reduced_are_made_in_the_format_of_their_buckets_again(dtype):
     """After `unscale_` they are fp32; those that an LSTM makes for low weights would stay so."""
     weight = nn.Parameter(torch.ones(2, dtype=dtype))
-    ledger = GradientLedger(lambda: [weight], True, reduced=lambda: True)
+    accumulator = GradientAccumulator(lambda: [weight], True, reduced=lambda: True)
     one = torch.ones(())
     for unscaled in (True, False):
-        ledger.before_backward(0, one)
+        accumulator.before_backward(0, one)
         assert weight.grad is None or weight.grad.dtype is dtype
         weight.sum().float().backward()
         assert weight.grad.dtype is dtype
         assert weight.grad_dtype is dtype
-        ledger.after_backward(0, one)
+        accumulator.after_backward(0, one)
         if unscaled:
-            ledger.unscale_()
+            accumulator.unscale_()
             assert weight.grad.dtype is torch.float32
     assert weight.grad.tolist() == [2.0, 2.0]

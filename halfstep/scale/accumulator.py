@@ -1,4 +1,4 @@
-"""The ledger of gradients: which scale the numbers in `p.grad` carry, so that backwards add up as they do in fp32."""
+"""The gradients of an optimizer: which scale the numbers in `p.grad` carry, so that backwards add up as in fp32."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Collected:
         return flags if self.true else {loss: flag | found for loss, flag in flags.items()}
 
 
-class GradientLedger:
+class GradientAccumulator:
     """Keeps the gradients of one optimizer's parameters addable: under other scales, other losses, after `unscale_`.
 
     The scaled gradients of a step's first backward stay in `p.grad` in the parameters' own dtype. A second backward
@@ -363,8 +363,6 @@ def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
 
 def _inverse(scale: Tensor) -> Tensor:
     """Returns the reciprocal, correctly rounded."""
-    if scale.device.type == "mps":
-        return scale.reciprocal()
     return scale.double().reciprocal().float()
 
 
