@@ -161,7 +161,7 @@ def _side_by_side(
     screen.print(bench_table(result, width=screen.width))
     changes = () if saved is None else compare(saved, result)
     if saved is not None:
-        screen.print(against_table(changes, file=str(against), saved=(saved.processor, saved.torch, saved.halfstep)))
+        screen.print(against_table(changes, file=str(against), saved=saved.machine))
     if json is not None:
         write_json(json, bench_json(result))
     if all(run.error is not None for run in result.runs):

@@ -9,18 +9,18 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.machine import Machine
 from halfstep.measurements import BenchChange
 
 
-def against_table(changes: Sequence[BenchChange], *, file: str, saved: tuple[str, str, str]) -> Group:
-    """Returns a row for each row of a benchmark: its time and memory over those in `file`, made with `saved`."""
+def against_table(changes: Sequence[BenchChange], *, file: str, saved: Machine) -> Group:
+    """Returns a row for each row of a benchmark: its time and memory over those in `file`, of the machine `saved`."""
     table = Table(box=None, padding=(0, 1))
     for header in ("", "time x saved", "19 of 20 within", "peak memory x saved", "verdict", "in steps of"):
         table.add_column(header, justify="left" if header in ("", "verdict", "in steps of") else "right", no_wrap=True)
     for change in changes:
         table.add_row(*map(escape, _cells(change)))
-    processor, torch, halfstep = saved
-    head = Text(f"\nAgainst {file} (halfstep {halfstep}, torch {torch}, {processor}):")
+    head = Text(f"\nAgainst {file} (halfstep {saved.halfstep}, torch {saved.torch}, {saved.processor}):")
     return Group(head, table, Text(_sentence(changes)))
 
 
