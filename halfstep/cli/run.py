@@ -98,7 +98,7 @@ def summary(ran: Ran) -> str:
     parts.append(f"{ran.seconds:.1f} s")
     if it is not None:
         parts += [f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size]
-        parts += [] if it.peak is None else [f"peak on the GPU {_mib(it.peak)}"]
+        parts += [f"peak on the GPU {_mib(ran.peak)}"] if ran.peak else []
     return ", ".join(parts)
 
 
