@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import decayed, precise, root, widest
+from halfstep.optim.eager import bias_corrections, by_parameter, decayed, precise, root
 from halfstep.optim.fused import Kernel
 from halfstep.torch_internals import fused_adam_, fused_adamw_
 
@@ -53,24 +53,16 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
     """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019 (decoupled)."""
-    sizes, roots = _corrections(batch, options)
-    for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):
+    means, roots = bias_corrections(batch, options, corrected=options.corrected)
+    sizes = by_parameter(precise(options.lr, batch) / means, batch)
+    rows = zip(decayed(batch, options), sizes, by_parameter(roots, batch), strict=True)
+    for (w, g, states), size, correction in rows:
         mean, square, *peaks = states
         m = mean * options.beta1 + g * (1 - options.beta1)
         v = square * options.beta2 + (g * g) * (1 - options.beta2)
         highest = [torch.maximum(peak, v) for peak in peaks]
         (divisor,) = highest or [v]
         yield [w - (m / (root(divisor) / correction + options.eps)) * size, m, v, *highest]
-
-
-def _corrections(batch: Batch, options: AdamOptions) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns lr / (1 - beta1^t) and sqrt(1 - beta2^t) for each step count, as 0-dim tensors of the update's dtype."""
-    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
-    if not options.corrected:
-        steps = torch.full_like(steps, torch.inf)  # what the corrections come to
-    sizes = precise(options.lr, batch) / (1 - options.beta1**steps)
-    roots = (1 - options.beta2**steps).sqrt()
-    return list(sizes.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())
 
 
 def fused(options: AdamOptions) -> Kernel | None:

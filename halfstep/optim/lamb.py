@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import Number, decayed, precise, root, widest
+from halfstep.optim.eager import Number, bias_corrections, by_parameter, decayed, precise, root, widest
 from halfstep.optim.own_step import check_numbers, own_step
 
 
@@ -126,10 +126,10 @@ def options(group: Mapping[str, Any]) -> LambOptions:
 def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
     """You et al. 2020, algorithm 2."""
     share = 1 - options.beta1 if options.averaging else 1.0
-    means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
+    means, roots = bias_corrections(batch, options, corrected=options.corrected)
     lr, decay = precise(options.lr, batch), options.weight_decay if options.decoupled else 0.0
     into_gradient = replace(options, weight_decay=0.0) if options.decoupled else options
-    rows = zip(decayed(batch, into_gradient), means, roots, strict=True)
+    rows = zip(decayed(batch, into_gradient), by_parameter(means, batch), by_parameter(roots, batch), strict=True)
     for (w, g, (mean, square)), of_mean, of_root in rows:
         m = mean * options.beta1 + g * share
         v = square * options.beta2 + (g * g) * (1 - options.beta2)
@@ -147,15 +147,3 @@ def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions
         size, length = (torch.linalg.vector_norm(t, dtype=wide) for t in (w, u))
         trust = torch.where((size > 0) & (length > 0), size / length, trust)
     return (trust * lr).to(batch.dtype)
-
-
-def bias_corrections(batch: Batch, beta1: float, beta2: float, *, corrected: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns 1 - beta1^t and sqrt(1 - beta2^t) for each step count, 0-dim in the update's dtype; 1 if not `corrected`.
-
-    They are what running means that begin at zero miss of a mean and of a root mean square.
-    """
-    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
-    if not corrected:
-        steps = torch.full_like(steps, torch.inf)  # what they come to
-    means, roots = 1 - beta1**steps, (1 - beta2**steps).sqrt()
-    return list(means.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())

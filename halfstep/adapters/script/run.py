@@ -33,7 +33,7 @@ _LOG = logging.getLogger("halfstep")
 class Ran:
     """How a script ran: what a session trained in it, what mixed precision it `brings` of its own, and its end.
 
-    `trained` is None where no session was opened, by the script itself or for it, `peak` is the most memory that it took
+    `trained` is None where no session was opened, by the script itself or for it, `peak` is the most bytes that it took
     of a GPU, `seconds` is the time of the whole script, `error` what ended it (an exception or SystemExit; None: its
     last line), `rank` the number of this process.
     """
