@@ -139,10 +139,10 @@ def html_pages(asked: str) -> ModuleType:
         WorkloadError: a package of the extra [report] is not installed; says which.
     """
     try:
-        from halfstep.report import html
+        import halfstep.report.html as pages
     except ModuleNotFoundError as error:
         raise WorkloadError(f"{asked} needs {error.name}; run: pip install 'halfstep[report]'") from None
-    return html
+    return pages
 
 
 def check_page(path: Path | None) -> None:
