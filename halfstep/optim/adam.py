@@ -70,11 +70,6 @@ def fused(options: AdamOptions) -> Kernel | None:
     return _fused if options.corrected else None
 
 
-def is_corrected(options: AdamOptions) -> bool:
-    """Returns whether compiled loops compute this: they always correct the moments, too."""
-    return options.corrected
-
-
 def _fused(batch: Batch, options: AdamOptions, lr: Any, flag: Tensor) -> None:
     kernel = fused_adamw_ if options.decoupled else fused_adam_
     kernel(

@@ -175,7 +175,7 @@ def _assign(
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}
     for path in sorted(at, key=_depth):  # parents first
-        parent = _parent(path)
+        parent = path.rpartition(".")[0]
         above, owner = (decided[parent], at[parent].module) if path else (_of_plan(plan), None)
         decided[path] = _decide(plan, at[path], matched.get(at[path]), above, owner)
         if path:
@@ -186,10 +186,6 @@ def _assign(
 
 def _depth(path: str) -> int:
     return len(path.split(".")) if path else 0
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _is_uncalled(module: nn.Module) -> bool:

@@ -206,7 +206,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "regresion"], "halfstep: unknown workload 'regresion'; did you mean regression?"),
+        (["bench", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["bench", "regression", "--set", "depth=3"], "halfstep: regression has no setting depth; it has batch"),
         (["bench", "regression", "--set", "depth"], "halfstep: setting 'depth' is not key=value"),
         (["bench", "regression", "--levels", "01"], "halfstep: unknown level '01'"),
@@ -222,7 +222,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
         (["ops", "nothing_of_this_name"], "halfstep: no op of the table contains 'nothing_of_this_name'"),
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
-        (["check", "regresion"], "halfstep: unknown workload 'regresion'; did you mean regression?"),
+        (["check", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regression", "--low", "e4m3"], "halfstep: plan low is e4m3"),
         (["check", "regression", "--device", "tpu"], "halfstep: --device 'tpu' is unknown"),
@@ -231,7 +231,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["inspect", "regression", "--level", "O9"], "halfstep: unknown level 'O9'"),
         (["inspect", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
         (["inspect", "regression", "--set", "batch=0"], "halfstep: regression: batch=0 should be above 0"),
-        (["whatif", "regresion"], "halfstep: unknown workload 'regresion'; did you mean regression?"),
+        (["whatif", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["whatif", "regression", "--formats", "fp17"], "halfstep: unknown format 'fp17'"),
         (["whatif", "regression", "--formats", ","], "halfstep: what-if needs formats"),
         (["whatif", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
