@@ -1,11 +1,16 @@
 """LAMB: its law against the paper written out in float64, and its clipping."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from halfstep.optim.lamb import Lamb
-from tests.optim.cases import LAMBS, gradients, own_run
+from halfstep.optim.masters import MasterStore
+from halfstep.optim.one_pass import OnePassStepper
+from halfstep.optim.table import TABLE
+from tests.optim.cases import FALSE, LAMBS, gradients, own_run
 
 
 def textbook(
@@ -80,3 +85,13 @@ def test_gradients_of_all_groups_are_clipped_by_one_norm():
     torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.tensor([0.6]))
     assert optimizer.state[q]["exp_avg"].item() == 4.0
     assert (p.grad.item(), q.grad.item()) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_norms_of_a_weight_that_is_larger_than_the_parts_of_others_are_those_of_the_whole(whole):
+    start = torch.randn(2**19 + 1000, generator=torch.Generator().manual_seed(1))
+    p, grad = Parameter(start.clone()), torch.sin(torch.arange(len(start)))
+    stepper = OnePassStepper(Lamb([p], lr=1e-2), MasterStore("none", torch.bfloat16), replace(TABLE[Lamb], whole=whole))
+    stepper.step([p], [grad], None, FALSE)
+    (expected,) = textbook([start.double()], [[grad.double()]], lr=1e-2)
+    assert torch.allclose(p.double(), expected, rtol=1e-5, atol=1e-6) is whole
