@@ -80,8 +80,9 @@ def test_full_weights_and_state_go_as_under_torch(cls, options, implementation):
 
 
 def textbook_adam(
-    w, grads, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled, amsgrad=False, maximize=False
-):
+    w, grads, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled, amsgrad=False, maximize=False,
+    corrected=True,
+):  # fmt: skip
     """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019, algorithm 2 (decoupled)."""
     m = v = peak = torch.zeros_like(w)
     for t, g in enumerate(grads, start=1):
@@ -92,10 +93,10 @@ def textbook_adam(
             g = g + weight_decay * w
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g**2
-        m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
         if amsgrad:  # torch takes the highest v, then corrects it
             peak = torch.maximum(peak, v)
-            v_hat = peak / (1 - betas[1] ** t)
+        c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if corrected else (1, 1)
+        m_hat, v_hat = m / c1, (peak if amsgrad else v) / c2
         w = w - lr * m_hat / (v_hat.sqrt() + eps)
     return w
 
