@@ -179,5 +179,5 @@ def _write(path: Path, text: str, option: str) -> None:
         replace_text(path, text)
     except OSError as error:
         raise WorkloadError(
-            f"{option} {path} could not be written: {error.strerror}; make room and run again"
+            f"{option} {path} could not be written: {error.strerror}; it is as it was: make room and run the same again"
         ) from error

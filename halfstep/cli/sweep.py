@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from halfstep.bench.largest import largest_batches
-from halfstep.bench.results import read_sweep, write_sweep
+from halfstep.bench.results import read_sweep
 from halfstep.bench.sweep import Asked, sweep
 from halfstep.cli.options import check_page, write_json, write_page
 from halfstep.cli.screen import progress_bar, stderr, stdout
@@ -36,7 +36,7 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
 
     def keep(result: Sweep) -> None:
         if json is not None:
-            write_sweep(json, sweep_json(result))
+            write_json(json, sweep_json(result))
 
     with progress_bar(unit="examples") as progress:
         found = sweep(asked, done=done, keep=keep, progress=progress)

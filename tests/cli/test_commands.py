@@ -174,7 +174,8 @@ def test_a_full_disk_is_one_message_and_leaves_the_json_file_that_was_there(half
     bench = ["bench", "regression", "--steps", 1, "--levels", "O0", "--no-peer", *SMALL]
     code, out, err = halfstep(*bench, "--json", path)
     assert code == 2
-    assert err == f"halfstep: --json {path} could not be written: No space left on device; make room and run again\n"
+    why = "No space left on device; it is as it was: make room and run the same again"
+    assert err == f"halfstep: --json {path} could not be written: {why}\n"
     assert "O0" in out  # what was measured is on the screen
     assert [(each.name, each.read_text(encoding="utf-8")) for each in tmp_path.iterdir()] == [("x.json", "before")]
 
