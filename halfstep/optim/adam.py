@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import bias_corrections, by_parameter, decayed, precise, root
+from halfstep.optim.eager import bias_corrections, decayed, precise, root
 from halfstep.optim.fused import Kernel
 from halfstep.torch_internals import fused_adam_, fused_adamw_
 
@@ -53,10 +53,9 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
     """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019 (decoupled)."""
-    means, roots = bias_corrections(batch, options, corrected=options.corrected)
-    sizes = by_parameter(precise(options.lr, batch) / means, batch)
-    rows = zip(decayed(batch, options), sizes, by_parameter(roots, batch), strict=True)
-    for (w, g, states), size, correction in rows:
+    lr = precise(options.lr, batch)
+    sizes, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected, lr=lr)
+    for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):
         mean, square, *peaks = states
         m = mean * options.beta1 + g * (1 - options.beta1)
         v = square * options.beta2 + (g * g) * (1 - options.beta2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import Number, bias_corrections, by_parameter, decayed, precise, root, widest
+from halfstep.optim.eager import Number, bias_corrections, decayed, precise, root, widest
 from halfstep.optim.own_step import check_numbers, own_step
 
 
@@ -126,10 +126,10 @@ def options(group: Mapping[str, Any]) -> LambOptions:
 def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
     """You et al. 2020, algorithm 2."""
     share = 1 - options.beta1 if options.averaging else 1.0
-    means, roots = bias_corrections(batch, options, corrected=options.corrected)
+    means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = precise(options.lr, batch), options.weight_decay if options.decoupled else 0.0
     into_gradient = replace(options, weight_decay=0.0) if options.decoupled else options
-    rows = zip(decayed(batch, into_gradient), by_parameter(means, batch), by_parameter(roots, batch), strict=True)
+    rows = zip(decayed(batch, into_gradient), means, roots, strict=True)
     for (w, g, (mean, square)), of_mean, of_root in rows:
         m = mean * options.beta1 + g * share
         v = square * options.beta2 + (g * g) * (1 - options.beta2)

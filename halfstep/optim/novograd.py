@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import bias_corrections, by_parameter, rounded, widest
+from halfstep.optim.eager import bias_corrections, rounded, widest
 from halfstep.optim.own_step import check_numbers, own_step
 
 
@@ -127,9 +127,9 @@ def options(group: Mapping[str, Any]) -> NovoGradOptions:
 def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
     """Ginsburg et al. 2019, algorithm 1 with `reg_inside_moment`; without, the division comes after the mean."""
     share = 1 - options.beta1 if options.averaging else 1.0
-    corrections = [by_parameter(each, batch) for each in bias_corrections(batch, options, corrected=options.corrected)]
+    means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = rounded(options.lr, batch), options.weight_decay
-    rows = zip(batch.weights, batch.grads, *batch.states.values(), batch.steps, *corrections, strict=True)
+    rows = zip(batch.weights, batch.grads, *batch.states.values(), batch.steps, means, roots, strict=True)
     for w, g, mean, held, step, of_mean, of_root in rows:
         norm = _followed(held, g, step, options)
         divisor = norm / of_root + options.eps
