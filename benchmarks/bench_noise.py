@@ -16,7 +16,6 @@ import random
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -25,12 +24,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from halfstep.bench.against import Saved, compare, load_saved
+from halfstep.bench.against import compare
 from halfstep.bench.repeat import together
 from halfstep.bench.results import read_bench
 from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult
-from halfstep.report.json import bench_json
 
 DEFAULT = [
     *("char_lm", "--set", "d=64", "--set", "layers=1", "--set", "batch=4", "--set", "eval_windows=8"),
@@ -50,14 +48,6 @@ def slowed(result: BenchResult, factor: float) -> BenchResult:
 def joined(results: Sequence[BenchResult]) -> BenchResult:
     """Returns results of several processes as `halfstep bench --processes N` does, and that of one as it is."""
     return together(results) if len(results) > 1 else results[0]
-
-
-def as_saved(result: BenchResult) -> Saved:
-    """Returns a result as it is read again."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "saved.json"
-        path.write_text(bench_json(result), encoding="utf-8")
-        return load_saved(path)
 
 
 def main() -> None:
@@ -83,7 +73,7 @@ def main() -> None:
         planted: Counter[str] = Counter()
         for _ in range(options.draws):
             drawn = chance.sample(results, 2 * count)
-            saved, now = as_saved(joined(drawn[:count])), joined(drawn[count:])
+            saved, now = joined(drawn[:count]), joined(drawn[count:])
             for counts, result in ((same, now), (planted, slowed(now, options.slowdown))):
                 levels = {run.name for run in now.runs if not run.peer and run.level != "O0" and run.error is None}
                 counts.update(each.verdict for each in compare(saved, result) if each.name in levels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ except ImportError as error:
         "run: pip install 'halfstep[transformers]'"
     ) from error
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Mixed
+else:
+    _Mixed = object  # what a Trainer is mixed with
+
 FILTERED = (
     "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses in place of infinite "
     "and NaN ones, which hides what halfstep reports; look at halfstep/skipped beside it. With False, one such loss "
@@ -41,7 +46,7 @@ FILTERED = (
 _LOG = logging.getLogger("halfstep")
 
 
-class HalfstepMixin:
+class HalfstepMixin(_Mixed):
     """Makes a Trainer train under a plan: `class MyTrainer(HalfstepMixin, SFTTrainer)`, or `HalfstepTrainer` as it is.
 
     `plan` and `halfstep`, a dict of settings, are those of `halfstep.initialize`. The session is there while `train`
@@ -59,24 +64,21 @@ class HalfstepMixin:
         self._record: StepRecord | None = None
         self._skipped: Tensor | float = 0.0  # how many steps of the session
         super().__init__(*args, **kwargs)
-        _check_arguments(self.args)  # type: ignore[attr-defined]
+        _check_arguments(self.args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the Trainer does, and opens the session."""
-        own: Any = super()
-        optimizer: Optimizer = own.create_optimizer(*args, **kwargs)
+        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         sinks = [*self._settings.get("sinks", ()), self._keep]
-        trainer: Any = self
         self._close()  # `auto_find_batch_size` begins again within one call of `train`
         self._skipped = 0.0
-        attach(trainer.accelerator, [trainer.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
+        attach(self.accelerator, [self.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the scheduler as the Trainer does, of an optimizer that the session steps."""
-        own: Any = super()
-        take_over(self.accelerator, self.optimizer)  # type: ignore[attr-defined]
-        return own.create_scheduler(*args, **kwargs)
+        take_over(self.accelerator, self.optimizer)
+        return super().create_scheduler(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Makes a pass as the Trainer does.
@@ -84,58 +86,50 @@ class HalfstepMixin:
         Raises:
             SetupError: another optimizer has taken the place of the session's.
         """
-        trainer: Any = self
-        if not isinstance(trainer.optimizer, SessionOptimizer):
-            other = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has one inside
+        if not isinstance(self.optimizer, SessionOptimizer):
+            other = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper has one inside
             raise SetupError(
                 f"the Trainer's optimizer is a {type(other).__name__} that halfstep was not given: give it to "
                 "HalfstepTrainer(optimizers=...), or set self.optimizer in an override of create_optimizer that ends "
                 "with `return super().create_optimizer()`"
             )
-        own: Any = super()
-        return own.training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the model as the Trainer does, ready to be loaded into."""
-        own: Any = super()
-        return self._widened(own.call_model_init(*args, **kwargs))
+        return self._widened(super().call_model_init(*args, **kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains, and ends the session."""
-        own: Any = super()
         if resume_from_checkpoint:
-            self._widened(self.model)  # type: ignore[attr-defined]
+            self._widened(self.model)
         try:
-            return own.train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._close()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs what the Trainer does, with a loss what the last step did, and ends the session where training has."""
-        own: Any = super()
         if "train_runtime" in logs:  # before the best weights are loaded, for which PEFT makes new parameters
             self._close()
         if "loss" in logs and self._record is not None:
             record = self._record
             logs |= {"halfstep/scale": float(record.scale), "halfstep/skipped": float(self._skipped)}
-        own.log(logs, *args, **kwargs)
+        super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Saves as the Trainer does; a config that goes with whole weights says float32, where some of them are."""
-        trainer: Any = self
-        own: Any = super()
-        own.save_model(output_dir, *args, **kwargs)
-        folder = Path(output_dir or trainer.args.output_dir)
-        whole = isinstance(trainer.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
-        if trainer.args.should_save and whole and self._saves_full():
-            trainer.model.config.dtype = torch.float32
-            trainer.model.config.save_pretrained(folder)
+        super().save_model(output_dir, *args, **kwargs)
+        folder = Path(output_dir or self.args.output_dir)
+        whole = isinstance(self.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
+        if self.args.should_save and whole and self._saves_full():
+            self.model.config.dtype = torch.float32
+            self.model.config.save_pretrained(folder)
 
     def _saves_full(self) -> bool:
-        trainer: Any = self
-        scaler = trainer.accelerator.scaler
+        scaler = self.accelerator.scaler
         low = isinstance(scaler, SessionScaler) and scaler.session.low_parameters()  # which are saved in fp32
-        return bool(low) or any(p.dtype is torch.float32 for p in trainer.model.parameters())
+        return bool(low) or any(p.dtype is torch.float32 for p in self.model.parameters())
 
     def _widened(self, model: Any) -> Any:
         """Returns a model that came low as one in fp32, since a checkpoint is loaded before the session opens."""
@@ -144,9 +138,8 @@ class HalfstepMixin:
         return model
 
     def _close(self) -> None:
-        trainer: Any = self
-        if isinstance(trainer.accelerator.scaler, SessionScaler):
-            trainer.accelerator.scaler.session.close()
+        if isinstance(self.accelerator.scaler, SessionScaler):
+            self.accelerator.scaler.session.close()
 
     def _keep(self, record: StepRecord) -> None:
         self._record = record

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
 
+import msgspec
+
+from halfstep.bench.results import read_bench
 from halfstep.errors import WorkloadError
-from halfstep.measurements import BenchChange, BenchResult
+from halfstep.measurements import BenchChange, BenchResult, BenchRun
 
 BLOCKS, FEWEST = 10, 12  # parts that a run is cut into, and steps without which there is no telling
 _BLOCK = 3  # steps of a part at least
@@ -22,51 +23,32 @@ _FEW = 3  # processes, of which their own scatter tells more than that of the bl
 _MEMORY = 0.01
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What a saved benchmark has of each row."""
-
-    workload: str
-    settings: Mapping[str, str]
-    processor: str
-    torch: str
-    halfstep: str
-    threads: int
-    peak_method: str
-    rows: Mapping[str, Mapping[str, Any]]
-
-
-def load_saved(path: Path) -> Saved:
+def load_saved(path: Path) -> BenchResult:
     """Reads a file that `halfstep bench --json FILE` wrote.
 
     Raises:
         WorkloadError: there is none, or it is something else.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        machine = fields["machine"]
-        rows = {str(run["name"]): run for run in fields["runs"]}
-        if not isinstance(fields["settings"], dict):
-            raise TypeError
-        for run in rows.values():
-            run["times_ms"] = [float(each) for each in run["times_ms"]]
-            if not all(0 < each < math.inf for each in run["times_ms"]):
-                raise ValueError(f"{run['name']} has a step of no time")
-        return Saved(
-            fields["workload"], fields["settings"], machine["processor"], machine["torch"], machine["halfstep"],
-            machine["threads"], fields["peak_method"], rows,
-        )  # fmt: skip
+        saved = read_bench(path)
     except OSError as error:
         raise WorkloadError(f"--against {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = type(error).__name__ if isinstance(error, (TypeError, AttributeError)) else str(error)
-        raise WorkloadError(
-            f"--against {path} is no result of this halfstep's bench ({why}); give a file that "
-            "`halfstep bench --json FILE` wrote"
-        ) from None
+    except msgspec.MsgspecError as error:
+        raise _no_result(path, str(error)) from None
+    for run in saved.runs:
+        if not all(0 < each < math.inf for each in run.times_ms):
+            raise _no_result(path, f"{run.name} has a step of no time")
+    return saved
 
 
-def check_comparable(saved: Saved, workload: str, settings: Mapping[str, object]) -> None:
+def _no_result(path: Path, why: str) -> WorkloadError:
+    return WorkloadError(
+        f"--against {path} is no result of this halfstep's bench ({why}); give a file that "
+        "`halfstep bench --json FILE` wrote"
+    )
+
+
+def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, object]) -> None:
     """Refuses a saved benchmark of other work, before anything is measured.
 
     Raises:
@@ -81,22 +63,20 @@ def check_comparable(saved: Saved, workload: str, settings: Mapping[str, object]
         raise WorkloadError(f"--against has other settings: {said}; compare the same")
 
 
-def compare(saved: Saved, result: BenchResult) -> tuple[BenchChange, ...]:
+def compare(saved: BenchResult, result: BenchResult) -> tuple[BenchChange, ...]:
     """Returns for each row of a result what changed since a saved one.
 
     A row's time counts in units of a yardstick that ran beside it, step by step, in the same process: torch.amp in the
     same format, or O0, where both results have it; so a machine that is slower today changes nothing. Without one it
     counts in milliseconds.
     """
-    now = {run.name: {"times_ms": run.times_ms, "peak_bytes": run.peak_bytes, "peer": run.peer, "low": run.low,
-                      "level": run.level, "processes": run.processes} for run in result.runs}  # fmt: skip
-    before = saved.rows
+    before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
-        before = {name: {**run, "peak_bytes": None} for name, run in saved.rows.items()}
+        before = {name: replace(run, peak_bytes=None) for name, run in before.items()}
     return tuple(_change(name, before, now) for name in now)
 
 
-Rows = Mapping[str, Mapping[str, Any]]
+Rows = Mapping[str, BenchRun]
 
 
 def _change(name: str, before: Rows, now: Rows) -> BenchChange:
@@ -106,14 +86,12 @@ def _change(name: str, before: Rows, now: Rows) -> BenchChange:
     yardstick = _yardstick(name, before, now)
     pairs = [_ratios(rows, name, yardstick) for rows in (before, now)]
     grown = None
-    if old.get("peak_bytes") and new.get("peak_bytes"):
-        share = float(new["peak_bytes"]) / float(old["peak_bytes"])
+    if old.peak_bytes and new.peak_bytes:
+        share = new.peak_bytes / old.peak_bytes
         grown = share if abs(share - 1) > _MEMORY else 1.0
     if min(map(len, pairs)) < FEWEST:
         return BenchChange(name, "too few steps", yardstick, memory=grown)
-    first, second = (
-        _centre(values, rows[name].get("processes") or ()) for values, rows in zip(pairs, (before, now), strict=True)
-    )
+    first, second = (_centre(values, rows[name].processes) for values, rows in zip(pairs, (before, now), strict=True))
     difference = second.value - first.value
     error = _quantile(first.freedom + second.freedom) * math.hypot(first.error, second.error)
     time, low, high = (math.exp(each) for each in (difference, difference - error, difference + error))
@@ -124,21 +102,19 @@ def _change(name: str, before: Rows, now: Rows) -> BenchChange:
 
 def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
     """Returns the row that a row's steps are held against: one that is in both results."""
-    both = [key for key in now if key in before and key != name and len(now[key]["times_ms"]) >= FEWEST]
-    peers = [key for key in both if now[key]["peer"]]
-    if now[name]["peer"]:
-        peers = []
-    alike = [key for key in peers if now[key]["low"] == now[name]["low"]]
-    baseline = [key for key in both if now[key]["level"] == "O0" and not now[key]["peer"]]
+    both = [key for key in now if key in before and key != name and len(now[key].times_ms) >= FEWEST]
+    peers = [key for key in both if now[key].peer and not now[name].peer]
+    alike = [key for key in peers if now[key].low == now[name].low]
+    baseline = [key for key in both if now[key].level == "O0" and not now[key].peer]
     return next(iter([*alike, *peers, *baseline]), None)
 
 
 def _ratios(rows: Rows, name: str, yardstick: str | None) -> list[float]:
     """Returns the logarithms of a row's step times, over those of its yardstick in the same rounds."""
-    times = rows[name]["times_ms"]
+    times = rows[name].times_ms
     if yardstick is None:
         return [math.log(each) for each in times]
-    return [math.log(a / b) for a, b in zip(times, rows[yardstick]["times_ms"], strict=False)]
+    return [math.log(a / b) for a, b in zip(times, rows[yardstick].times_ms, strict=False)]
 
 
 @dataclass(frozen=True)

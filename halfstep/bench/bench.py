@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from halfstep.bench.memory import PEAK_METHOD, counting
 from halfstep.bench.tally import Tally, first_batch, foreseen, next_batch, notes, reason, records
-from halfstep.bench.variants import Entry, Variant
+from halfstep.bench.variants import Entry, Variant, timed_step
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult
-from halfstep.timing import synchronize
 from halfstep.workloads.workload import Batch, Workload
 
 MEMORY_STEPS = 3  # the first makes the optimizer's state; the peak is that of the last
@@ -166,7 +164,10 @@ def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
                 turn = step % len(running)  # so that none always follows the same other
                 for lane in running[turn:] + running[:turn]:
                     with lane.tally.failing(f"step {step + 1} of seed {seed}"):
-                        took = _step(experiment, lane, batch, step)
+                        factor = experiment.workload.lr_factor(step, experiment.steps)
+                        loss, took = timed_step(lane.variant, batch, lane.base_lr, factor)
+                        lane.losses.append(loss)
+                        lane.variant.observe()
                         if step >= warmup(experiment.steps):
                             lane.tally.times_ms.append(took)
                     experiment.tick(f"{lane.tally.entry.name}: seed {seed}")
@@ -201,21 +202,6 @@ def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) ->
         variant = tally.entry.start(experiment.workload, seed, experiment.device)
         stack.callback(variant.close)
     return variant
-
-
-def _step(experiment: Experiment, lane: Lane, batch: Batch, step: int) -> float:
-    """Makes one training step and returns its milliseconds; the learning rate is set outside the timing."""
-    factor = experiment.workload.lr_factor(step, experiment.steps)
-    for group, lr in zip(lane.variant.optimizer.param_groups, lane.base_lr, strict=True):
-        group["lr"] = lr * factor
-    synchronize(experiment.device)
-    start = perf_counter()
-    loss = lane.variant.train(*batch)
-    synchronize(experiment.device)
-    took = 1e3 * (perf_counter() - start)
-    lane.losses.append(loss)
-    lane.variant.observe()
-    return took
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

@@ -45,35 +45,30 @@ def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator
         for row in asked.rows:
             if row.refused is not None:
                 yield Largest(model, row.name, limit, error=row.refused)
-                continue
-            search = Search(asked.task(model, workload, row), limit, f"{model} {row.name}", progress)
-            try:
-                yield Largest(model, row.name, limit, largest(search.fits, most=most), tuple(search.tried.items()))
-            except WorkloadError as error:
-                yield Largest(model, row.name, limit, None, tuple(search.tried.items()), str(error))
+            else:
+                yield _search(asked.task(model, workload, row), row.name, limit, most, progress)
 
 
-class Search:
-    """Tries of one configuration in several batch sizes; `tried` says of each whether it fitted."""
+def _search(task: Task, name: str, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
+    """Tries one configuration in several batch sizes."""
+    tried: dict[int, bool] = {}
 
-    def __init__(self, task: Task, limit: int, what: str, progress: Callable[[str], None]) -> None:
-        self.tried: dict[int, bool] = {}
-        self._task = msgspec.structs.replace(task, limit=limit)
-        self._what, self._progress = what, progress
+    def fits(batch: int) -> bool:
+        progress(f"{task.model} {name}: batch {batch}")
+        settings = {**task.settings, "batch": str(batch)}
+        tried[batch] = _trains(msgspec.structs.replace(task, settings=settings, limit=limit))
+        return tried[batch]
 
-    def fits(self, batch: int) -> bool:
-        """Tells whether the steps in which a configuration takes most do not run out of memory.
-
-        Raises:
-            WorkloadError: it failed for another reason.
-        """
-        self._progress(f"{self._what}: batch {batch}")
-        sized = msgspec.structs.replace(self._task, settings={**self._task.settings, "batch": str(batch)})
-        self.tried[batch] = _trains(sized)
-        return self.tried[batch]
+    found, error = None, None
+    try:
+        found = largest(fits, most=most)
+    except WorkloadError as failed:
+        error = str(failed)
+    return Largest(task.model, name, limit, found, tuple(tried.items()), error)
 
 
 def _trains(task: Task) -> bool:
+    """Tells whether the steps in which a configuration takes most do not run out of memory."""
     try:
         with Remote(task) as remote:
             remote.started()

@@ -46,20 +46,6 @@ def read_bench(path: Path) -> BenchResult:
     return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 
-def write_sweep(path: Path, text: str) -> None:
-    """Puts a text in place of a sweep's file.
-
-    Raises:
-        WorkloadError: no space, or the folder is gone; the file is as it was.
-    """
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        raise WorkloadError(
-            f"{path} could not be written: {error.strerror}; it has the points before: make room and run the same again"
-        ) from error
-
-
 def replace_text(path: Path, text: str) -> None:
     """Puts a text in place of a file at once, so that whatever ends the process or fills the disk leaves a whole file.
 

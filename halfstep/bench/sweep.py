@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.bench import settings_of
+from halfstep.bench.bench import Progress, settings_of
 from halfstep.bench.memory import PEAK_METHOD
 from halfstep.bench.remote import Remote
 from halfstep.bench.tally import Tally, first_batch, notes, records
@@ -25,8 +25,6 @@ from halfstep.workloads.load import load_model
 from halfstep.workloads.workload import Workload
 
 SCHEMA = 1
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from halfstep.plan.choose import needs_emulation
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.session.parts import memory_of
-from halfstep.workloads.workload import Workload
+from halfstep.timing import synchronize
+from halfstep.workloads.workload import Batch, Workload
 
 PEER = "torch.amp"
 
@@ -168,6 +170,18 @@ class AmpVariant:
 
 
 Variant = SessionVariant | AmpVariant
+
+
+def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor: float) -> tuple[Tensor, float]:
+    """Makes one training step and returns its loss and milliseconds; the learning rates are set outside the timing."""
+    for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
+        group["lr"] = lr * factor
+    device = batch[0].device
+    synchronize(device)
+    start = perf_counter()
+    loss = variant.train(*batch)
+    synchronize(device)
+    return loss, 1e3 * (perf_counter() - start)
 
 
 class Autocast(nn.Module):

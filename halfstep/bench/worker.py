@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TextIO
 
 import msgspec
@@ -17,9 +16,8 @@ import torch
 from halfstep.bench.limits import energy_meter, limit_memory
 from halfstep.bench.memory import counting
 from halfstep.bench.tally import reason
-from halfstep.bench.variants import Entry
+from halfstep.bench.variants import Entry, timed_step
 from halfstep.formats import as_format
-from halfstep.timing import synchronize
 from halfstep.workloads.load import load_model
 
 COUNTED, UNTIMED = 2, 1  # steps: the first makes the optimizer's state, the second has the peak; one warms up
@@ -77,16 +75,11 @@ def answers(task: Task) -> Iterator[dict[str, Any]]:
         base_lr = [group["lr"] for group in variant.optimizer.param_groups]
         yield {"parameters": sum(p.numel() for p in variant.model.parameters()), "examples": workload.examples()}
         for step in range(total):
-            batch = tuple(each.to(device) for each in (first if step == 0 else next(batches)))
-            for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
-                group["lr"] = lr * workload.lr_factor(step, total)
+            inputs, targets = first if step == 0 else next(batches)
+            batch = inputs.to(device), targets.to(device)
             count.restart()
-            synchronize(device)
             with energy:
-                start = perf_counter()
-                loss = variant.train(*batch)
-                synchronize(device)
-                took = 1e3 * (perf_counter() - start)
+                loss, took = timed_step(variant, batch, base_lr, workload.lr_factor(step, total))
             variant.observe()
             if step == COUNTED - 1:
                 counted.close()

@@ -14,7 +14,7 @@ from halfstep.formats import FP32
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.processes.shards import fsdp_modules, is_sharded
-from halfstep.torch_internals import parameters_of, tree_leaves
+from halfstep.torch_internals import parameters_of, policy_of
 
 Undo = Callable[[], None]
 # Whose products cast the weights anyway: to widen them first would give the same values.
@@ -29,19 +29,19 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
     then. Weights that only lie sharded (tensor parallel) are rounded where the plan stores them low. By hooks: FSDP2
     puts the gathered weights into the modules by hooks of its own, between which these run.
 
-    Raises (in the first forward):
-        SetupError: what arrives contradicts the plan; it names the parameter and the line to write.
+    Raises:
+        SetupError: an `mp_policy` contradicts the plan, or what arrives in the first forward does; it names the module
+            or the parameter, and the line to write.
     """
-    fsdp = fsdp_modules(roots)
-    gathered = {id(module) for each in fsdp if isinstance(each, nn.Module) for module in each.modules()}
+    fsdp = [each for each in fsdp_modules(roots) if isinstance(each, nn.Module)]
+    for each in fsdp:
+        _check_policy(each, plan, is_root=any(each is root for root in roots))
+    gathered = {id(module) for each in fsdp for module in each.modules()}
     with ExitStack() as stack:
         for module, formats in pairs:
             names = [name for name, p in parameters_of(module).items() if is_sharded(p)]
             if names and formats.compute is not None and not isinstance(module, torch.jit.ScriptModule):
                 stack.callback(_Reading(module, formats, plan, names, gathered=id(module) in gathered).attach())
-        for each in fsdp:
-            if isinstance(each, nn.Module):
-                stack.callback(_Passing(each, plan).attach())
         return stack.pop_all().close
 
 
@@ -98,50 +98,18 @@ class _Reading:
         )
 
 
-class _Passing:
-    """Looks in the first forward of a module whether FSDP2 casts what is passed into and out of it.
-
-    Not in a compiled one, where hooks are traced.
-    """
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        self._module, self._plan = module, plan
-        self._given: list[torch.dtype] = []
-        self._undo = ExitStack()
-
-    def attach(self) -> Undo:
-        module = self._module
-        for handle in (
-            module.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True),  # before FSDP2's
-            module.register_forward_pre_hook(self._compare_inputs, with_kwargs=True),
-            module.register_forward_hook(self._note_output, prepend=True),
-            module.register_forward_hook(self._compare_output),
-        ):
-            self._undo.callback(handle.remove)
-        return self._undo.close
-
-    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note_output(module, args, (args, kwargs))
-
-    def _compare_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._compare(_formats_in((args, kwargs)), "cast_forward_inputs=True", "what its forward is given")
-
-    def _note_output(self, module: nn.Module, args: Any, out: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._given = _formats_in(out)
-
-    def _compare_output(self, module: nn.Module, args: Any, out: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._compare(_formats_in(out), "output_dtype", "what it returns")
-            self._undo.close()
-
-    def _compare(self, found: list[torch.dtype], option: str, what: str) -> None:
-        if found != self._given:
+def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
+    """Refuses an `mp_policy` by which FSDP2 casts what is passed into or out of a module otherwise than the plan."""
+    policy = policy_of(module)
+    given = policy.param_dtype if policy.cast_forward_inputs else None
+    for option, what, to, full in (
+        ("cast_forward_inputs=True", "what its forward is given", given, plan.ops == "none"),
+        ("output_dtype", "what it returns", policy.output_dtype, is_root and plan.output == "full"),
+    ):
+        if to is not None and not (to is FP32.dtype and full):  # fp32 already
             raise SetupError(
-                f"the mp_policy of the fully_shard of {type(self._module).__name__} contradicts {self._plan.name}: by "
-                f"{option} it casts {what} ({_pairs(self._given, found)}), which is the plan's to decide; write "
-                f"{line_to_shard(self._plan)}"
+                f"the mp_policy of the fully_shard of {type(module).__name__} contradicts {plan.name}: by {option} it "
+                f"casts {what} to {to}, which is the plan's to decide; write {line_to_shard(plan)}"
             )
 
 
@@ -150,12 +118,3 @@ def line_to_shard(plan: Plan) -> str:
     level = plan.name if plan.name in ("O0", "O1", "O2", "O3") else "plan"
     first = f'"{level}"' if level != "plan" else level
     return f'fully_shard(module, mp_policy=halfstep.fsdp_policy({first}, low="{plan.low.name}")) for all of the model'
-
-
-def _formats_in(values: Any) -> list[torch.dtype]:
-    return [t.dtype for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def _pairs(before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> str:
-    changed = {f"{one} to {other}" for one, other in zip(before, after, strict=False) if one is not other}
-    return ", ".join(sorted(changed))

@@ -41,21 +41,17 @@ class CheckpointHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-class _OfOneModule:
-    """What lies at one module and stays behind when that is copied or pickled."""
+class StandIn:
+    """What is called in the place of one module's forward; it stays behind when that is copied or pickled."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, ())  # nothing, in a form that `torch.load(weights_only=True)` takes
-
-
-class StandIn(_OfOneModule):
-    """What is called in the place of one module's forward."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
 
 
 def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:

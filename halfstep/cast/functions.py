@@ -36,9 +36,6 @@ class _Patch:
     switch: Switch
     category: OpList
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call_as(self.category, self.switch, function, args, kwargs)
-
 
 def call_as(
     category: OpList,
@@ -73,7 +70,7 @@ class _Place:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for patch in tuple(patches):  # a finalizer may take one out meanwhile
                 if patch.switch.is_on():
-                    return patch.call(function, args, kwargs)
+                    return call_as(patch.category, patch.switch, function, args, kwargs)
             return function(*args, **kwargs)
 
         self.own = vars(self.holder).get(self.name)

@@ -20,6 +20,7 @@ from halfstep.cli.compute import KINDS, run_compute
 from halfstep.cli.options import (
     Data,
     Device,
+    Json,
     Settings,
     bytes_of,
     check_writable,
@@ -69,9 +70,6 @@ LargestBatch = Annotated[
     str | None,
     typer.Option("--largest-batch", metavar="MEMORY", help="Find the largest batch that fits, as in 2GiB."),
 ]
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write every figure, with machine and versions, to this file.")
-]
 Against = Annotated[
     Path | None,
     typer.Option(
@@ -110,13 +108,11 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     place = device_of(device)
     if workload in KINDS:
         _refuse(context, workload, {"workload", "device", "json", "page"})
-        if json is not None:
-            check_writable(json)
+        check_writable(json)
         run_compute(workload, place, command=_command(), json=json, page=page)
         return
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
-    if json is not None:
-        check_writable(json)
+    check_writable(json)
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
         if seeds != 1 or against is not None or processes != 1:
             raise WorkloadError("a sweep takes one seed and no --against; leave out --seeds, --processes and --against")
@@ -161,7 +157,7 @@ def _side_by_side(
     screen.print(bench_table(result, width=screen.width))
     changes = () if saved is None else compare(saved, result)
     if saved is not None:
-        screen.print(against_table(changes, file=str(against), saved=(saved.processor, saved.torch, saved.halfstep)))
+        screen.print(against_table(changes, file=str(against), saved=saved.machine))
     if json is not None:
         write_json(json, bench_json(result))
     if all(run.error is not None for run in result.runs):

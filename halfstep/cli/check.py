@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, write_json
+from halfstep.cli.options import (
+    Data,
+    Device,
+    Json,
+    Low,
+    Name,
+    Seed,
+    Settings,
+    check_writable,
+    open_job,
+    write_json,
+)
 from halfstep.cli.screen import stdout
 from halfstep.initialize import initialize
 from halfstep.preflight.check import check as run_check
 from halfstep.report.check import check_text
 from halfstep.report.json import to_json
-from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 
 FAULTY = 1
 
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, to train under.")]
-Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write every finding to this file.")]
 
 
 def check(  # noqa: PLR0913  # each is an option of the command, described above
@@ -34,10 +41,8 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     json: Json = None,
 ) -> None:
     """Check a workload before it trains: one traced step; ends with 1 where an error was found."""
-    job = load_workload(workload, parse_settings(settings), data=data)
-    if json is not None:
-        check_writable(json)
-    model = job.build(seed).to(device_of(device))
+    check_writable(json)
+    job, model = open_job(workload, settings, data=data, device=device, seed=seed)
     batches = iter(job.batches(seed))
 
     def closure() -> object:

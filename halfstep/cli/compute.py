@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from halfstep.bench.compute import matrix_products, memory_by_format
-from halfstep.cli.options import check_page, check_writable, write_json, write_page
+from halfstep.cli.options import check_page, write_json, write_page
 from halfstep.cli.screen import stderr, stdout
 from halfstep.machine import read_machine
 from halfstep.report import compute
@@ -26,9 +26,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., str
 def run_compute(name: str, device: torch.device, *, command: str, json: Path | None, page: Path | None) -> None:
     """Measures what formats cost by themselves, and prints it with one sentence."""
     measure, rows_of, headline_of, charts_of = KINDS[name]
-    if page is not None:
-        check_writable(page, "--page")
-        check_page()
+    check_page(page)
     with stderr().status("starting") as status:
         found = measure(device, progress=status.update)
     header, rows = rows_of(found)

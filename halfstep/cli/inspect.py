@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from torch import Tensor
 
 from halfstep.bench.tally import first_batch, foreseen
-from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, write_json
+from halfstep.cli.options import (
+    Data,
+    Device,
+    Json,
+    Low,
+    Name,
+    Seed,
+    Settings,
+    check_writable,
+    open_job,
+    write_json,
+)
 from halfstep.cli.screen import stdout
 from halfstep.initialize import initialize
 from halfstep.inspection.inspect import inspect as run_inspect
 from halfstep.report.inspect import inspection_report
 from halfstep.report.json import to_json
-from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 
 Level = Annotated[str, typer.Option("--level", help="The level, or plan file, to inspect the step under.")]
-Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write every row to this file.")]
 
 
 def inspect(  # noqa: PLR0913  # each is an option of the command, described above
@@ -34,12 +41,8 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
     json: Json = None,
 ) -> None:
     """Show where the time, FLOPs and casts of one training step go, and what would save time."""
-    job = load_workload(workload, parse_settings(settings), data=data)
-    if json is not None:
-        check_writable(json)
-    place = device_of(device)
-    with foreseen(f"{job.name}: building the model"):
-        model = job.build(seed).to(place)
+    check_writable(json)
+    job, model = open_job(workload, settings, data=data, device=device, seed=seed)
     inputs, targets = to_device_of(model, *first_batch(job, seed))
 
     def closure() -> Tensor:

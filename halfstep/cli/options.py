@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import torch
 import typer
+from torch import nn
 
 from halfstep.bench.results import replace_text
+from halfstep.bench.tally import foreseen
 from halfstep.errors import WorkloadError
 from halfstep.report.charts import Chart
-from halfstep.workloads.load import WORKLOADS
+from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
+from halfstep.workloads.workload import Workload
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DEVICES = ("auto", "cpu", "cuda")
@@ -23,6 +27,8 @@ Settings = Annotated[
 ]
 Data = Annotated[Path | None, typer.Option("--data", help="The folder or file that the workload reads.")]
 Device = Annotated[str, typer.Option("--device", help="auto (cuda where there is one), cpu or cuda.")]
+Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, as JSON.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]
 
 
@@ -79,12 +85,30 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def check_writable(path: Path, option: str = "--json") -> None:
+def open_job(
+    workload: str, settings: list[str], *, data: Path | None, device: str, seed: int
+) -> tuple[Workload, nn.Module]:
+    """Returns a workload and its model of a seed on a device.
+
+    Raises:
+        WorkloadError, DataError: as `load_workload` and `device_of`, or the model cannot be built.
+    """
+    job = load_workload(workload, parse_settings(settings), data=data)
+    place = device_of(device)
+    with foreseen(f"{job.name}: building the model"):
+        return job, job.build(seed).to(place)
+
+
+def check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind.
+
+    None is no file.
 
     Raises:
         WorkloadError: there is no such folder, the file cannot be opened, or none can be put in its place.
     """
+    if path is None:
+        return
     try:
         if not path.absolute().parent.is_dir():
             raise WorkloadError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
@@ -108,16 +132,28 @@ def write_json(path: Path, text: str) -> None:
     _write(path, text, "--json")
 
 
-def check_page() -> None:
-    """Refuses a page where the packages that make it are not installed.
+def html_pages(asked: str) -> ModuleType:
+    """Returns what makes pages, for what was `asked`.
 
     Raises:
-        WorkloadError: which one is missing.
+        WorkloadError: a package of the extra [report] is not installed; says which.
     """
     try:
-        from halfstep.report.html import charts_html  # noqa: F401  # the extra [report]
+        import halfstep.report.html as pages
     except ModuleNotFoundError as error:
-        raise WorkloadError(f"--page needs {error.name}; run: pip install 'halfstep[report]'") from None
+        raise WorkloadError(f"{asked} needs {error.name}; run: pip install 'halfstep[report]'") from None
+    return pages
+
+
+def check_page(path: Path | None) -> None:
+    """Refuses a page that could not be made or written, before what it is to show is measured.
+
+    Raises:
+        WorkloadError: as `html_pages` and `check_writable`.
+    """
+    if path is not None:
+        check_writable(path, "--page")
+        html_pages("--page")
 
 
 def write_page(
@@ -135,9 +171,7 @@ def write_page(
     Raises:
         WorkloadError: the disk is full, or the folder is gone since; the file is as it was.
     """
-    from halfstep.report.html import charts_html  # the extra [report]
-
-    _write(path, charts_html(title, headline, table, charts, notes=notes, facts=facts), "--page")
+    _write(path, html_pages("--page").charts_html(title, headline, table, charts, notes=notes, facts=facts), "--page")
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -145,5 +179,5 @@ def _write(path: Path, text: str, option: str) -> None:
         replace_text(path, text)
     except OSError as error:
         raise WorkloadError(
-            f"{option} {path} could not be written: {error.strerror}; make room and run again"
+            f"{option} {path} could not be written: {error.strerror}; it is as it was: make room and run the same again"
         ) from error

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.options import html_pages
 from halfstep.cli.screen import stdout
 from halfstep.errors import LogError
 from halfstep.report.run import read_log, shown
@@ -30,17 +31,14 @@ def report(logs: Logs, output: Output = None, low: Low = None) -> None:
 
     Of several logs it has a row for each process, and its charts are those of the first process.
     """
-    try:
-        from halfstep.report.html import page_html  # the extra [report], which no other command needs
-    except ModuleNotFoundError as error:
-        raise LogError(f"halfstep report needs {error.name}; run: pip install 'halfstep[report]'") from None
+    pages = html_pages("halfstep report")
     runs = [read_log(log) for log in logs]
     rows = rows_of(runs) if len(runs) > 1 else ()
     found = rows[0].run if rows else runs[0]
     page = found.path.with_suffix(".html") if output is None else output
     if page.resolve() in [run.path.resolve() for run in runs]:
         raise LogError(f"the page would overwrite the log {page}; name another file with --output")
-    text = page_html(found, low, processes=rows)
+    text = pages.page_html(found, low, processes=rows)
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -12,6 +12,7 @@ import typer
 
 from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
+from halfstep.cli.options import Low, html_pages
 from halfstep.errors import LogError
 from halfstep.report.log import LOG_NAME, RunLog
 from halfstep.report.run import read_log, shown
@@ -21,7 +22,6 @@ Script = Annotated[
     list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, or with -m the module, and its arguments.")
 ]
 Level = Annotated[str | None, typer.Option("--level", help="O0, O1, O2 or O3; O1 unless given.")]
-Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file in place of a level.")]
 Report = Annotated[Path | None, typer.Option("--report", help="A folder for a log of the run and a page of it.")]
 Module = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
@@ -98,7 +98,7 @@ def summary(ran: Ran) -> str:
     parts.append(f"{ran.seconds:.1f} s")
     if it is not None:
         parts += [f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size]
-        parts += [] if it.peak is None else [f"peak on the GPU {_mib(it.peak)}"]
+        parts += [f"peak on the GPU {_mib(ran.peak)}"] if ran.peak else []
     return ", ".join(parts)
 
 
@@ -110,10 +110,7 @@ class _Recorded:
     """The log of a run, and the page that is made of it."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import halfstep.report.html  # noqa: F401  # the extra [report], before hours of training that would end in it
-        except ModuleNotFoundError as error:
-            raise LogError(f"--report needs {error.name}; run: pip install 'halfstep[report]'") from None
+        self._pages = html_pages("--report")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -130,14 +127,12 @@ class _Recorded:
 
     def close(self, ran: Ran) -> str:
         """Ends the log and makes the page; returns what to say of it."""
-        from halfstep.report.html import page_html
-
         if self._log is None:
             return ""
         self._log.__exit__(None if ran.error is None else type(ran.error), ran.error, None)
         page = self._path.with_suffix(".html")
         try:
-            page.write_text(page_html(read_log(self._path)), encoding="utf-8")
+            page.write_text(self._pages.page_html(read_log(self._path)), encoding="utf-8")
         except (OSError, LogError) as error:
             return f"; no page could be made: {error}"
         return f"; {shown(page)}"

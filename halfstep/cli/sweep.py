@@ -7,9 +7,9 @@ from pathlib import Path
 import typer
 
 from halfstep.bench.largest import largest_batches
-from halfstep.bench.results import read_sweep, write_sweep
+from halfstep.bench.results import read_sweep
 from halfstep.bench.sweep import Asked, sweep
-from halfstep.cli.options import check_page, check_writable, write_json, write_page
+from halfstep.cli.options import check_page, write_json, write_page
 from halfstep.cli.screen import progress_bar, stderr, stdout
 from halfstep.measurements import Sweep
 from halfstep.report.json import sweep_json, to_json
@@ -29,14 +29,14 @@ FAILED, INTERRUPTED = 1, 130
 
 def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
     """Measures what a results file does not have yet, and prints the whole; each point is kept as it is made."""
-    _check(page)
+    check_page(page)
     done = None if json is None else read_sweep(json)
     if done is not None:
         stderr().print(f"{json} has {len(done.points)} of {done.total} points, which are not measured again")
 
     def keep(result: Sweep) -> None:
         if json is not None:
-            write_sweep(json, sweep_json(result))
+            write_json(json, sweep_json(result))
 
     with progress_bar(unit="examples") as progress:
         found = sweep(asked, done=done, keep=keep, progress=progress)
@@ -57,7 +57,7 @@ def write_sweep_page(page: Path, found: Sweep) -> None:
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
     """Looks for the largest batch of each model and row, and prints them, or those that were found before Ctrl-C."""
-    _check(page)
+    check_page(page)
     with stderr().status("starting") as status:
         found = largest_batches(asked, limit, progress=status.update)
     if not found:
@@ -72,9 +72,3 @@ def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | Non
         raise typer.Exit(INTERRUPTED)
     if all(each.error is not None for each in found):
         raise typer.Exit(FAILED)
-
-
-def _check(page: Path | None) -> None:
-    if page is not None:
-        check_writable(page, "--page")
-        check_page()

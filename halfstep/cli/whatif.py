@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Data, Device, Name, Seed, Settings, check_writable, device_of, names, write_json
+from halfstep.cli.options import (
+    Data,
+    Device,
+    Json,
+    Name,
+    Seed,
+    Settings,
+    check_writable,
+    names,
+    open_job,
+    write_json,
+)
 from halfstep.cli.screen import stdout
 from halfstep.forecast.whatif import whatif as predict
 from halfstep.report.json import to_json
 from halfstep.report.whatif import whatif_table
-from halfstep.workloads.load import load_workload, parse_settings
 from halfstep.workloads.workload import to_device_of
 
 HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
@@ -24,7 +33,6 @@ Modules = Annotated[
     bool, typer.Option("--modules", help="Show every module, not only totals and what should stay full.")
 ]
 LossScale = Annotated[float | None, typer.Option("--loss-scale", help="Predict for this loss scale.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write every figure and histogram to this file.")]
 
 
 def whatif(  # noqa: PLR0913  # each is an option of the command, described above
@@ -41,10 +49,8 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
     json: Json = None,
 ) -> None:
     """Train a workload a few steps in fp32, and say what other formats would lose and which loss scales are safe."""
-    job = load_workload(workload, parse_settings(settings), data=data)
-    if json is not None:
-        check_writable(json)
-    model = job.build(seed).to(device_of(device))
+    check_writable(json)
+    job, model = open_job(workload, settings, data=data, device=device, seed=seed)
     optimizer = job.optimizer(model, fused=False)
     base = [group["lr"] for group in optimizer.param_groups]
     batches = enumerate(job.batches(seed))

@@ -11,11 +11,10 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
 from halfstep.errors import PlanError
 from halfstep.plan.fit import unwrap
-from halfstep.plan.matching import uncompiled
+from halfstep.plan.matching import together, uncompiled
 from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, find
 from halfstep.plan.plan import Plan
-from halfstep.plan.tied import together
 from halfstep.records import AFTER_BACKWARD, Kind
 
 FULL_OUT = Policy("full", "full", "full")

@@ -31,10 +31,9 @@ from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.fit import check_models, check_optimizers
 from halfstep.plan.levels import customize
-from halfstep.plan.matching import uncompiled
+from halfstep.plan.matching import together, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
-from halfstep.plan.tied import together
 from halfstep.processes.replicas import wrappers_of
 from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.scale.loss import FP16_LOSS_CEILING

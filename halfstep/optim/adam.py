@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import decayed, precise, root, widest
+from halfstep.optim.eager import bias_corrections, decayed, precise, root
 from halfstep.optim.fused import Kernel
 from halfstep.torch_internals import fused_adam_, fused_adamw_
 
@@ -53,7 +53,8 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
     """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019 (decoupled)."""
-    sizes, roots = _corrections(batch, options)
+    lr = precise(options.lr, batch)
+    sizes, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected, lr=lr)
     for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):
         mean, square, *peaks = states
         m = mean * options.beta1 + g * (1 - options.beta1)
@@ -63,24 +64,9 @@ def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
         yield [w - (m / (root(divisor) / correction + options.eps)) * size, m, v, *highest]
 
 
-def _corrections(batch: Batch, options: AdamOptions) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns lr / (1 - beta1^t) and sqrt(1 - beta2^t) for each step count, as 0-dim tensors of the update's dtype."""
-    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
-    if not options.corrected:
-        steps = torch.full_like(steps, torch.inf)  # what the corrections come to
-    sizes = precise(options.lr, batch) / (1 - options.beta1**steps)
-    roots = (1 - options.beta2**steps).sqrt()
-    return list(sizes.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())
-
-
 def fused(options: AdamOptions) -> Kernel | None:
     """Returns torch's kernel, or None without the correction of biases, which it always makes."""
     return _fused if options.corrected else None
-
-
-def is_corrected(options: AdamOptions) -> bool:
-    """Returns whether compiled loops compute this: they always correct the moments, too."""
-    return options.corrected
 
 
 def _fused(batch: Batch, options: AdamOptions, lr: Any, flag: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halfstep.kernels.batch import Options
+from halfstep.kernels.batch import Options, as_real
 from halfstep.optim.eager import widest
 from halfstep.torch_internals import foreach_norm
 
@@ -41,7 +41,7 @@ def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     places: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():
-            places.setdefault(grad.device, []).append(torch.view_as_real(grad) if grad.is_complex() else grad)
+            places.setdefault(grad.device, []).append(as_real(grad))
     norms = [
         torch.linalg.vector_norm(torch.stack(list(foreach_norm(held, 2, dtype=widest(where))))).to(device)
         for where, held in places.items()

@@ -60,6 +60,21 @@ def rounded(value: Number, batch: Batch) -> Number:
     return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
 
 
+def bias_corrections(
+    batch: Batch, beta1: float, beta2: float, *, corrected: bool, lr: Number | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns 1 - beta1^t, or `lr` over it, and sqrt(1 - beta2^t) for each step count, 0-dim in the update's dtype.
+
+    They are what running means that begin at zero miss of a mean and of a root mean square; 1 if not `corrected`.
+    """
+    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
+    if not corrected:
+        steps = torch.full_like(steps, torch.inf)  # what they come to
+    means, roots = 1 - beta1**steps, (1 - beta2**steps).sqrt()
+    firsts = means if lr is None else lr / means
+    return list(firsts.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())
+
+
 def root(t: Tensor) -> Tensor:
     """Returns the square root, correctly rounded."""
     return t.to(widest(t.device)).sqrt().to(t.dtype)

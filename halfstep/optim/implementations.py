@@ -65,37 +65,27 @@ def update(
     )
 
 
-def counted(run: Run) -> Run:
-    """Returns `run` with the step counts and fresh flags kept around it."""
-
-    def with_counts(
-        kernel: Any, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
-    ) -> None:
-        if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
-            foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
-        run(kernel, batch, options, factor, found, scratch)
-        if batch.fresh:
-            foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
-
-    return with_counts
-
-
 def opened(core: Core) -> Run:
     """Returns the implementation around a `core` that knows full weights and full, unscaled gradients only.
 
-    Part by part the low weights are brought to fp32 in scratch memory, updated there, and stored again.
+    Part by part the low weights are brought to fp32 in scratch memory, updated there, and stored again; around it the
+    step counts and fresh flags are kept.
     """
 
     def run(
         kernel: Any, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
     ) -> None:
+        if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
+            foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
         for part in chunks(batch, _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)):
             full = _open(part, scratch)
             grads = _unscaled(part, factor, scratch)
             core(kernel, replace(part, layout="full", weights=full, extras=[], grads=grads), options, found)
             _store(part, full, scratch)
+        if batch.fresh:
+            foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
 
-    return counted(run)
+    return run
 
 
 def _open(part: Batch, scratch: Scratch) -> list[Tensor]:

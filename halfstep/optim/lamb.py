@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import Number, decayed, precise, root, widest
+from halfstep.optim.eager import Number, bias_corrections, decayed, precise, root, widest
 from halfstep.optim.own_step import check_numbers, own_step
 
 
@@ -147,15 +147,3 @@ def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions
         size, length = (torch.linalg.vector_norm(t, dtype=wide) for t in (w, u))
         trust = torch.where((size > 0) & (length > 0), size / length, trust)
     return (trust * lr).to(batch.dtype)
-
-
-def bias_corrections(batch: Batch, beta1: float, beta2: float, *, corrected: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns 1 - beta1^t and sqrt(1 - beta2^t) for each step count, 0-dim in the update's dtype; 1 if not `corrected`.
-
-    They are what running means that begin at zero miss of a mean and of a root mean square.
-    """
-    steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
-    if not corrected:
-        steps = torch.full_like(steps, torch.inf)  # what they come to
-    means, roots = 1 - beta1**steps, (1 - beta2**steps).sqrt()
-    return list(means.to(batch.dtype).unbind()), list(roots.to(batch.dtype).unbind())

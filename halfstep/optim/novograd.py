@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
-from halfstep.optim.eager import rounded, widest
-from halfstep.optim.lamb import bias_corrections
+from halfstep.optim.eager import bias_corrections, rounded, widest
 from halfstep.optim.own_step import check_numbers, own_step
 
 

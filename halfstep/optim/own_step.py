@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Batch, Options
+from halfstep.kernels.batch import Batch, Options, as_real
 from halfstep.optim.clip import group_factors
 from halfstep.optim.eager import Law, update
 
@@ -47,7 +47,7 @@ def own_step(
             if p.grad is not None and p.numel():
                 batch = _alone(p, optimizer.state[p], options, counts=counts)
                 grad = p.grad if factor is None else p.grad * factor.to(p.device)
-                batch.grads.append(_real(grad.to(p.dtype)))
+                batch.grads.append(as_real(grad.to(p.dtype)))
                 update(law, batch, options, torch.zeros((), dtype=torch.bool, device=p.device))
     return loss
 
@@ -72,9 +72,5 @@ def _alone(p: Parameter, state: dict[str, Any], options: Options, *, counts: boo
         step = held if isinstance(held, Tensor) else torch.full((), float(held or 0), dtype=torch.float32, device="cpu")
         state["step"] = step.add_(1) if step is held else step + 1
         steps.append(state["step"])
-    states = {name: [_real(state[name])] for name in options.states}
-    return Batch("full", [_real(p.detach())], [], [], states, steps)
-
-
-def _real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t
+    states = {name: [as_real(state[name])] for name in options.states}
+    return Batch("full", [as_real(p.detach())], [], [], states, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
-from halfstep.errors import PlanError
+from halfstep.errors import PlanError, SetupError
 from halfstep.formats import FP32, Format
 from halfstep.plan.fit import enterable, unwrap
 from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
@@ -23,8 +24,6 @@ from halfstep.validate import near_miss
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
-
-
 QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 
 
@@ -145,6 +144,29 @@ def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Ite
     return Assignment(plan, tuple(modules))
 
 
+def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
+    """Refuses modules whose forward the plan would have to enter and cannot.
+
+    Raises:
+        SetupError: names a module whose forward is set on the instance, is a generator, or is scripted.
+    """
+    modules = [pair for model in models for pair in model.named_modules()]
+    for (name, module), formats in zip(modules, assignment.modules, strict=True):
+        what = f"{type(module).__name__} {name!r}" if name else f"the model ({type(module).__name__})"
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and (formats.boundary or assignment.plan.param == "low"):
+            raise SetupError(f"{what} is scripted, and halfstep can neither enter its forward nor cast its weights")
+        if not formats.boundary:
+            continue
+        if "forward" in module.__dict__:
+            raise SetupError(
+                f"{what} has its forward set on the instance, which hides that of its class, through which halfstep "
+                "enters it; define it in the class (or wrap the module in one), or set it after initialize"
+            )
+        if inspect.isgeneratorfunction(type(module).forward):
+            raise SetupError(f"{what} has a generator as its forward, which runs after the call; return the values")
+
+
 def _assign(
     plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int]
 ) -> list[ModuleFormats]:
@@ -153,7 +175,7 @@ def _assign(
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}
     for path in sorted(at, key=_depth):  # parents first
-        parent = _parent(path)
+        parent = path.rpartition(".")[0]
         above, owner = (decided[parent], at[parent].module) if path else (_of_plan(plan), None)
         decided[path] = _decide(plan, at[path], matched.get(at[path]), above, owner)
         if path:
@@ -164,10 +186,6 @@ def _assign(
 
 def _depth(path: str) -> int:
     return len(path.split(".")) if path else 0
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _is_uncalled(module: nn.Module) -> bool:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
+from halfstep.machine import Machine
 from halfstep.measurements import BenchChange
 from halfstep.report.tables import plain_table
 
 
-def against_table(changes: Sequence[BenchChange], *, file: str, saved: tuple[str, str, str]) -> Group:
-    """Returns a row for each row of a benchmark: its time and memory over those in `file`, made with `saved`."""
+def against_table(changes: Sequence[BenchChange], *, file: str, saved: Machine) -> Group:
+    """Returns a row for each row of a benchmark: its time and memory over those in `file`, of the machine `saved`."""
     header = ("", "time x saved", "19 of 20 within", "peak memory x saved", "verdict", "in steps of")
     table = plain_table(header, map(_cells, changes), words=("", "verdict", "in steps of"))
-    processor, torch, halfstep = saved
-    head = Text(f"\nAgainst {file} (halfstep {halfstep}, torch {torch}, {processor}):")
+    head = Text(f"\nAgainst {file} (halfstep {saved.halfstep}, torch {saved.torch}, {saved.processor}):")
     return Group(head, table, Text(_sentence(changes)))
 
 

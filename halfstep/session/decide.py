@@ -26,9 +26,8 @@ from halfstep.plan.fit import (
     device_of,
     unwrap,
 )
-from halfstep.plan.forwards import check_forwards
 from halfstep.plan.plan import Plan
-from halfstep.plan.resolve import Assignment, resolve
+from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import is_sharded, reshard
 

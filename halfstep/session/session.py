@@ -160,11 +160,11 @@ class Session:
             look=self._look_for_fp16_losses if caps else None,
         )
         self._undo.callback(gates)
-        if self._decision.mixed:
-            self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
         if self.plan.param == "low":
             self._undo.callback(watch_steps(self._refuse_others))
         self._replicas.meet()
+        if self._decision.mixed:  # after all have met, so that what one refuses all have
+            self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -44,9 +43,7 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
     if ":" in name:
         return _load_file(name, settings, data)
     if name not in WORKLOADS:
-        near = get_close_matches(name, WORKLOADS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise WorkloadError(f"unknown workload {name!r}; {hint}known are {', '.join(WORKLOADS)} and path.py:function")
+        raise _unknown("workload", name, WORKLOADS)
     kind = WORKLOADS[name]
     hints = get_type_hints(kind)
     types = {f.name: hints[f.name] for f in fields(kind) if f.name != "data"}
@@ -69,8 +66,7 @@ def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Pa
     """
     known = (*MODELS, *WORKLOADS)
     if name not in known and ":" not in name:
-        hint = near_miss(name, known) or ";"
-        raise WorkloadError(f"unknown model {name!r}{hint} known are {', '.join(known)} and path.py:function")
+        raise _unknown("model", name, known)
     workload, own = MODELS.get(name, (name, {}))
     return load_workload(workload, {**own, **(settings or {})}, data=data)
 
@@ -108,6 +104,11 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
         raise WorkloadError(
             f"{workload}: {key}={text!r} is not of type {base.__name__}; give a {base.__name__}{allowed}"
         ) from None
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> WorkloadError:
+    hint = near_miss(name, known) or ";"
+    return WorkloadError(f"unknown {what} {name!r}{hint} known are {', '.join(known)} and path.py:function")
 
 
 def _refuse_unknown(workload: str, settings: Mapping[str, str], allowed: list[str]) -> None:

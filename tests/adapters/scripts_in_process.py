@@ -8,9 +8,9 @@ import torch
 from halfstep.adapters.script.run import run
 
 
-def plainly(path, out):
+def plainly(path, out, *arguments):
     before = sys.argv, list(sys.path)
-    sys.argv = [str(path), str(out)]
+    sys.argv = [str(path), str(out), *arguments]
     try:
         runpy.run_path(str(path), run_name="__main__")
     finally:

@@ -1,29 +1,26 @@
 """A benchmark against a saved one: simulated runs of the same code differ rarely, a planted slowdown is found."""
 
-import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from halfstep.bench.against import check_comparable, compare, load_saved
 from halfstep.bench.repeat import repeat, together
 from halfstep.errors import WorkloadError
-from halfstep.measurements import BenchChange, BenchRun
+from halfstep.machine import Machine
+from halfstep.measurements import BenchChange, BenchResult, BenchRun
 from halfstep.report.against import against_table
+from halfstep.report.json import bench_json
 
-FIELDS = {
-    "workload": "w", "settings": {"batch": "4"},
-    "machine": {"processor": "P", "torch": "2", "halfstep": "0", "threads": 1}, "peak_method": "counted",
-}  # fmt: skip
+MACHINE = Machine("cpu", "P", 1, 1, (), "s", "3", "2", "0", None)
 
 
-@dataclass
-class Result:
-    """What of a BenchResult is compared."""
-
-    runs: tuple[BenchRun, ...]
-    peak_method: str = "counted"
+def result(runs, **edits):
+    """A result with these rows."""
+    fields = {"parameters": 1, "steps": 1, "warmup": 0, "seeds": (0,), "peak_method": "counted", "notes": ()}
+    fields |= {"complete": True, "machine": MACHINE, "command": "", "date": ""}
+    return BenchResult("w", {"batch": "4"}, runs=tuple(runs), **fields | edits)
 
 
 def simulated(
@@ -39,112 +36,90 @@ def simulated(
             base = 10.0 * (slower if name == "O1 bf16" else 1.0)
             outlier = 1.5 if rng.random() < 0.03 else 1.0
             times[name].append(base * 2.718 ** (machine + own[name] + rng.gauss(0, scatter)) * outlier)
-    return Result(
-        tuple(
-            BenchRun(
-                name, name.split()[0] if "amp" not in name else "O1", "bf16", "amp" in name, False,
-                times_ms=tuple(times[name]), peak_bytes=peak,
-            )
-            for name in rows
+    return result(
+        BenchRun(
+            name, name.split()[0] if "amp" not in name else "O1", "bf16", "amp" in name, False,
+            times_ms=tuple(times[name]), peak_bytes=peak,
         )
+        for name in rows
     )  # fmt: skip
 
 
 def repeated(seed, *, count=8, slower=1.0):
     """Runs of a shared machine in `count` processes: steps scatter by 10%, processes differ by 1%."""
     parts = [simulated(100 * seed + i, slower=slower, scatter=0.1, apart=0.01) for i in range(count)]
-    return Result(together([Whole(part.runs) for part in parts]).runs)
+    return together(parts)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What of a BenchResult is joined."""
-
-    runs: tuple[BenchRun, ...]
+def verdicts(before, now):
+    return {change.name: change for change in compare(before, now)}
 
 
-def saved(tmp_path, result, **edits):
-    kept = ("name", "times_ms", "peak_bytes", "peer", "processes")
-    runs = [{name: getattr(run, name) for name in kept} for run in result.runs]
-    path = tmp_path / "saved.json"
-    path.write_text(json.dumps(FIELDS | {"runs": runs} | edits))
-    return path
-
-
-def verdicts(tmp_path, before, now):
-    return {change.name: change for change in compare(load_saved(saved(tmp_path, before)), now)}
-
-
-def test_runs_of_the_same_code_differ_in_at_most_one_of_twenty(tmp_path):
-    found = [
-        verdicts(tmp_path, simulated(2 * i, steps=150), simulated(2 * i + 1, steps=150))["O1 bf16"] for i in range(200)
-    ]
+def test_runs_of_the_same_code_differ_in_at_most_one_of_twenty():
+    found = [verdicts(simulated(2 * i, steps=150), simulated(2 * i + 1, steps=150))["O1 bf16"] for i in range(200)]
     assert sum(change.verdict != "alike" for change in found) <= 10
 
 
-def test_a_slowdown_of_a_twentieth_is_found_in_nineteen_of_twenty(tmp_path):
+def test_a_slowdown_of_a_twentieth_is_found_in_nineteen_of_twenty():
     found = [
-        verdicts(tmp_path, simulated(2 * i, steps=150), simulated(2 * i + 1, steps=150, slower=1.05))["O1 bf16"]
+        verdicts(simulated(2 * i, steps=150), simulated(2 * i + 1, steps=150, slower=1.05))["O1 bf16"]
         for i in range(200)
     ]
     assert sum(change.verdict == "slower" and change.is_worse for change in found) >= 190
 
 
-def test_on_a_shared_machine_eight_processes_tell_a_twentieth_from_noise(tmp_path):
-    alike = [verdicts(tmp_path, repeated(2 * i), repeated(2 * i + 1))["O1 bf16"] for i in range(100)]
+def test_on_a_shared_machine_eight_processes_tell_a_twentieth_from_noise():
+    alike = [verdicts(repeated(2 * i), repeated(2 * i + 1))["O1 bf16"] for i in range(100)]
     assert sum(change.verdict != "alike" for change in alike) <= 5
-    found = [verdicts(tmp_path, repeated(2 * i), repeated(2 * i + 1, slower=1.05))["O1 bf16"] for i in range(100)]
+    found = [verdicts(repeated(2 * i), repeated(2 * i + 1, slower=1.05))["O1 bf16"] for i in range(100)]
     assert sum(change.verdict == "slower" for change in found) >= 95
 
 
-def test_on_a_shared_machine_one_process_says_nothing_that_is_not_so(tmp_path):
-    alike = [verdicts(tmp_path, repeated(2 * i, count=1), repeated(2 * i + 1, count=1))["O1 bf16"] for i in range(200)]
+def test_on_a_shared_machine_one_process_says_nothing_that_is_not_so():
+    alike = [verdicts(repeated(2 * i, count=1), repeated(2 * i + 1, count=1))["O1 bf16"] for i in range(200)]
     assert sum(change.verdict != "alike" for change in alike) <= 10
 
 
-def test_a_process_without_steps_counts_for_nothing(tmp_path):
+def test_a_process_without_steps_counts_for_nothing():
     whole, cut = repeated(0, count=4), repeated(1, count=4)
     runs = tuple(replace(run, times_ms=run.times_ms[:-99], processes=(100, 100, 100, 1)) for run in cut.runs)
-    found = verdicts(tmp_path, whole, Result(runs))["O1 bf16"]
+    found = verdicts(whole, replace(cut, runs=runs))["O1 bf16"]
     assert found.verdict == "alike"
 
 
-def test_what_gets_faster_is_no_fault(tmp_path):
-    change = verdicts(tmp_path, simulated(0), simulated(1, slower=0.8))["O1 bf16"]
+def test_what_gets_faster_is_no_fault():
+    change = verdicts(simulated(0), simulated(1, slower=0.8))["O1 bf16"]
     assert (change.verdict, change.is_worse) == ("faster", False)
     assert change.low < change.time < change.high < 0.9
 
 
-def test_a_machine_that_is_slower_as_a_whole_changes_nothing(tmp_path):
+def test_a_machine_that_is_slower_as_a_whole_changes_nothing():
     now = simulated(1)
-    doubled = Result(
-        tuple(
-            BenchRun(run.name, run.level, run.low, run.peer, False, times_ms=tuple(2 * t for t in run.times_ms))
-            for run in now.runs
-        )
+    doubled = replace(
+        now, runs=tuple(replace(run, times_ms=tuple(2 * t for t in run.times_ms), peak_bytes=None) for run in now.runs)
     )
-    found = verdicts(tmp_path, simulated(0), doubled)
+    found = verdicts(simulated(0), doubled)
     assert found["O1 bf16"].verdict == found["O0"].verdict == "alike"
     assert (found["O1 bf16"].yardstick, found["O0"].yardstick) == ("torch.amp bf16", "torch.amp bf16")
     assert found["torch.amp bf16"].yardstick == "O0"
 
 
-def test_without_a_yardstick_milliseconds_count(tmp_path):
-    change = verdicts(tmp_path, simulated(0, rows=("O1 bf16",)), simulated(0, rows=("O1 bf16",), slower=2.0))["O1 bf16"]
+def test_without_a_yardstick_milliseconds_count():
+    change = verdicts(simulated(0, rows=("O1 bf16",)), simulated(0, rows=("O1 bf16",), slower=2.0))["O1 bf16"]
     assert (change.yardstick, change.verdict) == (None, "slower")
     assert change.time == pytest.approx(2.0)
 
 
-def test_memory_that_grew_by_a_hundredth_is_worse(tmp_path):
+def test_memory_that_grew_by_a_hundredth_is_worse():
     for peak, worse in ((1000, False), (1009, False), (1020, True), (900, False)):
-        found = verdicts(tmp_path, simulated(0), simulated(0, peak=peak))["O1 bf16"]
+        found = verdicts(simulated(0), simulated(0, peak=peak))["O1 bf16"]
         assert found.is_worse == worse
 
 
-def test_rows_that_cannot_be_compared_say_why(tmp_path):
-    found = verdicts(tmp_path, simulated(0, rows=("O0",)), simulated(1))
+def test_rows_that_cannot_be_compared_say_why():
+    found = verdicts(simulated(0, rows=("O0",)), simulated(1))
     assert found["O1 bf16"] == BenchChange("O1 bf16", "new", None)
-    assert verdicts(tmp_path, simulated(0), simulated(1, steps=8))["O1 bf16"].verdict == "too few steps"
+    assert verdicts(simulated(0), simulated(1, steps=8))["O1 bf16"].verdict == "too few steps"
 
 
 @pytest.mark.parametrize(
@@ -153,9 +128,8 @@ def test_rows_that_cannot_be_compared_say_why(tmp_path):
         ("{", "is no result"),
         ("[]", "is no result"),
         ("{}", "workload|machine"),
-        ('{"machine": {}, "settings": {}, "runs": [{"name": 1}]}', "times_ms"),
-        ('{"machine": {}, "settings": [], "runs": []}', "is no result"),
-        ('{"machine": {}, "settings": {}, "runs": [{"name": 1, "times_ms": [0]}]}', "a step of no time"),
+        (bench_json(simulated(0)).replace('"runs"', '"rows"'), "runs"),
+        (bench_json(result([BenchRun("a", "O0", "bf16", False, False, times_ms=(0.0,))])), "a step of no time"),
     ],
 )
 def test_a_file_that_is_no_result_is_one_error(tmp_path, text, why):
@@ -167,7 +141,8 @@ def test_a_file_that_is_no_result_is_one_error(tmp_path, text, why):
 
 
 def test_other_work_is_refused_before_anything_is_measured(tmp_path):
-    found = load_saved(saved(tmp_path, simulated(0)))
+    (tmp_path / "saved.json").write_text(bench_json(simulated(0)))
+    found = load_saved(tmp_path / "saved.json")
     check_comparable(found, "w", {"batch": 4})
     with pytest.raises(WorkloadError, match="workload 'w', this is 'v'"):
         check_comparable(found, "v", {"batch": 4})
@@ -175,21 +150,21 @@ def test_other_work_is_refused_before_anything_is_measured(tmp_path):
         check_comparable(found, "w", {"batch": 8})
 
 
-def test_the_table_ends_with_what_is_worse(tmp_path):
+def test_the_table_ends_with_what_is_worse():
     def last(before, now):
-        changes = compare(load_saved(saved(tmp_path, before)), now)
-        return str(against_table(changes, file="f", saved=("P", "2", "0")).renderables[-1])
+        changes = compare(before, now)
+        return str(against_table(changes, file="f", saved=MACHINE).renderables[-1])
 
     assert last(simulated(0), simulated(1, slower=1.3)) == "worse: O1 bf16."
     assert last(simulated(0), simulated(1, slower=0.7)) == "faster: O1 bf16."
     assert last(simulated(0), simulated(1)) == "nothing differs beyond the noise."
 
 
-def test_memory_that_was_counted_another_way_is_not_compared(tmp_path):
+def test_memory_that_was_counted_another_way_is_not_compared():
     before, now = simulated(0), simulated(1, peak=2000)
-    assert all(change.memory == 2 for change in verdicts(tmp_path, before, now).values())
-    path = saved(tmp_path, before, peak_method="weighed")
-    assert [(change.memory, change.is_worse) for change in compare(load_saved(path), now)] == [(None, False)] * 3
+    assert all(change.memory == 2 for change in verdicts(before, now).values())
+    weighed = verdicts(replace(before, peak_method="weighed"), now)
+    assert [(change.memory, change.is_worse) for change in weighed.values()] == [(None, False)] * 3
 
 
 def test_a_process_that_fails_is_one_error_with_what_it_said():

@@ -15,7 +15,7 @@ from halfstep.bench import sweep as sweep_module
 from halfstep.bench.bench import bench
 from halfstep.bench.limits import DeviceEnergy
 from halfstep.bench.remote import OutOfMemory, Remote
-from halfstep.bench.results import read_sweep, replace_text, write_sweep
+from halfstep.bench.results import read_sweep, replace_text
 from halfstep.bench.sweep import Asked, sweep
 from halfstep.bench.variants import Entry, compiled
 from halfstep.bench.worker import answers
@@ -127,7 +127,7 @@ def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(pla
             raise KeyboardInterrupt
 
     played.fail = stop
-    keep = lambda result: write_sweep(path, sweep_json(result))  # noqa: E731
+    keep = lambda result: replace_text(path, sweep_json(result))  # noqa: E731
     broken = sweep(ASKED, keep=keep)
     assert (len(broken.points), broken.total) == (1, 2)
     before = path.read_text(encoding="utf-8")
@@ -221,22 +221,22 @@ def test_a_file_that_is_no_sweep_of_this_version_is_refused_and_stays(text, said
 
 def test_a_full_disk_leaves_the_results_that_were_there(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
-    write_sweep(path, "first")
+    replace_text(path, "first")
 
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(WorkloadError, match="No space left on device; it has the points before"):
-        write_sweep(path, "second")
+    with pytest.raises(OSError, match="No space left on device"):
+        replace_text(path, "second")
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
     assert path.read_text(encoding="utf-8") == "first"
 
 
 def test_a_link_to_the_results_stays_one(tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "x.json")
-    write_sweep(tmp_path / "link.json", "first")
-    write_sweep(tmp_path / "link.json", "second")
+    replace_text(tmp_path / "link.json", "first")
+    replace_text(tmp_path / "link.json", "second")
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == "second"
 

@@ -178,22 +178,22 @@ def test_a_gradient_overflows_in_the_backward_pass() -> None:
     assert x.grad.item() == float("inf")
 
 
-@pytest.mark.parametrize("name", ["linear", "matmul", "einsum", "conv2d", "conv_transpose2d", "bmm", "bilinear"])
+INFERRED = {
+    **{name: PRODUCT_CASES[name] for name in ("linear", "matmul", "einsum", "conv2d", "conv_transpose2d", "bmm")},
+    "bilinear": PRODUCT_CASES["bilinear"],
+    "linear with bias": (F.linear, [(4, 5, 70), (9, 70), (9,)]),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q), [(1, 2, 9, 16)]),
+}
+
+
+@pytest.mark.parametrize("name", INFERRED)
 def test_inference_mode_gives_the_bits_of_training(name: str) -> None:
-    function, shapes = PRODUCT_CASES[name]
+    function, shapes = INFERRED[name]
     inputs = [low(*shape) for shape in shapes]
     with Emulation(FP16):
         expected = function(*inputs)
         with torch.inference_mode():
             assert same_bits(function(*inputs).clone(), expected)
-
-
-def test_inference_mode_gives_a_layer_with_bias_the_bits_of_training() -> None:
-    layer, x = nn.Linear(70, 9).half(), low(4, 5, 70)
-    with Emulation(FP16):
-        expected = layer(x)
-        with torch.inference_mode():
-            assert same_bits(layer(x).clone(), expected)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -255,14 +255,6 @@ def test_inference_mode_keeps_an_operation_full_that_autocast_made_full() -> Non
         product = torch.linalg.multi_dot([a, b, b.T])
     assert product.dtype is torch.float32
     assert torch.equal(product, torch.linalg.multi_dot([a, b, b.T]))
-
-
-def test_inference_mode_emulates_attention() -> None:
-    q = low(1, 2, 9, 16)
-    with Emulation(FP16):
-        expected = F.scaled_dot_product_attention(q, q, q)
-        with torch.inference_mode():
-            assert same_bits(F.scaled_dot_product_attention(q, q, q).clone(), expected)
 
 
 WRITER_CASES: dict[Any, Callable[[Tensor, Tensor, Tensor], Any]] = {

@@ -268,17 +268,6 @@ def test_active_tells_whether_casts_happen():
                 assert not engine.switch.is_on()
 
 
-def test_the_cast_of_a_weight_is_kept_while_a_region_is_open_and_cleared_on_demand():
-    weight = nn.Parameter(torch.ones(2, 2))
-    with opened() as engine, engine.region():
-        x = torch.ones(1, 2)
-        assert F.linear(x, weight).tolist() == [[2, 2]]
-        with torch.no_grad():
-            weight.mul_(2)
-        torch.clear_autocast_cache()
-        assert F.linear(x, weight).tolist() == [[4, 4]]
-
-
 def test_leaving_the_outermost_region_drops_the_casts_of_weights():
     weight = nn.Parameter(torch.ones(2, 2))
     with opened() as engine:

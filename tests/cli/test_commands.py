@@ -174,7 +174,8 @@ def test_a_full_disk_is_one_message_and_leaves_the_json_file_that_was_there(half
     bench = ["bench", "regression", "--steps", 1, "--levels", "O0", "--no-peer", *SMALL]
     code, out, err = halfstep(*bench, "--json", path)
     assert code == 2
-    assert err == f"halfstep: --json {path} could not be written: No space left on device; make room and run again\n"
+    why = "No space left on device; it is as it was: make room and run the same again"
+    assert err == f"halfstep: --json {path} could not be written: {why}\n"
     assert "O0" in out  # what was measured is on the screen
     assert [(each.name, each.read_text(encoding="utf-8")) for each in tmp_path.iterdir()] == [("x.json", "before")]
 
@@ -206,7 +207,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "regresion"], "halfstep: unknown workload 'regresion'; did you mean regression?"),
+        (["bench", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["bench", "regression", "--set", "depth=3"], "halfstep: regression has no setting depth; it has batch"),
         (["bench", "regression", "--set", "depth"], "halfstep: setting 'depth' is not key=value"),
         (["bench", "regression", "--levels", "01"], "halfstep: unknown level '01'"),
@@ -222,6 +223,21 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
         (["ops", "nothing_of_this_name"], "halfstep: no op of the table contains 'nothing_of_this_name'"),
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
+        (["check", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
+        (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
+        (["check", "regression", "--low", "e4m3"], "halfstep: plan low is e4m3"),
+        (["check", "regression", "--device", "tpu"], "halfstep: --device 'tpu' is unknown"),
+        (["check", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["inspect", "nothing"], "halfstep: unknown workload 'nothing'"),
+        (["inspect", "regression", "--level", "O9"], "halfstep: unknown level 'O9'"),
+        (["inspect", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["inspect", "regression", "--set", "batch=0"], "halfstep: regression: batch=0 should be above 0"),
+        (["whatif", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
+        (["whatif", "regression", "--formats", "fp17"], "halfstep: unknown format 'fp17'"),
+        (["whatif", "regression", "--formats", ","], "halfstep: what-if needs formats"),
+        (["whatif", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
+        (["whatif", "regression", "--loss-scale", "-1"], "halfstep: scale init"),
+        (["whatif", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
     ],
 )
 def test_a_bad_request_is_one_message_and_exit_code_2(halfstep, arguments, message):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from halfstep.adapters.script.run import Ran
-from halfstep.adapters.script.trained import Trained
 from halfstep.cli.run import summary
+from halfstep.records import Status
 from halfstep.report.run import read_log
 
 SCRIPTS = Path(__file__).parents[1] / "adapters" / "scripts"
@@ -156,19 +156,19 @@ def test_processes_of_torchrun_train_alike_and_one_of_them_tells_how(tmp_path):
     ("ran", "line"),
     [
         (
-            Ran(None, None, 2.0, None, 0),
+            Ran(None, 0, None, 2.0, None, 0),
             "no model was trained in this process, so nothing ran in mixed precision; 2.0 s",
         ),
         (
-            Ran(None, "torch.amp's GradScaler", 2.0, None, 0),
+            Ran(None, 0, "torch.amp's GradScaler", 2.0, None, 0),
             "the script brings torch.amp's GradScaler; no session was added, 2.0 s",
         ),
         (
-            Ran(Trained("O1", "fp16", 7, 2, {"weights": 2**20}, None), "apex.amp", 2.0, None, 0),
+            Ran(Status("O1", "fp16", 7, 2, {}, (), {"weights": 2**20}), 0, "apex.amp", 2.0, None, 0),
             "the script brings apex.amp; no session was added, O1 fp16, 7 steps, 2 skipped, 2.0 s, weights 1.0 MiB",
         ),
         (
-            Ran(Trained("O0", "bf16", 7, 0, {"weights": 2**20, "masters": 0}, 2**21), None, 2.0, None, 0),
+            Ran(Status("O0", "bf16", 7, 0, {}, (), {"weights": 2**20, "masters": 0}), 2**21, None, 2.0, None, 0),
             "O0, 7 steps, 0 skipped, 2.0 s, weights 1.0 MiB, peak on the GPU 2.0 MiB",
         ),
     ],

@@ -1,5 +1,7 @@
 """What the contract tests share: every level in every format, a small network with all kinds of state."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,23 @@ def differing(one, other):
         if not same:
             names.append(name)
     return names
+
+
+def assert_trains_skips_and_resumes(name, low, optimizer, **options):
+    """Five steps, one of them skipped, are bit for bit three, their saved states in new objects, and two more."""
+
+    def begun():
+        model, opt = make(0, optimizer, **options)
+        return model, opt, halfstep.initialize(model, opt, name, low=low)
+
+    whole, first, again = begun(), begun(), begun()
+    skips = [] if name == "O0" else [1]
+    for run, steps in ((whole, range(5)), (first, range(3))):
+        train(run[2], run[0], run[1], steps, poison=skips)
+    for part, state in zip(again, [copy.deepcopy(part.state_dict()) for part in first], strict=True):
+        part.load_state_dict(state)
+    train(again[2], again[0], again[1], range(3, 5))
+    assert differing(snapshot(*again[:2]), snapshot(*whole[:2])) == []
 
 
 def start(name, low, optimizer=torch.optim.AdamW, seed=0, **options):

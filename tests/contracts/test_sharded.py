@@ -38,14 +38,26 @@ def forward(model):
     [
         (MixedPrecisionPolicy(), r"'0.weight' arrives in the forward as torch.float32, and O2 reads it as torch.bf"),
         (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' arrives .* as torch.float16"),
-        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts what its forward is given .torch.float32 to"),
+        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts what its forward is given to torch.bf"),
         (MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False), "output_dtype it casts what it ret"),
     ],
 )
 def test_a_policy_that_contradicts_the_plan(policy, says):
-    model, _ = opened(policy)
     with pytest.raises(SetupError, match=f"{says}.*{LINE}"):
-        forward(model)
+        forward(opened(policy)[0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "plan"),
+    [
+        (MixedPrecisionPolicy(LOW, output_dtype=torch.float32, cast_forward_inputs=False), "O2"),
+        (MixedPrecisionPolicy(torch.float32, output_dtype=torch.float32), "O0"),
+    ],
+)
+def test_a_policy_that_casts_to_the_fp32_that_is_there_anyway(policy, plan):
+    model, session = opened(policy, plan)
+    session.backward(forward(model))
+    assert not bool(session.step().skipped)
 
 
 def test_after_the_error_the_weights_are_those_that_were_sharded():

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, as_modules, set_plan
+from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, set_plan
 from halfstep.edits import Scaling
 from halfstep.errors import PlanError, SetupError
 from halfstep.plan.levels import level
@@ -340,38 +340,6 @@ def on_jax(model, state, rows):
 
 
 STEPS = {"tensorflow": on_tensorflow, "torch": on_torch, "jax": on_jax}
-
-
-@on("torch")
-def test_halfstep_itself_works_on_a_model_of_keras_in_a_loop():
-    import torch
-
-    import halfstep
-
-    layers = keras.layers
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, "relu", name="body"), layers.Dense(1, name="head")])
-    as_modules(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    x, y = torch.from_numpy(ROWS), torch.from_numpy(ROWS.sum(1, keepdims=True))
-
-    def closure():
-        return torch.nn.functional.mse_loss(model(x), y)
-
-    assert halfstep.whatif(closure, model).formats
-    with halfstep.initialize(model, optimizer, "O1", low="bf16") as session:
-        losses = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = closure()
-            session.backward(loss)
-            session.step()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0]
-        assert halfstep.blame(session, closure) is None
-        halfstep.check(session, closure)
-        x.fill_(torch.nan)
-        verdict = halfstep.blame(session, closure)
-        assert (verdict.module, verdict.kind) == ("body", Kind.INPUT_DATA)
 
 
 def encoder(name):

@@ -448,15 +448,10 @@ class TestBuild:
         assert "could not compile broken.cpp" in caplog.text
         assert "error" in caplog.text
 
-    def test_the_result_is_kept_and_found_again(self, tmp_path, monkeypatch):
-        source = tmp_path / "one.cpp"
-        source.write_text('extern "C" int one() { return 1; }')
-        assert build.library(source).one() == 1
-        paths = kept(tmp_path / "home/.cache/halfstep")
-        assert [path.suffix for path in paths] == [".so"]
-        source.write_text('extern "C" int one() { return 2; }')
-        build.library.cache_clear()
-        assert build.library(source).one() == 2
+    def test_the_result_is_kept_and_made_again_of_another_source(self, machine):
+        assert machine.load(machine.source("one", 1)).one() == 1
+        assert len(kept(machine.cache)) == 1
+        assert machine.load(machine.source("one", 2)).one() == 2
 
     def test_a_header_that_changed_is_compiled_in(self, tmp_path, monkeypatch):
         source = tmp_path / "five.cpp"
@@ -468,49 +463,37 @@ class TestBuild:
         assert build.library(source).five() == 6
 
     @pytest.mark.parametrize("share", [0.0, 0.9, 1.0])
-    def test_a_kept_file_that_is_not_as_it_was_made_is_made_again(self, tmp_path, share):
-        source = tmp_path / "four.cpp"
-        source.write_text('extern "C" int four() { return 4; }')
+    def test_a_kept_file_that_is_not_as_it_was_made_is_made_again(self, machine, share):
+        source = machine.source("four", 4)
         command = [sys.executable, "-c", LOAD, str(source)]  # a bad file could end the process
         subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-        (path,) = kept(tmp_path / "home/.cache/halfstep")
+        (path,) = kept(machine.cache)
         whole = path.read_bytes()
         path.write_bytes(whole[: int(share * len(whole))] if share < 1 else whole[:-1] + bytes([whole[-1] ^ 1]))
         subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-        (again,) = kept(tmp_path / "home/.cache/halfstep")
+        (again,) = kept(machine.cache)
         assert again.stem.endswith(hashlib.sha256(again.read_bytes()).hexdigest()[:16])
 
-    def test_a_library_without_its_functions_is_a_notice(self, tmp_path, monkeypatch, caplog):
-        source = tmp_path / "six.cpp"
-        source.write_text('extern "C" int six() { return 6; }')
+    def test_a_library_without_its_functions_is_a_notice(self, machine, caplog):
+        source = machine.source("six", 6)
         assert build.library(source, "six").six() == 6
         assert build.library(source, "six", "seven") is None
         assert "has no seven" in caplog.text
 
-    def test_a_compiler_may_speak_in_any_encoding(self, tmp_path, monkeypatch, caplog):
-        real, tools = build.find_compiler(), tmp_path / "tools"
-        speaking = tools / "g++"
-        speaking.write_bytes(
-            b"#!/bin/sh\nprintf '\\351\\n'; printf '\\351\\n' >&2\nexec " + os.fsencode(real) + b' "$@"\n'
-        )
-        speaking.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
-        source, broken = tmp_path / "eight.cpp", tmp_path / "bad.cpp"
-        source.write_text('extern "C" int eight() { return 8; }')
+    def test_a_compiler_may_speak_in_any_encoding(self, machine, caplog):
+        machine.compiler("printf '\\351\\n'; printf '\\351\\n' >&2")
+        broken = machine.room / "bad.cpp"
         broken.write_text("int main( {")
-        assert build.find_compiler() == str(speaking)
-        assert build.library(source).eight() == 8
+        assert machine.load(machine.source("eight", 8)).eight() == 8
         assert build.library(broken) is None
         assert "could not compile bad.cpp" in caplog.text
 
-    def test_another_processor_has_a_file_of_its_own(self, tmp_path, monkeypatch):
-        source = tmp_path / "nine.cpp"
-        source.write_text('extern "C" int nine() { return 9; }')
+    def test_another_processor_has_a_file_of_its_own(self, machine, monkeypatch):
+        source = machine.source("nine", 9)
         for processor in ("one", "another", "one"):
             monkeypatch.setattr(build, "_processor", lambda processor=processor: processor)
-            build.library.cache_clear()
-            assert build.library(source).nine() == 9
-        assert len(kept(tmp_path / "home/.cache/halfstep")) == 2
+            assert machine.load(source).nine() == 9
+        assert len(kept(machine.cache)) == 2
 
     def test_without_a_compiler_training_goes_on_and_says_so_once(self, tmp_path):
         code = (

@@ -6,8 +6,10 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from halfstep.optim.implementations import IMPLEMENTATIONS
+from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
+from halfstep.optim.novograd import NovoGrad
 from halfstep.optim.one_pass import OnePassStepper
 from halfstep.optim.table import TABLE
 
@@ -32,7 +34,22 @@ LIONS = [
     (Lion, {"lr": 1e-2, "betas": (0.5, 0.8), "weight_decay": 0.3, "maximize": True}),
     (Lion, {"lr": torch.tensor(1e-2), "weight_decay": 0.3}),
 ]
+LAMBS = [
+    (Lamb, {"lr": 1e-2}),
+    (Lamb, {"lr": 1e-2, "weight_decay": 0.0}),
+    (Lamb, {"lr": 1e-2, "weight_decay": 0.0, "always_adapt": True, "max_grad_norm": None}),
+    (Lamb, {"lr": torch.tensor(1e-2), "decoupled_weight_decay": False, "grad_averaging": False}),
+    (Lamb, {"lr": 1e-2, "betas": (0.5, 0.8), "eps": 1e-3, "bias_correction": False, "max_grad_norm": 100.0}),
+]
+NOVOGRADS = [
+    (NovoGrad, {"lr": 1e-2}),
+    (NovoGrad, {"lr": 1e-2, "weight_decay": 0.1, "init_zero": True}),
+    (NovoGrad, {"lr": 1e-2, "weight_decay": 0.1, "reg_inside_moment": True, "betas": (0.95, 0.98)}),
+    (NovoGrad, {"lr": torch.tensor(1e-2), "norm_type": 0, "grad_averaging": False, "weight_decay": 0.1}),
+    (NovoGrad, {"lr": 1e-2, "norm_type": 0, "bias_correction": False, "eps": 1e-3, "init_zero": True}),
+]
 OWN = ADAMS + SGDS + LIONS
+WHOLE = LAMBS + NOVOGRADS  # which take whole weights, and so run in eager code alone
 
 HERE = [name for name in IMPLEMENTATIONS if name != "triton"]  # on a CPU; that one has tests/kernels/test_triton.py
 

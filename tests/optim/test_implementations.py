@@ -14,10 +14,13 @@ from tests.optim.cases import (
     ADAMS,
     FALSE,
     HERE,
+    LAMBS,
     LIONS,
+    NOVOGRADS,
     OWN,
     SGDS,
     TRUE,
+    WHOLE,
     as_held,
     assert_same_bits,
     gradients,
@@ -39,6 +42,11 @@ def is_fused(cls, options):
 EACH_OWN = pytest.mark.parametrize(
     ("implementation", "cls", "options"),
     [(name, *case) for name in HERE for case in OWN if name != "fused" or is_fused(*case)],
+)
+
+
+EACH_ROW = pytest.mark.parametrize(
+    ("implementation", "cls", "options"), [*EACH_OWN.args[1], *(("eager", *case) for case in WHOLE)]
 )
 
 
@@ -72,8 +80,9 @@ def test_full_weights_and_state_go_as_under_torch(cls, options, implementation):
 
 
 def textbook_adam(
-    w, grads, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled, amsgrad=False, maximize=False
-):
+    w, grads, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled, amsgrad=False, maximize=False,
+    corrected=True,
+):  # fmt: skip
     """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019, algorithm 2 (decoupled)."""
     m = v = peak = torch.zeros_like(w)
     for t, g in enumerate(grads, start=1):
@@ -84,10 +93,10 @@ def textbook_adam(
             g = g + weight_decay * w
         m = betas[0] * m + (1 - betas[0]) * g
         v = betas[1] * v + (1 - betas[1]) * g**2
-        m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
         if amsgrad:  # torch takes the highest v, then corrects it
             peak = torch.maximum(peak, v)
-            v_hat = peak / (1 - betas[1] ** t)
+        c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if corrected else (1, 1)
+        m_hat, v_hat = m / c1, (peak if amsgrad else v) / c2
         w = w - lr * m_hat / (v_hat.sqrt() + eps)
     return w
 
@@ -156,7 +165,7 @@ def test_a_part_of_a_larger_tensor_is_updated_and_its_neighbours_are_not(cls, op
     assert torch.equal(large[:, 1::2], neighbours)
 
 
-@EACH_OWN
+@EACH_ROW
 def test_split_and_copy_train_bit_identically_on_bf16_weights(cls, options, implementation):
     runs = [own_run(cls, options, kind, implementation=implementation) for kind in ("copy", "split")]
     for seed in range(40):
@@ -180,7 +189,7 @@ def test_a_master_goes_as_the_full_weight_does_from_the_same_gradients(cls, opti
 
 
 @pytest.mark.parametrize("kind", [None, "copy", "split", "none"])
-@pytest.mark.parametrize(("cls", "options"), [ADAMS[1], SGDS[3]])
+@pytest.mark.parametrize(("cls", "options"), [ADAMS[1], SGDS[3], LAMBS[0]])
 def test_the_factor_is_as_good_as_scaling_the_gradients_first(cls, options, kind):
     one, other = own_run(cls, options, kind), own_run(cls, options, kind)
     for seed in range(3):
@@ -271,9 +280,12 @@ def test_scratch_memory_stays_where_it_is_however_many_shapes_come():
     assert len(scratch._views) <= 4096
 
 
-@EACH_IMPLEMENTATION
 @pytest.mark.parametrize("kind", [None, "copy", "split", "none"])
-@pytest.mark.parametrize(("cls", "options"), [ADAMS[0], ADAMS[4], SGDS[1], SGDS[3]])
+@pytest.mark.parametrize(
+    ("implementation", "cls", "options"),
+    [(name, *case) for name in HERE for case in (ADAMS[0], ADAMS[4], SGDS[1], SGDS[3])]
+    + [("eager", *LAMBS[0]), ("eager", *NOVOGRADS[0])],
+)
 def test_a_skip_leaves_every_bit_as_it_was(cls, options, kind, implementation):
     run = own_run(cls, options, kind, implementation=implementation)
     run = dense(run) if kind is None else run
@@ -289,8 +301,8 @@ def test_a_skip_leaves_every_bit_as_it_was(cls, options, kind, implementation):
     assert any((one != other).any() for one, other in zip(run.everything(), before, strict=True))
 
 
-@pytest.mark.parametrize("kind", [None, "copy", "split"])
-@EACH_OWN
+@pytest.mark.parametrize("kind", [None, "copy", "split", "none"])
+@EACH_ROW
 def test_a_skipped_first_step_is_as_if_it_had_not_been(cls, options, kind, implementation):
     runs = [own_run(cls, options, kind, implementation=implementation) for _ in range(2)]
     runs = [dense(run) for run in runs] if kind is None else runs

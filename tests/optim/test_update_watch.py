@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.errors import SessionError
+from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
 from halfstep.optim.update_watch import UpdateWatch
 from tests.contracts.cases import batch, every_plan, make, train
@@ -18,6 +19,7 @@ OPTIMIZERS = {
     "dampened": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
     "plain": (torch.optim.SGD, {}),
     "Lion": (Lion, {"weight_decay": 0.1}),
+    "Lamb": (Lamb, {"weight_decay": 0.1}),  # whose weights are whole
     "RMSprop": (torch.optim.RMSprop, {}),
 }
 

@@ -194,41 +194,17 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
-@pytest.mark.parametrize("trainer", ["DDP", "Fabric"])
-def test_lightning_and_fabric_train_bit_for_bit_as_the_loop_by_hand_under_ddp(found, trainer, level, low):
+@pytest.mark.parametrize("trainer", CASES)
+def test_each_trains_bit_for_bit_as_the_loop_by_hand(found, trainer, level, low):
+    """Shards are resumed too, and what the Trainer saves is fp32."""
+    skipped = 0 if level == "O0" else 1
+    expected = {
+        "DDP": [PROCESSES, True, skipped],
+        "Fabric": [PROCESSES, True, skipped],
+        "Lightning": [skipped, True, True],
+        "Accelerate": ["MULTI_CPU", True, skipped],
+        "Trainer": ["distributed", True, True],
+    }
     first, second = (each[f"{trainer} {level} {low}"] for each in found)
-    for processes, same, skipped, _ in (first, second):
-        assert processes == PROCESSES
-        assert same
-        assert skipped == (0 if level == "O0" else 1)
-    assert first[3] == second[3]
-
-
-@pytest.mark.parametrize(("level", "low"), SETTINGS)
-def test_lightning_trains_shards_bit_for_bit_as_the_loop_by_hand_and_resumes(found, level, low):
-    first, second = (each[f"Lightning {level} {low}"] for each in found)
-    for skipped, same, resumed, _ in (first, second):
-        assert same
-        assert resumed
-        assert skipped == (0 if level == "O0" else 1)
-    assert first[3] == second[3]
-
-
-@pytest.mark.parametrize(("level", "low"), SETTINGS)
-def test_accelerate_trains_bit_for_bit_as_the_loop_by_hand_under_ddp(found, level, low):
-    first, second = (each[f"Accelerate {level} {low}"] for each in found)
-    for kind, same, skipped, _ in (first, second):
-        assert kind == "MULTI_CPU"
-        assert same
-        assert skipped == (0 if level == "O0" else 1)
-    assert first[3] == second[3]
-
-
-@pytest.mark.parametrize(("level", "low"), SETTINGS)
-def test_the_trainer_trains_bit_for_bit_as_the_loop_by_hand_under_ddp_and_saves_fp32(found, level, low):
-    first, second = (each[f"Trainer {level} {low}"] for each in found)
-    for mode, same, saved, _ in (first, second):
-        assert mode == "distributed"
-        assert same
-        assert saved
+    assert first[:3] == second[:3] == expected[trainer]
     assert first[3] == second[3]

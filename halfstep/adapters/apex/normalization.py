@@ -25,8 +25,8 @@ __all__ = [
 Shape = int | Sequence[int]
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """apex's layer norm: torch's. `memory_efficient` is apex's way to save less for backward; results do not change."""
+class _Fused(nn.Module):
+    """apex's arguments; `memory_efficient` is its way to save less for backward, and results do not change."""
 
     def __init__(
         self,
@@ -39,22 +39,16 @@ class FusedLayerNorm(nn.LayerNorm):
         self.memory_efficient = memory_efficient
 
 
-class FusedRMSNorm(nn.RMSNorm):
-    """apex's RMS norm: torch's, with apex's `eps`; `memory_efficient` as in `FusedLayerNorm`."""
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
+class FusedLayerNorm(_Fused, nn.LayerNorm):
+    """apex's layer norm: torch's."""
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """A layer norm whose outputs have the dtype of its weights, whatever that of the inputs."""
+class FusedRMSNorm(_Fused, nn.RMSNorm):
+    """apex's RMS norm: torch's, with apex's `eps`."""
+
+
+class _Mixed(_Fused):
+    """A norm whose outputs have the dtype of its weights, whatever that of the inputs."""
 
     def __init__(
         self,
@@ -64,27 +58,25 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        _require_affine(type(self).__name__, elementwise_affine)
+        if not elementwise_affine:
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name} does not support elementwise_affine=False, since its outputs have the dtype of its weights; "
+                f"use {name.removeprefix('Mixed')}"
+            )
         super().__init__(normalized_shape, eps, True, memory_efficient)
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
+    """A layer norm whose outputs have the dtype of its weights, whatever that of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input in the dtype of the weights."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """An RMS norm whose outputs have the dtype of its weights, whatever that of the inputs."""
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        _require_affine(type(self).__name__, elementwise_affine)
-        super().__init__(normalized_shape, eps, True, memory_efficient)
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input in the dtype of the weights."""
@@ -159,11 +151,3 @@ def _normalized(
 
 def _shape(normalized_shape: Shape) -> list[int]:
     return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-
-
-def _require_affine(name: str, elementwise_affine: bool) -> None:
-    if not elementwise_affine:
-        raise RuntimeError(
-            f"{name} does not support elementwise_affine=False, since its outputs have the dtype of its weights; use "
-            f"{name.removeprefix('Mixed')}"
-        )

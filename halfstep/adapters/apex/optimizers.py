@@ -20,7 +20,9 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
 class _Fused(Optimizer):
     """What all of apex's optimizers share: `zero_grad` as their `set_grad_none` says, where the call does not."""
 
-    set_grad_none: bool
+    def __init__(self, *args: Any, set_grad_none: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_grad_none = set_grad_none
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
@@ -63,8 +65,8 @@ class FusedAdam(_Fused, Adam):
             weight_decay=weight_decay,
             capturable=capturable,
             decoupled_weight_decay=adam_w_mode,
+            set_grad_none=set_grad_none,
         )
-        self.set_grad_none = set_grad_none
         self.defaults["bias_correction"] = bias_correction
         for group in self.param_groups:
             group.setdefault("bias_correction", bias_correction)
@@ -99,9 +101,9 @@ class FusedSGD(_Fused, SGD):
                 "the weight decay to the gradient before the momentum, as torch.optim.SGD does"
             )
         super().__init__(
-            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
-        )
-        self.set_grad_none = set_grad_none
+            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+            set_grad_none=set_grad_none,
+        )  # fmt: skip
 
 
 class FusedLAMB(_Fused, Lamb):
@@ -136,8 +138,8 @@ class FusedLAMB(_Fused, Lamb):
             max_grad_norm=max_grad_norm,
             decoupled_weight_decay=adam_w_mode,
             always_adapt=use_nvlamb,
+            set_grad_none=set_grad_none,
         )
-        self.set_grad_none = set_grad_none
 
 
 class FusedNovoGrad(_Fused, NovoGrad):
@@ -172,8 +174,8 @@ class FusedNovoGrad(_Fused, NovoGrad):
             reg_inside_moment=reg_inside_moment,
             norm_type=norm_type,
             init_zero=init_zero,
+            set_grad_none=set_grad_none,
         )
-        self.set_grad_none = set_grad_none
 
 
 class FusedAdagrad(_Fused, Adagrad):
@@ -193,8 +195,7 @@ class FusedAdagrad(_Fused, Adagrad):
                 "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out, and the "
                 "weight decay is added to the gradient"
             )
-        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
-        self.set_grad_none = set_grad_none
+        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, set_grad_none=set_grad_none)
 
 
 def _refuse_amsgrad(name: str, amsgrad: bool) -> None:

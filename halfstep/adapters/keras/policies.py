@@ -10,6 +10,7 @@ from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, pol
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Rule
 from halfstep.errors import PlanError
+from halfstep.plan.fit import named
 from halfstep.plan.matching import Site, match_rules
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
@@ -18,7 +19,6 @@ FORMATS = {name: fmt for fmt, name in DTYPES.items()}
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
 _OWN = "its own dtype"
 _GIVEN = "policy_given_by_plan"  # on a layer: the policy that it has from a plan, and the one it had before
-_SHOWN = 5
 
 
 def apply_plan(model: keras.Model, plan: Plan) -> Assignment:
@@ -221,9 +221,8 @@ def _check_stored(decided: Mapping[str, _Decision]) -> None:
         if "float" in stored.dtype and stored.dtype != each.dtypes[1]
     ]
     if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise PlanError(
-            f"the model is built with weights in other formats than the plan's: {', '.join(wrong[:_SHOWN])}{more}; "
+            f"the model is built with weights in other formats than the plan's: {named(wrong)}; "
             "call set_plan(plan) before the model is made, and give layers with such a rule their dtype="
         )
 

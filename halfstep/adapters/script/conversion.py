@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from halfstep.adapters.script.directions import paired, times
 from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by, unowned
 from halfstep.adapters.script.patches import CallWatch
-from halfstep.adapters.script.trained import Trained, trained_in
 from halfstep.cast.copies import CheckpointHook
 from halfstep.cast.owners import owners
 from halfstep.edits import FULL, Rule
@@ -32,7 +31,7 @@ from halfstep.plan.fit import first_device
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import own_number
-from halfstep.records import StepRecord
+from halfstep.records import Status, StepRecord
 from halfstep.scale.leaves import unscaled_leaves
 from halfstep.session.session import Session, Sink
 from halfstep.stack import begin_pass
@@ -57,7 +56,7 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Conversion:
-    """Finds what a script trains, and has one session train it; a Listener (`patches`).
+    """Finds what a script trains, and has one session train it; `patches` calls it.
 
     The session is opened at the first call of a model that an optimizer trains: by then the model is on its device, and
     wrapped. An optimizer that is made later has it opened anew at the next such call, for all models and optimizers
@@ -91,7 +90,7 @@ class Conversion:
         self._refused: str | None = None  # a model that is trained by hand where it cannot be
         self._inside = False
         self._skipped: Tensor | None = None  # of the last step
-        self.trained: Trained | None = None
+        self.trained: Status | None = None
         self.brings: str | None = None
         """What mixed precision the script has of its own."""
         self.rank = 0
@@ -284,7 +283,7 @@ class Conversion:
         self.close()
         own = None if self._own is None else self._own()
         if own is not None and own.optimizers:
-            self.trained = trained_in(own)
+            self.trained = own.status()
 
     def close(self) -> None:
         """Closes the session, and keeps its state for one that follows."""
@@ -293,7 +292,7 @@ class Conversion:
         try:
             if session is not None:
                 self._state = session.state_dict()
-                self.trained = trained_in(session)
+                self.trained = session.status()
         finally:
             self._unopened.close()
             self._undo.close()

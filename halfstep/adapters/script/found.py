@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,17 +66,13 @@ def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]
     for module in modules:
         try:
             inner.update(id(child) for child in module.modules() if child is not module)
-            owned = _first_place(module, places)
+            owned = min((places[id(p)] for p in module.parameters() if id(p) in places), default=None)
         except AttributeError:  # its __init__ has not run yet
             continue
         if owned is not None:
             first[id(module)] = owned
     roots = [module for module in modules if id(module) in first and id(module) not in inner]
     return sorted(roots, key=lambda module: first[id(module)])
-
-
-def _first_place(module: nn.Module, places: Mapping[int, int]) -> int | None:
-    return min((places[id(p)] for p in module.parameters() if id(p) in places), default=None)
 
 
 def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:

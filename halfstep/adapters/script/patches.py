@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,29 +27,13 @@ from halfstep.initialize import initialize
 from halfstep.session.session import Session
 from halfstep.torch_internals import FOLDER, in_backward, is_compiling_here, is_tracing
 
+if TYPE_CHECKING:
+    from halfstep.adapters.script.conversion import Conversion
+
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
 ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for
 APEX = {inspect.getfile(amp): "apex.amp", inspect.getfile(fp16_optimizer): "apex's FP16_Optimizer"}
 MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a script makes a drop-in autocast
-
-
-class Listener(Protocol):
-    """Who is told what a script does, and goes backward for it."""
-
-    def built(self, optimizer: Optimizer) -> None:
-        """Takes note of an optimizer, which is still being made."""
-
-    def uses(self, what: str) -> None:
-        """Takes note of mixed precision of the script's own."""
-
-    def opened(self, session: Session, what: str) -> None:
-        """Takes note of a session of the script's own, `what` names whose."""
-
-    def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
-        """Does what `torch.autograd.backward`, the `original`, is asked."""
-
-    def grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Does what `torch.autograd.grad`, the `original`, is asked."""
 
 
 class CallWatch:
@@ -83,7 +67,7 @@ class CallWatch:
             nn.Module.__call__ = self._before  # type: ignore[method-assign]
 
 
-def install(listener: Listener, apex_low: Format | str) -> Callable[[], None]:
+def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
     """Has the listener hear of a script, puts the drop-ins for torch.amp and apex in place, and returns the undo."""
     with ExitStack() as stack:
         stack.callback(torch_amp.install())
@@ -108,7 +92,7 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None
     return functools.partial(setattr, owner, name, before)
 
 
-def _autocast_made(listener: Listener) -> Any:
+def _autocast_made(listener: Conversion) -> Any:
     def on_made(self: autocast) -> None:
         if self.enabled and not _is_ours(sys._getframe(1)):
             listener.uses("torch.amp's autocast")
@@ -116,7 +100,7 @@ def _autocast_made(listener: Listener) -> Any:
     return on_made
 
 
-def _scaler_made(made: Any, listener: Listener) -> Any:
+def _scaler_made(made: Any, listener: Conversion) -> Any:
     @functools.wraps(made)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
@@ -126,7 +110,7 @@ def _scaler_made(made: Any, listener: Listener) -> Any:
     return __init__
 
 
-def _before_apex_amp(run: Any, listener: Listener) -> Any:
+def _before_apex_amp(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def initialize(*args: Any, **kwargs: Any) -> Any:
         if inspect.signature(run).bind(*args, **kwargs).arguments.get("enabled", True):
@@ -136,7 +120,7 @@ def _before_apex_amp(run: Any, listener: Listener) -> Any:
     return initialize
 
 
-def _session_made(made: Any, listener: Listener) -> Any:
+def _session_made(made: Any, listener: Conversion) -> Any:
     @functools.wraps(made)
     def __init__(self: Session, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
@@ -161,7 +145,7 @@ def _is_ours(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))
 
 
-def _building(made: Any, listener: Listener) -> Any:
+def _building(made: Any, listener: Conversion) -> Any:
     @functools.wraps(made)
     def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
@@ -170,7 +154,7 @@ def _building(made: Any, listener: Listener) -> Any:
     return __init__
 
 
-def _backward(run: Any, listener: Listener) -> Any:
+def _backward(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if in_backward() or is_compiling_here():  # of a reentrant checkpoint: what comes in is scaled already
@@ -182,7 +166,7 @@ def _backward(run: Any, listener: Listener) -> Any:
     return backward
 
 
-def _grad(run: Any, listener: Listener) -> Any:
+def _grad(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")

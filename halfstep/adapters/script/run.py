@@ -16,12 +16,14 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+import torch
+
 from halfstep.adapters.script.conversion import Conversion
 from halfstep.adapters.script.patches import HALFSTEP, install
-from halfstep.adapters.script.trained import Trained
 from halfstep.errors import ScriptError
 from halfstep.formats import Format
 from halfstep.plan.plan import Plan
+from halfstep.records import Status
 from halfstep.session.session import Sink
 
 _LOG = logging.getLogger("halfstep")
@@ -31,11 +33,13 @@ _LOG = logging.getLogger("halfstep")
 class Ran:
     """How a script ran: what a session trained in it, what mixed precision it `brings` of its own, and its end.
 
-    `trained` is None where no session was opened, by the script itself or for it, `seconds` is the time of the whole
-    script, `error` what ended it (an exception or SystemExit; None: its last line), `rank` the number of this process.
+    `trained` is None where no session was opened, by the script itself or for it, `peak` is the most bytes that it took
+    of a GPU, `seconds` is the time of the whole script, `error` what ended it (an exception or SystemExit; None: its
+    last line), `rank` the number of this process.
     """
 
-    trained: Trained | None
+    trained: Status | None
+    peak: int
     brings: str | None
     seconds: float
     error: BaseException | None
@@ -80,6 +84,7 @@ def run(  # noqa: PLR0913  # what the command has
     except BaseException as raised:
         error = raised
     seconds = time.perf_counter() - start
+    peak = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())), default=0)
     conversion.watch.stop()
     try:
         conversion.end()
@@ -89,7 +94,7 @@ def run(  # noqa: PLR0913  # what the command has
         _LOG.warning("the session could not be closed: %s", failed)
     finally:
         undo()
-    ended(Ran(conversion.trained, conversion.brings, seconds, error, conversion.rank))
+    ended(Ran(conversion.trained, peak, conversion.brings, seconds, error, conversion.rank))
     if error is not None:
         raise own(error)
 

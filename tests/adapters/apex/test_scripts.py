@@ -3,12 +3,12 @@
 Without apex (`--fp32`) each is plain torch, which is what the numbers are compared with.
 """
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.adapters.scripts_in_process import plainly
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LEVELS = {  # that a style takes; FP16_Optimizer has none, and its network is cast by the script
@@ -24,13 +24,7 @@ CASES = [(style, level) for style, levels in LEVELS.items() for level in levels]
 
 def ran(style, folder, *arguments, out="out.pt"):
     """Returns what a script saved, which ran as `python` runs it."""
-    before = sys.argv, list(sys.path)
-    sys.argv = [style, str(folder / out), *arguments]
-    try:
-        runpy.run_path(str(SCRIPTS / f"{style}.py"), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = before
-    return torch.load(folder / out)
+    return plainly(SCRIPTS / f"{style}.py", folder / out, *arguments)
 
 
 def test_every_script_is_run():
