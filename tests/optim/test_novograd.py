@@ -1,16 +1,11 @@
 """NovoGrad: its law against one written out in float64, and training, skipping and resuming by it."""
 
-import copy
-
 import pytest
 import torch
 from torch.nn import Parameter
 
-import halfstep
-from halfstep.errors import StateError
 from halfstep.optim.novograd import NovoGrad
-from tests.contracts import cases as contracts
-from tests.optim.cases import TRUE, assert_same_bits, gradients, own_run, parameters
+from tests.optim.cases import gradients, own_run
 
 CASES = [
     {"lr": 1e-2},
@@ -76,79 +71,3 @@ def test_steps_by_hand():
     optimizer.step()
     torch.testing.assert_close(optimizer.state[p]["norm"], torch.tensor(12.5**0.5))
     assert set(optimizer.state[p]) == {"exp_avg", "norm", "step"}
-
-
-@each_case
-def test_its_own_step_is_a_sessions_on_full_weights(options):
-    params, run = parameters(), own_run(NovoGrad, options)
-    optimizer = NovoGrad(params, **options)
-    for seed in range(4):
-        grads = gradients(params, seed)
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad.clone()
-        optimizer.step()
-        run.step(grads)
-    for p, value in zip(params, run.values(), strict=True):
-        torch.testing.assert_close(p.detach(), value, rtol=1e-6, atol=1e-6)
-
-
-@each_case
-def test_copy_and_split_train_bit_identically(options):
-    runs = [own_run(NovoGrad, options, kind) for kind in ("copy", "split")]
-    for seed in range(12):
-        for run in runs:
-            run.step(gradients(run.params, seed), torch.tensor(0.125), torch.tensor(seed % 5 == 3))
-    assert_same_bits(runs[0].params, runs[1].params)
-    assert_same_bits(runs[0].values(), runs[1].values())
-
-
-@each_kind
-def test_a_skipped_step_changes_nothing_and_the_next_first_one_is_a_first_one(kind):
-    run, plain = own_run(NovoGrad, CASES[0], kind), own_run(NovoGrad, CASES[0], kind)
-    run.step([torch.full_like(p, float("nan")) for p in run.params], None, TRUE)
-    assert run.optimizer.state_dict()["state"] == {}
-    for each in (run, plain):
-        each.step(gradients(each.params, 0))
-    assert_same_bits(run.everything(), plain.everything())
-    run.step([torch.full_like(p, float("inf")) for p in run.params], None, TRUE)
-    assert_same_bits(run.everything(), plain.everything())
-
-
-@contracts.every_plan
-def test_a_session_trains_skips_and_resumes_bit_identically(name, low):
-    def begun():
-        model, optimizer = contracts.make(0, NovoGrad, lr=0.01, weight_decay=0.01)
-        return model, optimizer, halfstep.initialize(model, optimizer, name, low=low)
-
-    whole, first, again = begun(), begun(), begun()
-    skips = [] if name == "O0" else [1]
-    for run, steps in ((whole, range(5)), (first, range(3))):
-        contracts.train(run[2], run[0], run[1], steps, poison=skips)
-    for part, state in zip(again, [copy.deepcopy(part.state_dict()) for part in first], strict=True):
-        part.load_state_dict(state)
-    contracts.train(again[2], again[0], again[1], range(3, 5))
-    assert contracts.differing(contracts.snapshot(*again[:2]), contracts.snapshot(*whole[:2])) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lr": -1.0}, "learning rate must be 0 or more, not -1.0"),
-        ({"betas": (1.0, 0.9)}, r"betas must be in \[0, 1\), not \(1.0, 0.9\)"),
-        ({"norm_type": 1}, "norm_type must be 2, or 0 for the largest magnitude, not 1"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        NovoGrad([Parameter(torch.ones(1))], **options)
-
-
-def test_a_state_of_another_shape_is_refused():
-    params = parameters()
-    optimizer = NovoGrad(params)
-    session = halfstep.initialize(torch.nn.ParameterList(params), optimizer, "O1", low="bf16")
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"] = {0: {"exp_avg": torch.zeros(7, 19), "norm": torch.zeros(3), "step": torch.tensor(1.0)}}
-    with pytest.raises(StateError, match=r"'norm' that came: it has shape \(3,\)"):
-        optimizer.load_state_dict(state)
-    session.close()
