@@ -75,38 +75,24 @@ def train(variant, job, steps=3):
     return losses
 
 
-def test_o0_is_the_plain_fp32_loop_bit_for_bit():
+@pytest.mark.parametrize("entry", [Entry("O0", FP32, peer=False), Entry("torch.amp", BF16, peer=True)])
+def test_o0_and_the_peer_are_the_loops_of_torchs_documentation_bit_for_bit(entry):
     model = TINY.build(0)
     optimizer = TINY.optimizer(model, fused=True)
     expected = []
     for (inputs, targets), _ in zip(TINY.batches(0), range(3), strict=False):
         optimizer.zero_grad()
-        loss = TINY.loss(model(inputs), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        expected.append(loss.item())
-    variant = Entry("O0", FP32, peer=False).start(TINY, 0, CPU)
-    assert train(variant, TINY) == expected
-    variant.close()
-
-
-def test_the_peer_is_the_loop_of_torchs_documentation_bit_for_bit():
-    model = TINY.build(0)
-    optimizer = TINY.optimizer(model, fused=True)
-    expected = []
-    for (inputs, targets), _ in zip(TINY.batches(0), range(3), strict=False):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=entry.peer):
             outputs = model(inputs)
         loss = TINY.loss(outputs.float(), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         expected.append(loss.item())
-    variant = Entry("torch.amp", BF16, peer=True).start(TINY, 0, CPU)
+    variant = entry.start(TINY, 0, CPU)
     assert train(variant, TINY) == expected
     assert variant.facts().scale == 1.0
+    variant.close()
 
 
 def test_a_level_trains_in_its_format():

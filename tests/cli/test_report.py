@@ -3,26 +3,17 @@
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from halfstep.__main__ import main
 from halfstep.report.log import RunLog
 from tests.report.logs import START, seen, step, write
 
 
 @pytest.fixture
-def report(monkeypatch, capsys):
-    """Runs the command and returns exit code, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["halfstep", "report", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
+def report(halfstep):
+    return partial(halfstep, "report")
 
 
 @pytest.fixture

@@ -100,34 +100,27 @@ class TestNetworks:
             guard.after_step()
 
 
-def test_the_batch_counter_is_put_back():
+@pytest.mark.parametrize(
+    ("story", "counted"),
+    [
+        ("refresh forward skip", 0),
+        ("refresh forward refresh forward refresh forward skip", 0),  # the first of a step takes the snapshot
+        ("refresh forward step refresh forward skip refresh forward step refresh forward skip", 2),
+        ("after_step forward step after_step forward skip", 1),  # for a forward that cannot take one
+        ("refresh forward step skip", 0),  # a second optimizer, after the first
+        ("skip", 0),  # before any forward
+    ],
+)
+def test_a_skip_puts_the_batch_counter_back_to_where_its_step_began(story, counted):
     norm = nn.BatchNorm1d(2)
     guard = BufferGuard([norm])
-    guard.refresh()
-    norm(torch.randn(3, 2))
-    assert norm.num_batches_tracked.item() == 1
-    guard.restore(SKIPPED)
-    assert norm.num_batches_tracked.item() == 0
-
-
-def test_only_the_first_forward_of_a_step_takes_the_snapshot():
-    norm = nn.BatchNorm1d(2)
-    guard = BufferGuard([norm])
-    for _ in range(3):
-        guard.refresh()
-        norm(torch.randn(3, 2))
-    guard.restore(SKIPPED)
-    assert norm.num_batches_tracked.item() == 0
-
-
-def test_the_next_step_takes_a_new_one():
-    norm = nn.BatchNorm1d(2)
-    guard = BufferGuard([norm])
-    for found in (STEPPED, SKIPPED, STEPPED, SKIPPED):
-        guard.refresh()
-        norm(torch.randn(3, 2))
-        guard.restore(found)
-    assert norm.num_batches_tracked.item() == 2
+    acts = {
+        "refresh": guard.refresh, "after_step": guard.after_step, "forward": lambda: norm(torch.randn(3, 2)),
+        "step": lambda: guard.restore(STEPPED), "skip": lambda: guard.restore(SKIPPED),
+    }  # fmt: skip
+    for act in story.split():
+        acts[act]()
+    assert norm.num_batches_tracked.item() == counted
 
 
 def test_a_load_between_steps_is_not_undone_by_a_later_skip():
@@ -141,34 +134,6 @@ def test_a_load_between_steps_is_not_undone_by_a_later_skip():
     norm(torch.randn(3, 2))
     guard.restore(SKIPPED)
     assert norm.running_mean.tolist() == [5.0, 6.0]
-
-
-def test_after_step_snapshots_for_a_forward_that_cannot():
-    norm = nn.BatchNorm1d(2)
-    guard = BufferGuard([norm])
-    guard.after_step()
-    norm(torch.randn(3, 2))
-    guard.restore(STEPPED)
-    guard.after_step()
-    norm(torch.randn(3, 2))
-    guard.restore(SKIPPED)
-    assert norm.num_batches_tracked.item() == 1
-
-
-def test_a_second_optimizer_can_restore_after_the_first_stepped():
-    norm = nn.BatchNorm1d(2)
-    guard = BufferGuard([norm])
-    guard.refresh()
-    norm(torch.full((3, 2), math.inf))
-    guard.restore(STEPPED)
-    guard.restore(SKIPPED)
-    assert norm.running_mean.tolist() == [0.0, 0.0]
-
-
-def test_restore_before_any_snapshot_does_nothing():
-    norm = nn.BatchNorm1d(2)
-    BufferGuard([norm]).restore(SKIPPED)
-    assert norm.num_batches_tracked.item() == 0
 
 
 def test_a_later_backward_through_the_same_forward_still_runs():

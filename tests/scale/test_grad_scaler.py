@@ -43,24 +43,23 @@ def run(scaler, outcomes, gradient=1.0):
 
 
 class TestScale:
-    def test_floor_is_one_by_default(self):
-        assert run(GradScaler("cpu", init_scale=4.0), "xxxx") == [2, 1, 1, 1]
-        assert run(Torch("cpu", init_scale=4.0), "xxxx")[-1] == 0.25
-
-    def test_ceiling_is_two_to_the_24_by_default(self):
-        assert run(GradScaler("cpu", init_scale=2.0**23, growth_interval=1), "..") == [2.0**24] * 2
-
-    def test_own_range(self):
-        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, min_scale=4.0, max_scale=16.0)
-        assert run(scaler, "xx...") == [4, 4, 8, 16, 16]
-
-    def test_default_range_takes_in_the_initial_scale(self):
-        assert run(GradScaler("cpu", init_scale=0.5), "x") == [0.5]
-        assert run(GradScaler("cpu", init_scale=2.0**30, growth_interval=1), ".x") == [2.0**30, 2.0**29]
-
-    def test_hysteresis(self):
-        scaler = GradScaler("cpu", init_scale=16.0, hysteresis=2, growth_interval=2)
-        assert run(scaler, "xx..xx") == [16, 8, 8, 16, 16, 8]
+    @pytest.mark.parametrize(
+        ("arguments", "outcomes", "expected"),
+        [
+            ({"init_scale": 4.0}, "xxxx", [2, 1, 1, 1]),  # where torch's comes down to 0.25
+            ({"init_scale": 2.0**23, "growth_interval": 1}, "..", [2.0**24] * 2),
+            (
+                {"init_scale": 8.0, "growth_interval": 1, "min_scale": 4.0, "max_scale": 16.0},
+                "xx...",
+                [4, 4, 8, 16, 16],
+            ),
+            ({"init_scale": 0.5}, "x", [0.5]),  # the range takes in the initial scale
+            ({"init_scale": 2.0**30, "growth_interval": 1}, ".x", [2.0**30, 2.0**29]),
+            ({"init_scale": 16.0, "hysteresis": 2, "growth_interval": 2}, "xx..xx", [16, 8, 8, 16, 16, 8]),
+        ],
+    )
+    def test_the_range_and_hysteresis_are_kept(self, arguments, outcomes, expected):
+        assert run(GradScaler("cpu", **arguments), outcomes) == expected
 
     @pytest.mark.parametrize(
         "arguments",

@@ -56,46 +56,44 @@ def to_fp32(number):
     return float(torch.tensor(number, dtype=torch.float64).float())
 
 
+SEQUENCES = {
+    "grows after the interval and counts anew": ({"init": 4.0, "growth_interval": 3}, "......", [4, 4, 8, 8, 8, 16]),
+    "an overflow halves": ({"init": 4.0, "growth_interval": 3}, "..x..", [4, 4, 2, 2, 2]),
+    "an overflow restarts the count": ({"init": 4.0, "growth_interval": 3}, "..x...", [4, 4, 2, 2, 2, 4]),
+    "growth at every step": ({"init": 4.0, "growth_interval": 1}, "..x.", [8, 16, 8, 16]),
+    "own factors": ({"init": 4.0, "growth_interval": 1, "growth": 3.0, "backoff": 0.25}, ".x", [12, 3]),
+    "a floor": ({"init": 2.0}, "xxx", [1, 1, 1]),
+    "a floor between powers": ({"init": 3.0}, "xx", [1.5, 1]),
+    "a ceiling, and the count goes on": (
+        {"init": 4.0, "growth_interval": 2, "max": 8.0}, "....x..", [4, 8, 8, 8, 4, 4, 8],
+    ),
+    "a ceiling between powers": ({"init": 4.0, "growth_interval": 1, "max": 7.0}, "..", [7, 7]),
+    "the ceiling of default": ({"init": 2.0**23, "growth_interval": 1}, "..", [2.0**24, 2.0**24]),
+    "hysteresis: at the second overflow and each after it": (
+        {"init": 16.0, "hysteresis": 2, "growth_interval": 3}, "xxx", [16, 8, 4],
+    ),
+    "clean steps do not restore the credit": (
+        {"init": 16.0, "hysteresis": 2, "growth_interval": 3}, "x.x", [16, 16, 8],
+    ),
+    "growth restores the credit": (
+        {"init": 16.0, "hysteresis": 2, "growth_interval": 2}, "x..xx", [16, 16, 32, 32, 16],
+    ),
+    "a forgiven overflow restarts the count": (
+        {"init": 16.0, "hysteresis": 3, "growth_interval": 2}, ".x..", [16, 16, 16, 32],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_dynamic_scale_follows_its_overflows(name):
+    fields, outcomes, expected = SEQUENCES[name]
+    assert run(dynamic(**fields), outcomes) == expected
+
+
 class TestDynamic:
     def test_starts_at_init_as_an_fp32_scalar(self):
         scale = dynamic(init=1024.0)
         assert (scale.value.item(), scale.value.dtype, scale.value.shape) == (1024.0, torch.float32, ())
-
-    def test_grows_after_the_interval_and_counts_anew(self):
-        assert run(dynamic(init=4.0, growth_interval=3), "......") == [4, 4, 8, 8, 8, 16]
-
-    def test_an_overflow_halves_and_restarts_the_count(self):
-        assert run(dynamic(init=4.0, growth_interval=3), "..x..") == [4, 4, 2, 2, 2]
-        assert run(dynamic(init=4.0, growth_interval=3), "..x...") == [4, 4, 2, 2, 2, 4]
-
-    def test_growth_every_step_at_interval_one(self):
-        assert run(dynamic(init=4.0, growth_interval=1), "..x.") == [8, 16, 8, 16]
-
-    def test_own_factors(self):
-        assert run(dynamic(init=4.0, growth_interval=1, growth=3.0, backoff=0.25), ".x") == [12, 3]
-
-    def test_floor_holds(self):
-        assert run(dynamic(init=2.0), "xxx") == [1, 1, 1]
-        assert run(dynamic(init=3.0), "xx") == [1.5, 1]
-
-    def test_ceiling_holds_and_the_count_goes_on(self):
-        assert run(dynamic(init=4.0, growth_interval=2, max=8.0), "....x..") == [4, 8, 8, 8, 4, 4, 8]
-        assert run(dynamic(init=4.0, growth_interval=1, max=7.0), "..") == [7, 7]
-
-    def test_default_ceiling_is_two_to_the_24(self):
-        assert run(dynamic(init=2.0**23, growth_interval=1), "..") == [2.0**24, 2.0**24]
-
-    def test_hysteresis_backs_off_at_the_second_overflow_and_every_one_after_it(self):
-        assert run(dynamic(init=16.0, hysteresis=2, growth_interval=3), "xxx") == [16, 8, 4]
-
-    def test_clean_steps_do_not_restore_the_credit(self):
-        assert run(dynamic(init=16.0, hysteresis=2, growth_interval=3), "x.x") == [16, 16, 8]
-
-    def test_growth_restores_the_credit(self):
-        assert run(dynamic(init=16.0, hysteresis=2, growth_interval=2), "x..xx") == [16, 16, 32, 32, 16]
-
-    def test_a_forgiven_overflow_still_restarts_the_count(self):
-        assert run(dynamic(init=16.0, hysteresis=3, growth_interval=2), ".x..") == [16, 16, 16, 32]
 
     def test_without_counting_a_clean_step_changes_nothing(self):
         scale = dynamic(init=4.0, growth_interval=2)
