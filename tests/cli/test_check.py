@@ -65,20 +65,3 @@ def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tm
     assert finding["cure"] == [{"edit": "op_change", "list": "deny", "op": "masked_fill"}]
     assert halfstep("check", "regression", *SMALL, "--json", tmp_path / "none.json")[0] == 0
     assert json.loads((tmp_path / "none.json").read_text(encoding="utf-8"))["findings"] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["regresion"], "unknown workload 'regresion'; did you mean regression?"),
-        (["regression", "--plan", "O7"], "unknown level 'O7'"),
-        (["regression", "--low", "e4m3"], "e4m3"),
-        (["regression", "--device", "tpu"], "--device 'tpu' is unknown"),
-        (["regression", "--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
-    ],
-)
-def test_a_bad_request_is_one_message(halfstep, arguments, message):
-    code, out, err = halfstep("check", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1

@@ -19,22 +19,6 @@ def test_inspect_prints_operations_and_casts(halfstep, tmp_path, level, low):
     assert json.loads(path.read_text())["level"] == level
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nothing"], "nothing"),
-        (["regression", "--level", "O9"], "O9"),
-        (["regression", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
-        (["regression", "--set", "batch=0"], "batch"),
-    ],
-)
-def test_inspect_says_in_one_line_what_is_wrong(halfstep, arguments, said):
-    code, out, err = halfstep("inspect", *arguments)
-    assert (code, out) == (2, "")
-    assert said in err
-    assert "Traceback" not in err
-
-
 def test_doctor_prints_what_to_train_in(halfstep, tmp_path, monkeypatch):
     for name in ("RATES_SECONDS", "WIDE_SECONDS", "SETTINGS_SECONDS"):
         monkeypatch.setattr(examination, name, 0.0)

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4", "--steps", 1]
 
 
@@ -25,21 +23,3 @@ def test_formats_plan_scale_and_modules_are_taken(halfstep):
     rows = [line.split() for line in out.splitlines() if " weight_grad " in line]
     assert rows[0][:3] == ["fp16", "weight_grad", "4"]
     assert [row[0] for row in rows[1:]] == ["0", "2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["regresion"], "unknown workload 'regresion'; did you mean regression?"),
-        (["regression", "--formats", "fp17"], "unknown format 'fp17'"),
-        (["regression", "--formats", ","], "what-if needs formats"),
-        (["regression", "--plan", "O7"], "unknown level 'O7'"),
-        (["regression", "--loss-scale", "-1"], "scale init"),
-        (["regression", "--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
-    ],
-)
-def test_a_bad_request_is_one_message(halfstep, arguments, message):
-    code, out, err = halfstep("whatif", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1

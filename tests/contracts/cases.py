@@ -39,6 +39,19 @@ class Net(nn.Module):
         return self.head(self.layer_norm(x + self.frozen(x)))
 
 
+class Kept:
+    """A sink that keeps steps and everything else."""
+
+    def __init__(self):
+        self.steps, self.others = [], []
+
+    def __call__(self, record):
+        self.steps.append(record)
+
+    def record(self, record):
+        self.others.append(record)
+
+
 def make(seed=0, optimizer=torch.optim.AdamW, **options):
     torch.manual_seed(seed)
     model = Net()

@@ -12,20 +12,7 @@ from halfstep.records import Finding, Recorder, SessionStart
 from halfstep.report.live import LiveLine
 from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
-from tests.contracts.cases import backward_and_step
-
-
-class Kept:
-    """A sink that keeps steps and everything else."""
-
-    def __init__(self):
-        self.steps, self.others = [], []
-
-    def __call__(self, record):
-        self.steps.append(record)
-
-    def record(self, record):
-        self.others.append(record)
+from tests.contracts.cases import Kept, backward_and_step
 
 
 def open_session(name, low, **options):

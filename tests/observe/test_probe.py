@@ -18,7 +18,7 @@ from halfstep.observe import probe as probe_module
 from halfstep.observe.stats import measure
 from halfstep.optim import update_watch
 from halfstep.records import TENSOR_KINDS
-from tests.contracts.cases import backward_and_step, batch, every_plan, mixed_plans, start, train
+from tests.contracts.cases import Kept, backward_and_step, batch, every_plan, mixed_plans, start, train
 from tests.scale.sync import NoSync
 
 ALL = (*TENSOR_KINDS, "update")
@@ -144,6 +144,7 @@ class Counted(TorchDispatchMode):
 
 
 @every_plan
+@pytest.mark.slow_but("O0", "O1-bf16", "O2-fp16")
 def test_a_step_that_is_not_observed_has_no_operation_more(name, low):
     def counted(session, model, number):
         with Counted() as mode:
@@ -226,6 +227,7 @@ def test_observed_steps_train_to_the_same_bits(name, low):
 
 @mixed_plans
 @pytest.mark.parametrize("native", [True, False])
+@pytest.mark.slow_but("O1-fp16", "O2-bf16")
 def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
     if not native:
         monkeypatch.setattr(kernel, "_loops", lambda: None)
@@ -513,19 +515,8 @@ def test_copies_and_pickles_of_an_observed_model_are_not_observed():
     assert b"halfstep.observe" not in pickle.dumps(model)
 
 
-class Heard:
-    def __init__(self):
-        self.steps, self.others = [], []
-
-    def __call__(self, record):
-        self.steps.append(record)
-
-    def record(self, record):
-        self.others.append(record)
-
-
 def test_observations_go_to_the_log_and_to_recorders_and_stay_for_flush():
-    sink, log = Heard(), []
+    sink, log = Kept(), []
     model, session = small_session(sinks=[sink])
     probe = session.observe(every=1, log=log.append)
     step(model, session)

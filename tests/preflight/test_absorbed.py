@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import FULL, Rule
+from tests.preflight.planted import Does
 
 INF = math.inf
 WIDE = 3e3  # the layer before a pattern gives 3,000 * (-1 ... 1): fits fp16, its squares do not
@@ -30,15 +31,6 @@ class Fixed(nn.Module):
 
     def forward(self, x):
         return self.pattern(self.first(x))
-
-
-class Does(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def inputs():
