@@ -53,21 +53,50 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
+    freeze()  # thousands of tests and torch's modules
+
+
+def freeze():
+    """Has the collections of later tests not go through all that is here now."""
     gc.collect()
-    gc.freeze()  # thousands of tests and torch's modules, which each collection of a test would go through again
+    gc.freeze()
 
 
 def pytest_sessionfinish():
     gc.unfreeze()
 
 
-def pytest_collection_modifyitems(items):
+def mark_slow_rows(items, *, whole):
+    """Marks the rows that `slow_but` does not choose; each of its words has to choose some of `whole` tests."""
+    asked, chosen = set(), set()
+    for item in items:
+        for mark in item.iter_markers("slow_but"):
+            test = item.nodeid.partition("[")[0]
+            fits = {(test, word) for word in mark.args if word in item.name}
+            asked |= {(test, word) for word in mark.args}
+            chosen |= fits
+            if not fits:
+                item.add_marker(pytest.mark.slow)
+    if whole and asked != chosen:
+        raise pytest.UsageError(f"slow_but: no row has what is asked for: {sorted(asked - chosen)}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config, items):
+    mark_slow_rows(items, whole=not any("::" in argument for argument in config.args))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is false here")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_frozen():
+    """Freezes what the files before this one imported, such as torch's compiler."""
+    if len(gc.get_objects()) > 200_000:
+        freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -155,9 +184,11 @@ def pool(request, pool_folder):
     """What two processes found, by test module: one pair of processes for all tests that are asked for."""
     from tests import replicas
 
-    modules = {getattr(item, "module", None) for item in request.session.items}  # doctests have none
-    modules = {module for module in modules if hasattr(module, "pooled")}
-    return replicas.run_once(pool_folder, sorted(modules, key=lambda module: module.__name__))
+    slow = {}  # by module, whether slow tests of it are asked for
+    for item in request.session.items:
+        if hasattr(module := getattr(item, "module", None), "pooled"):  # doctests have no module
+            slow[module] = slow.get(module, False) or "slow" in item.keywords
+    return replicas.run_once(pool_folder, slow)
 
 
 @pytest.fixture
@@ -172,9 +203,19 @@ def process_group(tmp_path, sessions_closed):
     torch.distributed.destroy_process_group()
 
 
+def on_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread():
+    """For tensors so small that a second thread would only spin on a busy machine."""
+    yield from on_threads(1)
+
+
 @pytest.fixture
 def two_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+    yield from on_threads(2)

@@ -587,25 +587,22 @@ def run(path, size, cases):
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def run_once(path, modules):
-    """Runs the cases of test modules, what `pooled(path)` of each returns, in two processes: once for all workers.
+def run_once(path, slow):
+    """Runs the cases of test modules in two processes, once for all workers.
 
+    `slow` says of each module whether its slow tests are run; its `pooled(path, slow)` returns the cases for them.
     Returns what each process found, by the name of the module.
     """
     path.mkdir(exist_ok=True)
     with FileLock(path / "lock"):
         if not (path / "0.json").exists():
-            cases = {f"{each.__name__} {name}": case for each in modules for name, case in each.pooled(path).items()}
-            run(path, 2, cases)
+            modules = sorted(slow, key=lambda module: module.__name__)
+            pooled = {module.__name__: module.pooled(path, slow[module]) for module in modules}
+            run(path, 2, {f"{module} {name}": case for module, cases in pooled.items() for name, case in cases.items()})
     found = [json.loads((path / f"{rank}.json").read_text()) for rank in range(2)]
-    return {
-        each.__name__: [
-            {
-                name.removeprefix(f"{each.__name__} "): one
-                for name, one in mine.items()
-                if name.startswith(each.__name__)
-            }
-            for mine in found
-        ]
-        for each in modules
-    }
+    by_module = {module.__name__: [{}, {}] for module in slow}
+    for rank, mine in enumerate(found):
+        for key, one in mine.items():
+            module, _, name = key.partition(" ")
+            by_module[module][rank][name] = one
+    return by_module

@@ -61,7 +61,7 @@ def in_processes(rank, name, arguments):
     return printed.getvalue()
 
 
-def pooled(folder):
+def pooled(folder, slow):
     data = folder / "examples"
     data.mkdir()
     write_data(data)

@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-def pooled(folder):
+def pooled(folder, slow):
     return CASES
 
 

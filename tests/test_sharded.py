@@ -72,7 +72,7 @@ def checkpoints(folder, *, save):
     return cases
 
 
-def pooled(folder):
+def pooled(folder, slow):
     cut = {how: (sharded.cut_short, (str(folder / how), how)) for how in ("missing", "truncated")}
     return CASES | checkpoints(folder, save=True) | cut
 
@@ -84,6 +84,7 @@ def found(pool):
 
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.slow_but("O1-fp16", "O2-bf16", "O3-bf16")
 def test_one_process_trains_as_an_unsharded_model_that_reads_low_rounded_weights(
     level, low, process_group, monkeypatch
 ):

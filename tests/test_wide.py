@@ -5,7 +5,7 @@ import pytest
 from tests import wide
 
 
-def pooled(folder):
+def pooled(folder, slow):
     return wide.CASES
 
 

@@ -302,7 +302,12 @@ def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
     ("third", "kind", "said"),
     [
         ("raise ValueError('no third')", WorkloadError, r"^ValueError: no third \(own.py, line 12\)"),
-        ("raise RuntimeError('DefaultCPUAllocator: not enough memory')", OutOfMemory, "^out of memory: Default"),
+        pytest.param(
+            "raise RuntimeError('DefaultCPUAllocator: not enough memory')",
+            OutOfMemory,
+            "^out of memory: Default",
+            marks=pytest.mark.slow,
+        ),
         ("raise RuntimeError('can not allocate memory: you tried')", OutOfMemory, "^out of memory: can not"),
         ("os.kill(os.getpid(), signal.SIGKILL)", OutOfMemory, "^out of memory: the system killed the process"),
         ("os._exit(7)", WorkloadError, "^the process ended with code 7; it said: .*noise"),

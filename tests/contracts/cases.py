@@ -41,18 +41,6 @@ class Net(nn.Module):
         return self.head(self.layer_norm(x + self.frozen(x)))
 
 
-def make(seed=0, optimizer=torch.optim.AdamW, **options):
-    torch.manual_seed(seed)
-    model = Net()
-    options.setdefault("lr", 1e-2)
-    return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
-
-
-def batch(step, seed=0):
-    generator = torch.Generator().manual_seed(1000 * seed + step)
-    return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
-
-
 class Kept:
     """A sink that keeps steps and everything else."""
 
@@ -64,6 +52,18 @@ class Kept:
 
     def record(self, record):
         self.others.append(record)
+
+
+def make(seed=0, optimizer=torch.optim.AdamW, **options):
+    torch.manual_seed(seed)
+    model = Net()
+    options.setdefault("lr", 1e-2)
+    return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
+
+
+def batch(step, seed=0):
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
 
 def backward_and_step(session, loss, **options):

@@ -179,25 +179,21 @@ def test_shards_in_a_wrapper():
         nn.parallel.DistributedDataParallel(model)
 
 
-def test_a_partial_gradient():
+@pytest.mark.parametrize(
+    ("weight", "grad", "said"),
+    [
+        (Replicate(), Partial(), r".*Partial.*p.grad.redistribute\(p.device_mesh"),
+        (Shard(0), Shard(1), ".*redistribute"),
+    ],
+)
+def test_a_gradient_that_is_placed_otherwise(weight, grad, said):
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Linear(4, 2)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [weight]))
     with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16") as session:
         session.backward(model.weight.sum() + model.bias.sum())
-        model.weight.grad = DTensor.from_local(torch.ones(2, 4), mesh, [Partial()])
-        with pytest.raises(SessionError, match=r"'weight' is placed .*Partial.*p.grad.redistribute\(p.device_mesh"):
-            session.step()
-
-
-def test_a_gradient_that_is_sharded_otherwise():
-    mesh = init_device_mesh("cpu", (1,))
-    model = nn.Linear(4, 2)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="bf16") as session:
-        session.backward(model.weight.sum() + model.bias.sum())
-        model.weight.grad = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])
-        with pytest.raises(SessionError, match=r"'weight' is placed .*redistribute"):
+        model.weight.grad = DTensor.from_local(torch.ones(2, 4), mesh, [grad])
+        with pytest.raises(SessionError, match=f"'weight' is placed {said}"):
             session.step()
 
 

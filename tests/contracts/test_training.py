@@ -50,10 +50,9 @@ def test_gradients_below_the_smallest_fp16_number_need_loss_scaling(plan):
     assert constant < 0.25 * first
 
 
-@pytest.mark.parametrize(
-    "master", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "copy")), "split"]
-)
-def test_ten_thousand_updates_of_relative_size_2_to_the_minus_13(master):
+@pytest.mark.parametrize("steps", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("master", ["none", "copy", "split"])
+def test_updates_of_relative_size_2_to_the_minus_13(master, steps):
     """bf16 keeps 8 significant bits: 1 - 2**-13 rounds to 1, so without a master the weight never moves."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
@@ -62,7 +61,7 @@ def test_ten_thousand_updates_of_relative_size_2_to_the_minus_13(master):
     plan = "O3" if master == "none" else "O2"
     session = halfstep.initialize(model, opt, plan, low="bf16", **({} if master == "none" else {"master": master}))
     weight, expected = model.weight, torch.ones(())
-    for _ in range(10_000):
+    for _ in range(steps):
         opt.zero_grad()
         session.backward(weight.float().sum())  # the gradient is 1
         session.step()

@@ -13,6 +13,7 @@ from tests.contracts.cases import backward_and_step
 from tests.diagnose.faults.fault import HARMLESS
 from tests.diagnose.faults.hosts import targets
 from tests.diagnose.faults.table import FAULTS as PLANNED
+from tests.diagnose.faults.table import PLANTED
 from tests.diagnose.faults.unplanned import UNPLANNED
 
 FAULTS = (*PLANNED, *UNPLANNED)
@@ -68,10 +69,23 @@ def with_backend(fault, backend, *marks):
     return pytest.param(dataclasses.replace(fault, name=name, compiled=backend), id=name, marks=marks)
 
 
+def repeated():
+    """The names of planted faults whose plant, whose host and whose kind in such hosts rows before them have too."""
+    seen, found = set(), set()
+    for (plant, host, _), fault in zip(PLANTED, PLANNED, strict=False):
+        shows = {plant, host, (fault.kind, fault.host)}
+        if shows <= seen:
+            found.add(fault.name)
+        seen |= shows
+    return found
+
+
 COMPILED = [fault for fault in FAULTS if fault.compiled]
+SLOW = repeated()
 ROWS = [
-    *(pytest.param(fault, id=fault.name) for fault in FAULTS),
-    *(with_backend(fault, "aot_eager") for fault in COMPILED[:2]),
+    *(pytest.param(fault, id=fault.name, marks=[pytest.mark.slow] * (fault.name in SLOW)) for fault in FAULTS),
+    with_backend(COMPILED[0], "aot_eager"),
+    with_backend(COMPILED[1], "aot_eager", pytest.mark.slow),
     *(with_backend(fault, "inductor", pytest.mark.slow) for fault in COMPILED),
 ]
 

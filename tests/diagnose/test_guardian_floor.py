@@ -36,6 +36,7 @@ def steep(plan, scaling):
 
 @PLANS
 @pytest.mark.parametrize("interval", [1, 2, 7, 15])
+@pytest.mark.slow_but("O2")
 def test_a_scale_that_keeps_going_back_to_its_floor_is_an_alarm_and_the_cure_trains(plan, interval):
     scaling = Scaling("dynamic", init=1 / 8, min=1 / 8, growth_interval=interval)  # 1/4 is skipped, 1/8 never
     train = steep(plan, scaling)

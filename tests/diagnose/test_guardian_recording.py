@@ -42,6 +42,7 @@ def recording():
 
 
 @mixed_plans
+@pytest.mark.slow_but("O1-bf16", "O2-fp16")
 def test_watching_reads_nothing_on_the_host(name, low):
     model, optimizer, session = start(name, low)
     with NoSync():
@@ -49,6 +50,7 @@ def test_watching_reads_nothing_on_the_host(name, low):
 
 
 @mixed_plans
+@pytest.mark.slow_but("O1-bf16", "O2-fp16")
 def test_watching_runs_no_operation(name, low):
     counts = []
     for watched in (False, True):
@@ -65,6 +67,7 @@ def test_watching_runs_no_operation(name, low):
 
 
 @mixed_plans
+@pytest.mark.slow_but("O1-bf16", "O2-fp16")
 def test_a_recorded_step_that_is_fine_trains_as_any_other(name, low):
     ends = []
     for poison in ((), range(WINDOW)):
@@ -234,10 +237,10 @@ def mixed(count):
     ("before", "steps"),
     [
         (with_gradients(40), 2 * WINDOW),
-        (with_gradients(100), 4 * WINDOW),
+        pytest.param(with_gradients(100), 4 * WINDOW, marks=pytest.mark.slow),
         (without_gradients(300), 2 * WINDOW),
         (mixed(3), 2 * WINDOW),
-        (mixed(10), 4 * WINDOW),
+        pytest.param(mixed(10), 4 * WINDOW, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_after_a_rollout_is_explained_in_the_end(before, steps):

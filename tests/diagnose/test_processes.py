@@ -61,38 +61,23 @@ def trained(rank, look):
     return [round(float(t.double().sum()), 6) for t in model.parameters()]
 
 
-def accumulated(rank, level, low):
-    """Trains on two batches a step, of which only the second has its gradients reduced; returns the model's results."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = halfstep.initialize(model, optimizer, level, low=low, loss_scale=None if level == "O0" else 2.0**10)
-    wrapped = DDP(model)
-    for step in range(4):
-        optimizer.zero_grad()
-        with wrapped.no_sync():
-            session.backward(wrapped(batch(rank, 2 * step)).float().square().mean())
-        session.backward(wrapped(batch(rank, 2 * step + 1)).float().square().mean())
-        session.step()
-    session.close()
-    return [p.detach().flatten().tolist() for p in model.parameters()]
+def accumulated(rank, level, low, *, apart=False):
+    """Trains on two batches a step, of which only the second has its gradients reduced; returns the model's results.
 
-
-def apart(rank, level):
-    """Trains with two losses whose scales differ, the first of which is not reduced before the second; as above."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = halfstep.initialize(model, optimizer, level, low="fp16", loss_scale=Scaling("dynamic", init=2.0**8))
-    wrapped = DDP(model)
+    Or on two losses `apart`, whose scales differ; returns that of the second, too.
+    """
+    scale = Scaling("dynamic", init=2.0**8) if apart else None if level == "O0" else 2.0**10
+    session, optimizer, model, wrapped = opened(low, level=level, loss_scale=scale)
     for step in range(4):
         optimizer.zero_grad()
         with wrapped.no_sync():
             session.backward(wrapped(batch(rank, 2 * step)).float().square().mean())
         loss = wrapped(batch(rank, 2 * step + 1)).float().square().mean()
-        session.backward(loss * torch.inf if step == 0 else loss, loss_id=1)
+        session.backward(loss * torch.inf if apart and step == 0 else loss, loss_id=int(apart))
         session.step()
-    found = [p.detach().flatten().tolist() for p in model.parameters()], session.status().scales[1]
+    scales = session.status().scales
     session.close()
-    return found
+    return [p.detach().flatten().tolist() for p in model.parameters()], scales.get(1)
 
 
 def predicted(rank, *, alone):
@@ -115,7 +100,7 @@ def refused(rank):
     return ""
 
 
-def pooled(folder):
+def pooled(folder, slow):
     return {
         "bf16": (guarded, ("bf16",)),
         "view": (functools.partial(guarded, gradient_as_bucket_view=True), ("bf16",)),
@@ -127,7 +112,7 @@ def pooled(folder):
         "blame": (trained, (halfstep.blame,)),
         "check": (trained, (halfstep.check,)),
         **{f"accumulated {level} {low}": (accumulated, (level, low)) for level, low in ACCUMULATED},
-        **{f"apart {level}": (apart, (level,)) for level in ("O1", "O2")},
+        **{f"apart {level}": (functools.partial(accumulated, apart=True), (level, "fp16")) for level in ("O1", "O2")},
         "gradients": (functools.partial(predicted, alone=False), ()),
         "whatif": (functools.partial(predicted, alone=True), ()),
         "refused": (refused, ()),
@@ -167,7 +152,7 @@ def test_a_process_may_look_alone_in_the_middle_of_training(found, look):
 def test_gradients_of_several_batches_are_reduced_once_at_every_level(found, level, low):
     one, other = (each[f"accumulated {level} {low}"] for each in found)
     assert one == other
-    for trained, full in zip(one, found[0]["accumulated O0 bf16"], strict=True):
+    for trained, full in zip(one[0], found[0]["accumulated O0 bf16"][0], strict=True):
         torch.testing.assert_close(torch.tensor(trained), torch.tensor(full), rtol=0.02, atol=0.02)
 
 

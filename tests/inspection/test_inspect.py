@@ -107,6 +107,7 @@ UNCOUNTED = ("flash_attention", "mkldnn_rnn")  # torch's counter knows neither, 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("task", TASKS)
+@pytest.mark.slow_but("O2", "ResNet")
 def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, session_of, monkeypatch):
     """Convolutions, both attentions, an LSTM, embeddings, tied weights and norms, as they are written ordinarily."""
     gains(monkeypatch, 0.0)

@@ -23,6 +23,19 @@ MASTERS = [
     ("none", torch.bfloat16),
     ("none", torch.float16),
 ]
+
+
+def every_layout():
+    """Marks a test over optimizers and layouts; the fast rows have each option once, and of each class one in all."""
+    firsts = {cls: options for cls, options in reversed(OWN)}
+    rows = [
+        pytest.param(*own, *layout, marks=[pytest.mark.slow] * (i % len(MASTERS) != j and own[1] is not firsts[own[0]]))
+        for i, own in enumerate(OWN)
+        for j, layout in enumerate(MASTERS)
+    ]
+    return pytest.mark.parametrize(("cls", "options", "kind", "low"), rows)
+
+
 # One below, at and above a vector, a block (128), and a part (16,384); and the shapes with other strides.
 NUMELS = (1, 15, 16, 17, 127, 128, 129, 16383, 16384, 16385, 70000)
 
@@ -49,8 +62,7 @@ def grads_of(run, seed, dtype, scale=1024.0):
     return [(torch.randn(p.shape, generator=g) * scale * 0.01).to(dtype) for p in run.params]
 
 
-@pytest.mark.parametrize(("kind", "low"), MASTERS)
-@pytest.mark.parametrize(("cls", "options"), OWN)
+@every_layout()
 def test_fifty_steps_have_the_bits_of_the_reference(cls, options, kind, low):
     runs = [run_of(cls, options, kind, low, name) for name in ("native", "eager")]
     formats = [low] if kind is None else [low, torch.float32]

@@ -65,6 +65,7 @@ def test_the_update_on_cuda_is_the_references(options, storage):
 
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+@pytest.mark.slow_but("O2-bf16")
 def test_a_session_under_the_kernels_is_one_under_the_reference_bit_for_bit(interpreted, name, low):
     assert interpreted(cases.sessions_differ, name, low) == []
 

@@ -11,8 +11,8 @@ from halfstep.kernels.stats import add_stats, empty_rows
 from halfstep.kernels.update_stats import fits, in_last_places
 from halfstep.optim.update_watch import UpdateWatch
 from halfstep.records import BINS, COUNTS, DOUBLES
-from tests.kernels.test_native import MASTERS, grads_of, run_of
-from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, own_run
+from tests.kernels.test_native import every_layout, grads_of, run_of
+from tests.optim.cases import FALSE, TRUE, assert_same_bits, own_run
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -68,8 +68,7 @@ def assert_same_rows(rows, expected):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "low"), MASTERS)
-@pytest.mark.parametrize(("cls", "options"), OWN)
+@every_layout()
 def test_the_loop_counts_what_the_reference_counts(cls, options, kind, low):
     run = run_of(cls, options, kind, low, "native")
     for seed in range(4):  # the first one too, when there is no state, and after a skipped one

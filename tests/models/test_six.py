@@ -1,7 +1,6 @@
 """Each of six common models trains at every level in every format as it does in fp32, with no line of it changed."""
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +17,9 @@ NORMS = ("GroupNorm", "LayerNorm", "RMSNorm")
 PLANS = [(level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16")]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the models are too small for two
 every_task = pytest.mark.parametrize("task", TASKS)
 every_plan = pytest.mark.parametrize(("level", "low"), PLANS, ids=["-".join(plan) for plan in PLANS])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are too small for two; on a busy machine each would wait for the other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -96,6 +87,7 @@ def test_o0_is_plain_training(task: str) -> None:
 
 @every_task
 @every_plan
+@pytest.mark.slow_but("O1-bf16", "O2-fp16", "O3-bf16")
 def test_it_trains_as_in_fp32(task: str, level: str, low: str) -> None:
     run = train(task, level, low)
     assert distance(run, train_plain(task, run.skipped)) < (0.05 if low == "bf16" else 0.01)
@@ -103,6 +95,7 @@ def test_it_trains_as_in_fp32(task: str, level: str, low: str) -> None:
 
 @every_task
 @every_plan
+@pytest.mark.slow_but("O1-bf16", "O2-fp16", "O3-bf16")
 def test_few_steps_are_skipped(task: str, level: str, low: str) -> None:
     skipped = train(task, level, low).skipped
     assert len(skipped) <= (2 if low == "fp16" and level != "O3" else 0)
@@ -163,6 +156,7 @@ def test_evaluation_runs_under_the_plan(task: str, level: str, low: str) -> None
 
 @every_task
 @every_plan
+@pytest.mark.slow_but("O1-bf16", "O2-fp16", "O3-bf16")
 def test_close_leaves_a_plain_model_that_learned(task: str, level: str, low: str) -> None:
     run = train(task, level, low)
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}

@@ -144,6 +144,7 @@ class Counted(TorchDispatchMode):
 
 
 @every_plan
+@pytest.mark.slow_but("O0", "O1-bf16", "O2-fp16")
 def test_a_step_that_is_not_observed_has_no_operation_more(name, low):
     def counted(session, model, number):
         with Counted() as mode:
@@ -226,6 +227,7 @@ def test_observed_steps_train_to_the_same_bits(name, low):
 
 @mixed_plans
 @pytest.mark.parametrize("native", [True, False])
+@pytest.mark.slow_but("O1-fp16", "O2-bf16")
 def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
     if not native:
         monkeypatch.setattr(kernel, "_loops", lambda: None)

@@ -61,6 +61,7 @@ def above_notes(job, plan, low):
 
 @every_plan
 @pytest.mark.parametrize("job", QUICK, ids=lambda job: type(job).__bases__[0].__name__ + job.name)
+@pytest.mark.slow_but("O0", "O1-fp16", "O2-fp16")
 def test_healthy_workloads_are_left_in_peace(job, name, low):
     assert above_notes(job, name, low) == []
 

@@ -74,6 +74,7 @@ def test_a_loss_whose_gradients_were_set_apart_is_blamed_at_its_own_scale():
 
 
 @pytest.mark.parametrize(("count", "bad"), [(2, 0), (2, 1), (3, 1), (8, 0), (8, 7), (16, 3)])
+@pytest.mark.slow_but("2-0", "2-1", "3-1", "8-7")
 def test_of_several_optimizers_the_one_whose_steps_are_all_skipped_is_noticed(count, bad):
     session, _, train = several(count, "raise")
     good, failing = torch.full((4, 16), 1e-3), torch.full((4, 16), torch.nan)

@@ -1,11 +1,21 @@
 """Every test runs with the stand-in apex in place, once for each low format."""
 
 import importlib
+import inspect
 
 import pytest
 import torch
 
 from halfstep.adapters.apex import install, uninstall
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Marks the second format as slow for tests that do not ask which one it is."""
+    for item in items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if given.get("low") == "bf16" and "low" not in inspect.signature(item.function).parameters:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, params=["fp16", "bf16"])

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 import types
 
@@ -111,6 +110,7 @@ def theirs():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.slow_but("fp16-O1", "fp16-O2", "bf16-O0", "bf16-O3")
 def test_uninstall_leaves_every_object_as_it_was(low, level, theirs):
     """Of all of torch, of the user's module, of the model and of the optimizer; compared one by one."""
     uninstall()
@@ -236,9 +236,3 @@ def test_the_table_names_parents_first():
         parent = name.rpartition(".")[0]
         assert not parent or parent in seen
         seen.add(name)
-
-
-def test_halfstep_alone_imports_none_of_it():
-    code = "import sys, halfstep; print([m for m in sys.modules if m.startswith(('apex', 'halfstep.adapters.apex'))])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 
 import halfstep
 from halfstep.adapters.apex import parallel as apex
@@ -12,14 +12,7 @@ from halfstep.adapters.apex.fp16_utils import FP16_Optimizer, network_to_half
 from halfstep.errors import SetupError
 
 
-@pytest.fixture
-def alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_wrapped_model_trains_as_torchs_does(alone):
+def test_a_wrapped_model_trains_as_torchs_does(process_group):
     ours, theirs = (nn.Linear(3, 2) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     wrapped = apex.DistributedDataParallel(ours, message_size=2**20, delay_allreduce=True)
@@ -34,7 +27,7 @@ def test_a_wrapped_model_trains_as_torchs_does(alone):
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
 
 
-def test_reduction_is_turned_off_and_on(alone):
+def test_reduction_is_turned_off_and_on(process_group):
     wrapped = apex.DistributedDataParallel(nn.Linear(3, 2))
     wrapped.disable_allreduce()
     assert not wrapped.require_backward_grad_sync
@@ -57,7 +50,7 @@ def test_what_torch_does_not_do_is_refused_in_words(options, error, said):
         apex.DistributedDataParallel(nn.Linear(3, 2), **options)
 
 
-def test_what_changes_no_number_is_taken(alone):
+def test_what_changes_no_number_is_taken(process_group):
     apex.DistributedDataParallel(
         nn.Linear(3, 2), 10_000_000, False, None, None, True, False, 2, None, True, 2.0, None, False
     )
@@ -74,7 +67,7 @@ def test_batch_norms_become_torchs_synchronized_ones():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_reducer_averages_gradients(alone, dtype):
+def test_a_reducer_averages_gradients(process_group, dtype):
     module = nn.Linear(2, 1).to(dtype)
     reducer = apex.Reducer(module)
     module.weight.grad = torch.tensor([[2.0, 4.0]], dtype=dtype)
@@ -86,7 +79,7 @@ def test_a_reducer_averages_gradients(alone, dtype):
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-def test_tensors_are_sent_joined_by_dtype(alone, low):
+def test_tensors_are_sent_joined_by_dtype(process_group, low):
     tensors = [torch.ones(2, 2), torch.full((3,), 2.0, dtype=low), torch.zeros(1)]
     sent = []
 
@@ -114,7 +107,7 @@ def test_flatten_and_unflatten(low):
         unflatten(flat[:2], tensors)
 
 
-def test_groups_of_processes_have_to_part_them_evenly(alone):
+def test_groups_of_processes_have_to_part_them_evenly(process_group):
     assert apex.create_syncbn_process_group(0) is None
     assert apex.create_syncbn_process_group(1) is not None
     for size in (2, -1):
@@ -122,75 +115,70 @@ def test_groups_of_processes_have_to_part_them_evenly(alone):
             apex.create_syncbn_process_group(size)
 
 
-def two(rank, path, low):
+def averaged(rank, low):
     """What one of two processes finds."""
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(rank)
-        module = nn.Linear(2, 1, bias=False)
-        reducer = apex.Reducer(module)
-        sent = module.weight.detach().clone()
-        grads = [torch.tensor([float(rank)]), torch.full((2,), 4.0 * rank)]
-        module.weight.grad = torch.full((1, 2), 2.0 + 2 * rank)
-        reducer.reduce()
-        apex.Reducer(grads).reduce()
-        shared = [torch.tensor([2.0 * rank])]
-        apex.flat_dist_call(shared, dist.all_reduce)
-        grads += shared
-        group = apex.create_syncbn_process_group(1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        with halfstep.initialize(module, optimizer, "O2", low=low, loss_scale=128, stepping="optimizer") as session:
-            wrapped = apex.DistributedDataParallel(module)
-            optimizer.zero_grad()
-            session.backward(wrapped(torch.full((1, 2), 1.0 + rank)).sum())
-            reduced = module.weight.grad.tolist()
-            optimizer.step()
-            after = module.state_dict()["weight"].clone()
-        found = (sent, [grad.tolist() for grad in grads], reduced, after, dist.get_world_size(group))
-        torch.save(found, f"{path}/{rank}")
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(rank)
+    module = nn.Linear(2, 1, bias=False)
+    reducer = apex.Reducer(module)
+    sent = module.weight.tolist()
+    grads = [torch.tensor([float(rank)]), torch.full((2,), 4.0 * rank)]
+    module.weight.grad = torch.full((1, 2), 2.0 + 2 * rank)
+    reducer.reduce()
+    apex.Reducer(grads).reduce()
+    shared = [torch.tensor([2.0 * rank])]
+    apex.flat_dist_call(shared, dist.all_reduce)
+    grads += shared
+    group = apex.create_syncbn_process_group(1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    with halfstep.initialize(module, optimizer, "O2", low=low, loss_scale=128, stepping="optimizer") as session:
+        wrapped = apex.DistributedDataParallel(module)
+        optimizer.zero_grad()
+        session.backward(wrapped(torch.full((1, 2), 1.0 + rank)).sum())
+        reduced = module.weight.grad.tolist()
+        optimizer.step()
+        after = module.state_dict()["weight"].tolist()
+    return sent, [grad.tolist() for grad in grads], reduced, after, dist.get_world_size(group)
 
 
-@pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_two_processes_average(tmp_path, low):
-    multiprocessing.spawn(two, (str(tmp_path), low), nprocs=2)
-    (sent, grads, reduced, after, size), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
-    assert torch.equal(sent, other[0])
-    assert grads == [[0.5], [2.0, 2.0], [1.0]] == other[1]
-    assert reduced == [[1.5, 1.5]] == other[2]  # inputs of 1 and 2
-    assert torch.equal(after, other[3])
-    torch.testing.assert_close(after, sent - 0.75)
-    assert size == 1
-
-
-def wrapped_first(rank, path, low):
+def wrapped_first(rank, low):
     """What one of two processes finds whose network was wrapped before FP16_Optimizer, as apex's examples do."""
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(rank)
-        network = network_to_half(nn.Linear(2, 1, bias=False), dtype=low)
-        wrapped = apex.DistributedDataParallel(network)
-        inner = torch.optim.SGD(network.parameters(), lr=0.5)
-        optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
-        (weight,) = network.parameters()
-        start, grads, overflows = weight.detach().clone(), [], []
-        for factor, drop in ((1.0, True), (1.0, False), (float("inf") if rank else 1.0, False)):
-            optimizer.zero_grad(set_grads_to_None=drop)
-            optimizer.backward(wrapped(torch.full((1, 2), 1.0 + rank)).float().sum() * factor)
-            grads.append(weight.grad.tolist())
-            optimizer.step()
-            overflows.append(optimizer.overflow)
-        torch.save((start, grads[:2], overflows, optimizer.state_dict()["fp32_from_fp16"]["low.0"]), f"{path}/{rank}")
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(rank)
+    network = network_to_half(nn.Linear(2, 1, bias=False), dtype=getattr(torch, low))
+    wrapped = apex.DistributedDataParallel(network)
+    inner = torch.optim.SGD(network.parameters(), lr=0.5)
+    optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
+    (weight,) = network.parameters()
+    start, grads, overflows = weight.tolist(), [], []
+    for factor, drop in ((1.0, True), (1.0, False), (float("inf") if rank else 1.0, False)):
+        optimizer.zero_grad(set_grads_to_None=drop)
+        optimizer.backward(wrapped(torch.full((1, 2), 1.0 + rank)).float().sum() * factor)
+        grads.append(weight.grad.tolist())
+        optimizer.step()
+        overflows.append(optimizer.overflow)
+    return start, grads[:2], overflows, optimizer.state_dict()["fp32_from_fp16"]["low.0"].tolist()
 
 
-@pytest.mark.parametrize("low", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_gradients_of_a_network_that_was_wrapped_before_fp16_optimizer_are_reduced(tmp_path, low):
-    multiprocessing.spawn(wrapped_first, (str(tmp_path), low), nprocs=2)
-    (start, grads, overflows, after), other = (torch.load(f"{tmp_path}/{rank}") for rank in (0, 1))
-    assert grads == [[[1.5, 1.5]]] * 2 == other[1]
-    assert overflows == [False, False, True] == other[2]
-    assert torch.equal(after, other[3])
-    torch.testing.assert_close(after, start.float() - 2 * 0.75)
+def pooled(folder, slow):
+    return {
+        **{f"averaged {low}": (averaged, (low,)) for low in ("bf16", "fp16")},
+        **{f"wrapped {low}": (wrapped_first, (low,)) for low in ("float16", "bfloat16")},
+    }
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_two_processes_average(pool, low):
+    (sent, grads, reduced, after, size), other = (each[f"averaged {low}"] for each in pool[__name__])
+    assert grads == [[0.5], [2.0, 2.0], [1.0]]
+    assert reduced == [[1.5, 1.5]]  # inputs of 1 and 2
+    assert after == [[pytest.approx(weight - 0.75) for weight in sent[0]]]
+    assert size == 1
+    assert other == [sent, grads, reduced, after, size]
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_gradients_of_a_network_that_was_wrapped_before_fp16_optimizer_are_reduced(pool, low):
+    (start, grads, overflows, after), other = (each[f"wrapped {low}"] for each in pool[__name__])
+    assert grads == [[[1.5, 1.5]]] * 2
+    assert overflows == [False, False, True]
+    assert after == [[pytest.approx(weight - 2 * 0.75) for weight in start[0]]]
+    assert other[1:] == [grads, overflows, after]
