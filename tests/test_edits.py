@@ -1,5 +1,8 @@
 """Edits as code for people, and as entries of plan files, JSON and logs: both make an equal edit."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +72,27 @@ def test_an_edit_has_the_entries_that_a_plan_file_has(edit, where):
 def test_entries_that_are_no_edit_are_refused(entries):
     with pytest.raises(PlanError):
         edit_from_dict(entries)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "active", "adapts", "first"),
+    [
+        (Scaling("none"), False, False, 1.0),
+        (Scaling("static", init=128.0), True, False, 128.0),
+        (Scaling("dynamic", init=8.0), True, True, 8.0),
+    ],
+)
+def test_what_is_asked_of_a_scaling_in_place_of_its_kind(scaling, active, adapts, first):
+    assert (scaling.active, scaling.adapts, scaling.first) == (active, adapts, first)
+
+
+def test_kinds_are_told_apart_by_what_scaling_has_and_nowhere_else():
+    """A rule of the loss scale that is added has to be looked for in no room that only asks what it does."""
+    shown = {"report/page.py", "report/levels.py", "plan/fit.py"}  # in sentences
+    folder = Path(halfstep.__file__).parent
+    asking = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if re.search(r"scal(e|ing)\.kind\b", path.read_text(encoding="utf-8"))
+    }
+    assert asking == shown | {"scale/scaling.py"}

@@ -32,10 +32,13 @@ def test_every_call_has_its_turn_in_each_round(calls_of):
     assert "".join(order) == "aabb" + "ab" * 3  # two of each first, which say how many calls make a turn
 
 
-def test_a_short_call_is_made_many_times_a_turn_after_one_that_is_not_timed(calls_of):
+def test_a_short_call_is_made_many_times_a_turn_after_some_that_are_not_timed(calls_of):
     order, calls = calls_of
     assert take_turns(calls(a=0.002), device=CPU, seconds=0.0) == {"a": pytest.approx([0.002] * 2)}
     assert len(order) == 2 + 2 * (1 + 5)  # ten milliseconds a turn
+    order.clear()
+    take_turns(calls(a=0.002), device=CPU, seconds=0.0, turn=0.05)
+    assert len(order) == 2 + 2 * (5 + 25)  # a fifth of them first, not timed
 
 
 def test_a_slow_call_leaves_the_rounds_after_two_turns(calls_of):

@@ -365,6 +365,14 @@ def test_a_constant_scale_that_is_too_high_is_named_and_a_dynamic_one_is_not():
     assert checked(Two(nn.Linear(8, 8)), loss_scale=Scaling("dynamic", init=2.0**24))[0] == []
 
 
+def test_gradients_that_are_not_finite_without_a_scale_are_said_to_have_a_scale_of_one():
+    """The square root's derivative at 0 is infinite."""
+    found, _ = checked(Two(Does(lambda x: torch.sqrt(x.float() * 0))), loss_scale="none")
+    one = next(finding for finding in found if finding.code == "gradients not finite")
+    assert "at a loss scale of 1, which stays" in one.evidence
+    assert one.cure == ()
+
+
 def test_an_fp16_loss_is_traced_at_a_scale_that_it_takes():
     model = Two(nn.Identity())
     found = halfstep.check(opened(model, loss_scale=65536.0), lambda: loss_of(model).half() * 1e-3)
