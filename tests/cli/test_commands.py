@@ -225,7 +225,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
-        (["check", "regression", "--low", "e4m3"], "halfstep: plan low is e4m3"),
+        (["check", "regression", "--low", "e4m3"], "halfstep: level O1 cannot train in e4m3"),
         (["check", "regression", "--device", "tpu"], "halfstep: --device 'tpu' is unknown"),
         (["check", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
         (["inspect", "nothing"], "halfstep: unknown workload 'nothing'"),

@@ -38,7 +38,7 @@ def test_a_workload_comes_by_name_with_its_settings(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("char_ml", {}, r"unknown workload 'char_ml'; did you mean char_lm\? known are char_lm, cifar_resnet"),
+        ("char_ml", {}, r"unknown workload 'char_ml'; did you mean 'char_lm'\? known are char_lm, cifar_resnet"),
         (
             "regression",
             {"depth": "3"},
