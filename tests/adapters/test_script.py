@@ -1,6 +1,5 @@
 """`halfstep run`: scripts with no mixed precision in them, as people write them, trained under a plan."""
 
-import gc
 import importlib
 import sys
 from pathlib import Path
@@ -41,6 +40,7 @@ def test_at_o0_a_script_is_bit_identical_to_python(style, tmp_path):
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.slow_but("O1-fp16", "O2-bf16")
 def test_a_script_trains_close_to_fp32_and_writes_fp32(style, level, low, tmp_path):
     path = SCRIPTS / f"{style}.py"
     if style == "by_hand" and level != "O1":
@@ -111,6 +111,7 @@ NAMES = {  # of model and optimizer
     + [(style, "O1", "bf16") for style in MORE_CONVERSIONS]
     + [("closures", "O2", low) for low in ("bf16", "fp16")],  # whose first step begins before there is a session
 )
+@pytest.mark.slow_but("O1-bf16", "O2-fp16")
 def test_a_script_equals_its_hand_converted_form_bit_for_bit(style, level, low, tmp_path):
     model, optimizer = NAMES.get(style, ("model", "optimizer"))
     chosen = {**CONVERSIONS, **MORE_CONVERSIONS}[style]
@@ -405,10 +406,7 @@ def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path):
 def test_a_model_that_the_garbage_collector_was_told_to_forget_is_found(tmp_path):
     text = (SCRIPTS / "schedulers.py").read_text(encoding="utf-8")
     text = text.replace("losses = []\n", "import gc\ngc.freeze()\nlosses = []\n")
-    try:
-        _, ran = converted(writes(tmp_path, text), tmp_path / "ours.pt", "O1", "bf16")
-    finally:
-        gc.unfreeze()
+    _, ran = converted(writes(tmp_path, text), tmp_path / "ours.pt", "O1", "bf16")
     assert ran.trained.steps == 8
 
 

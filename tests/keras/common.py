@@ -13,6 +13,11 @@ def on(*backends):
     return pytest.mark.skipif(BACKEND not in backends, reason=f"of {', '.join(backends)}; this is {BACKEND}")
 
 
+def everywhere(*words):
+    """Marks which rows are fast on each backend; torch, the quickest, has all rows fast."""
+    return pytest.mark.slow_but(*[""] if BACKEND == "torch" else words)
+
+
 def numbers(value):
     return keras.ops.convert_to_numpy(value)
 

@@ -15,7 +15,7 @@ from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
 from halfstep.records import Kind
 from tests.keras.common import BACKEND, keras, numbers, on
-from tests.keras.test_find import FAULTS, batch, images, nested, words
+from tests.keras.test_find import FAULTS, SOME, batch, images, nested, words
 from tests.keras.zoo import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -140,6 +140,7 @@ LATER = {
 
 
 @on("torch")
+@pytest.mark.slow_but(*(word for word in SOME if word != "add_loss"))
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "overflow in add_loss"])  # of losses in `fit`
 def test_blame_names_the_layer_of_a_planted_fault(name):
     (build, plan), plant, scale, layer, kind = FAULTS[name]

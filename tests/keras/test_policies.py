@@ -13,7 +13,7 @@ from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
 from halfstep.errors import PlanError
 from halfstep.plan.levels import customize, level
-from tests.keras.common import BACKEND, keras, seed
+from tests.keras.common import BACKEND, everywhere, keras, seed
 from tests.keras.zoo import ZOO, convnext, recurrent, transformer, vgg
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -89,6 +89,7 @@ CASES = [(build, name) for build in ZOO for name in ("O1 fp16", "rules")]
 CASES += [(build, name) for build in (convnext, recurrent) for name in PLANS if (build, name) not in CASES]
 
 
+@everywhere("convnext-O3 fp16", "recurrent-O1 fp16", "transformer-rules", "resnet-rules")
 @pytest.mark.parametrize(("build", "name"), CASES, ids=lambda given: getattr(given, "__name__", given))
 def test_every_layer_stores_computes_and_returns_what_the_plan_says(build, name):
     plan = ruled(PLANS[name], build())

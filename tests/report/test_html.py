@@ -34,6 +34,13 @@ def opened(browser, folder, *records):
     return browser
 
 
+@pytest.fixture(scope="module")
+def stopped_page(tmp_path_factory):
+    """The page of `STOPPED`, opened once."""
+    with Browser() as browser:
+        yield opened(browser, tmp_path_factory.mktemp("stopped"), *STOPPED)
+
+
 @pytest.fixture
 def show(browser, tmp_path):
     return lambda *records: opened(browser, tmp_path, *records)
@@ -178,8 +185,8 @@ STOPPED = (
 )
 
 
-def test_a_page_begins_with_how_the_run_went_and_ends_with_what_it_was(show):
-    browser = show(*STOPPED)
+def test_a_page_begins_with_how_the_run_went_and_ends_with_what_it_was(stopped_page):
+    browser = stopped_page
     assert browser.run("document.body.firstElementChild.innerText").startswith(
         "Stopped at step 4: mul in h.1 overflows in fp16 from step 3"
     )
@@ -189,8 +196,8 @@ def test_a_page_begins_with_how_the_run_went_and_ends_with_what_it_was(show):
     assert browser.run("document.querySelector('details').nextElementSibling.localName") == "script"
 
 
-def test_the_verdict_is_marked_on_the_time_axis(show):
-    browser = show(*STOPPED)
+def test_the_verdict_is_marked_on_the_time_axis(stopped_page):
+    browser = stopped_page
     (line,) = browser.run("document.getElementById('timeline').layout.shapes")
     assert (line["x0"], line["x1"], line["y0"], line["y1"]) == (4, 4, 0, 1)
     assert browser.run("document.querySelector('#timeline .annotation-text').textContent") == "verdict: overflow"
@@ -202,8 +209,8 @@ def test_without_a_verdict_nothing_is_marked(show):
         assert browser.run(f"document.getElementById('{name}').layout.shapes.length") == 0
 
 
-def test_the_map_and_the_histogram_open_on_what_the_verdict_is_about(show):
-    browser = show(*STOPPED)
+def test_the_map_and_the_histogram_open_on_what_the_verdict_is_about(stopped_page):
+    browser = stopped_page
     chosen = "['map-kind', 'kind', 'module'].map(id => document.getElementById(id).selectedOptions[0].text)"
     assert browser.run(chosen) == ["activation", "activation", "h.1"]
     for name in ("small-map", "saturated-map"):
@@ -213,8 +220,8 @@ def test_the_map_and_the_histogram_open_on_what_the_verdict_is_about(show):
     assert browser.run("document.getElementById('small-map').data[0].y") == ["h.0", "h.1", "h.2"]
 
 
-def test_an_edit_is_there_once_and_can_be_copied(show):
-    browser = show(*STOPPED)
+def test_an_edit_is_there_once_and_can_be_copied(stopped_page):
+    browser = stopped_page
     text = browser.run("document.querySelector('.rows').innerText")
     assert text.count("plan.edit(") == text.count("Rule(") == 1
     assert browser.run("document.querySelector('.edit code').textContent") == "plan = plan.edit(Rule('h.1', FULL))"
@@ -225,8 +232,8 @@ def test_an_edit_is_there_once_and_can_be_copied(show):
     assert browser.run("document.querySelector('.edit button').textContent") == "copied"
 
 
-def test_without_a_clipboard_the_edit_is_selected(show):
-    browser = show(*STOPPED)
+def test_without_a_clipboard_the_edit_is_selected(stopped_page):
+    browser = stopped_page
     browser.run(
         "navigator.clipboard.writeText = async () => { throw new Error('no'); }; document.execCommand = () => false"
     )
@@ -294,6 +301,7 @@ def test_a_column_of_a_map_is_what_was_observed_and_no_steps_between(show):
 
 
 @pytest.mark.parametrize("width", [400, 800, 1240])
+@pytest.mark.slow_but("400", "1240")
 def test_nothing_is_cut_or_written_over_in_a_narrow_window(browser, tmp_path, width):
     verdict = Verdict("blocks.0.mlp", "mul", "backward", "scale too high", "a.py:3", (), "words " * 30, "words " * 30)
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -379,6 +387,7 @@ def test_a_single_step_is_a_point_and_so_is_a_value_between_two_that_are_not_fin
 
 
 @pytest.mark.parametrize("scales", [[1] * 9, [65536] * 9, [65536, 32768, 16384], [2.0**n for n in range(16)]])
+@pytest.mark.slow_but("scales0", "scales3")
 def test_each_label_of_the_loss_scale_is_a_power_of_its_own(show, scales):
     browser = show(START, *(step(number, scale=scale) for number, scale in enumerate(scales, start=1)))
     labels = browser.run("[...document.querySelectorAll('#timeline .y3tick text')].map(each => each.textContent)")
