@@ -177,9 +177,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """What sessions decide by: what the table of processor classes says, and what was measured here."""
+    """What sessions decide by: what they have it as, what the table of processor classes says, what was measured now.
+
+    `agrees` is whether the first is the last.
+    """
 
     what: str
+    used: str
     table: str
     measured: str
     agrees: bool
@@ -189,8 +193,8 @@ class Choice:
 class Examination:
     """What a machine is and does, and what that recommends: a level, a format and the reason, with its figures.
 
-    `processor` is the class of the processor and `source` where the table has its choices from; `tools` are what fast
-    kernels need; `saved` is the file that `--save` wrote.
+    `processor` is the class of the processor and `source` where sessions have its choices from; `tools` are what fast
+    kernels need, and the driver; `saved` is the file that `--save` wrote.
     """
 
     machine: Machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -78,23 +79,19 @@ def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def compare(row: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
-    """Returns each choice with what the table says of it and what was measured."""
-    words = {True: "native", False: "emulated"}
-    return (
-        Choice("bf16 products against fp32", _speed(row.bf16), _speed(bf16), row.bf16 == bf16),
-        Choice("fp16 products", words[row.fp16], words[fp16], row.fp16 == fp16),
-        Choice(
-            "attention backward in fp32 up to (head width: length)",
-            _lengths(row.wide_backward),
-            _lengths(wide),
-            row.wide_backward == wide,
-        ),
-    )
+def compare(used: Processor, table: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
+    """Returns each choice as sessions have it, as the table has it and as it was measured."""
+    measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
+    said = zip(_said(used), _said(table), _said(measured), strict=True)
+    return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)
 
 
-def _speed(fast: bool) -> str:
-    return "faster" if fast else "not faster"
+def _said(row: Processor) -> list[tuple[str, str]]:
+    return [
+        ("bf16 products against fp32", "faster" if row.bf16 else "not faster"),
+        ("fp16 products", "native" if row.fp16 else "emulated"),
+        ("attention backward in fp32 up to (head width: length)", _lengths(row.wide_backward)),
+    ]
 
 
 def _lengths(wide: WideBackward) -> str:

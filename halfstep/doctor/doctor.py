@@ -39,10 +39,10 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
     if device.type == "cpu":
         tell("the backward pass of attention")
         bf16, fp16, wide = bf16_is_fast(kinds), fp16_is_fast(kinds), wide_backward(seconds=WIDE_SECONDS)
-        choices = compare(table_row(), bf16=bf16, fp16=fp16, wide=wide)
         if keep:
             found = Saved(table_row().name, model_name(), str(torch.__version__), bf16, fp16, wide, date)
             saved = str(save(found))
+        choices = compare(read_processor(), table_row(), bf16=bf16, fp16=fp16, wide=wide)
     level, low, reason = recommend(kinds)
     facts = read_facts(device)
     return Examination(
@@ -53,7 +53,7 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
         rates=tuple(rates),
         settings=settings,
         choices=choices,
-        tools=read_tools(),
+        tools=read_tools(device),
         level=level,
         low=low,
         reason=reason,
@@ -73,7 +73,14 @@ def recommend(rates: Rates) -> tuple[str, str, str]:
     other = "fp16" if best == "bf16" else "bf16"
     figures = f"{_words(rates, best)}; {_words(rates, other)}"
     if gains[best] < _WORTH:
-        return "O0", best, f"no low format is faster than fp32 here: {figures}"
+        partly = [
+            f"{low} is faster in {work}s alone, and a model that has few others may gain at O1 (`halfstep bench` tells)"
+            for low in gains
+            for work in (PRODUCT, CONVOLUTION)
+            if _gain(rates, low, work) >= _WORTH
+        ]
+        why = partly[0] if partly else f"no low format is faster than fp32 here by {_WORTH - 1:.0%} or more"
+        return "O0", best, f"{why}: {figures}"
     scale = "it is fast and needs no loss scale" if best == "bf16" else "it is the fastest, under a dynamic loss scale"
     return (
         "O1",
@@ -82,17 +89,16 @@ def recommend(rates: Rates) -> tuple[str, str, str]:
     )
 
 
-def _gain(rates: Rates, low: str) -> float:
-    """Returns how much faster products are in a format than in fp32: the smaller gain of matrices and convolutions."""
-    found = [rates.get((work, low, NATIVE)) for work in (PRODUCT, CONVOLUTION)]
+def _gain(rates: Rates, low: str, *works: str) -> float:
+    """Returns how much faster a format is than fp32 in the work that gains least, matrix products and convolutions."""
+    found = [rates.get((work, low, NATIVE)) for work in works or (PRODUCT, CONVOLUTION)]
     return min(0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32 for rate in found)
 
 
 def _words(rates: Rates, low: str) -> str:
     """Returns how fast products in a format are, as "bf16 runs matrix products at 1.9 and convolutions at 1.2 ..."."""
-    parts = []
-    for work, plural in ((PRODUCT, "matrix products"), (CONVOLUTION, "convolutions")):
-        rate = rates.get((work, low, NATIVE))
-        gain = None if rate is None else rate.vs_fp32
-        parts.append(f"{plural} not at all" if not gain else f"{plural} at {gain:.2g}")
-    return f"{low} runs {' and '.join(parts)} times fp32's speed"
+    gains = {f"{work}s": _gain(rates, low, work) for work in (PRODUCT, CONVOLUTION)}
+    timed = " and ".join(f"{works} at {gain:.2g}" for works, gain in gains.items() if gain)
+    none = " and ".join(works for works, gain in gains.items() if not gain)
+    parts = [f"runs {timed} times fp32's speed"] * bool(timed) + [f"has no kernel for {none}"] * bool(none)
+    return f"{low} {' and '.join(parts)}"

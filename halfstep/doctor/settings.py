@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
+from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from halfstep.kernels.build import find_compiler
 from halfstep.measurements import Setting
@@ -133,10 +134,17 @@ def _cuda_settings() -> Iterator[Setting]:
             yield Setting(f"sums of {low} products in {low}", "not allowed")
 
 
-def read_tools() -> dict[str, str]:
-    """Returns what halfstep's fast kernels need, and what is there."""
+def read_tools(device: torch.device) -> dict[str, str]:
+    """Returns what halfstep's fast kernels need, and what is there; of a GPU the driver too."""
     compiler = find_compiler()
-    return {
+    driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
+    return driver | {
         "C++ compiler": compiler or "none: halfstep's loops for the CPU run as torch operations, about half as fast",
         "Triton": "there" if find_spec("triton") else "none: the update on CUDA runs as torch operations",
     }
+
+
+def _driver() -> str:
+    """Returns the version of the driver and of the CUDA that torch was built with."""
+    found = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
+    return f"{found or 'not known, as nvidia-smi does not tell'}; torch is built with CUDA {torch.version.cuda}"

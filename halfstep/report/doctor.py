@@ -15,8 +15,9 @@ from halfstep.report.tables import plain_table
 def doctor_report(found: Examination) -> Group:
     """Returns the rates by work and format, what costs speed or accuracy, and what to train in."""
     machine = found.machine
+    device = found.device if machine.device in found.device else f"{machine.device} ({found.device})"
     head = (
-        f"{machine.processor}, {machine.cores} cores, {machine.threads} threads; {found.device}; "
+        f"{machine.processor}, {machine.cores} cores, {machine.threads} threads; {device}; "
         f"torch {machine.torch}, Python {machine.python}"
     )
     return Group(Text(head), Text(), _table(found), Text(), *(Text(line) for line in _lines(found)))
@@ -45,6 +46,7 @@ def _cells(rate: Rate) -> tuple[str, ...]:
 
 
 def _lines(found: Examination) -> Iterator[str]:
+    yield f"known to be fast on this device: {', '.join(found.machine.fast)}"
     for setting in found.settings:
         yield f"{setting.name}: {setting.value}" + (f"; costs {setting.costs}" if setting.costs else "")
         if setting.advice:
@@ -55,9 +57,11 @@ def _lines(found: Examination) -> Iterator[str]:
         yield ""
         yield f"What sessions decide by on {found.processor} ({found.source}):"
     for choice in found.choices:
-        yield f"  {choice.what}: {choice.table}" + ("" if choice.agrees else f"; measured here: {choice.measured}")
+        by_table = "" if choice.table == choice.used else f" (by the table: {choice.table})"
+        here = "" if choice.agrees else f"; measured here: {choice.measured}"
+        yield f"  {choice.what}: {choice.used}{by_table}{here}"
     if found.saved is not None:
-        yield f"What was measured is saved in {found.saved}; sessions on this machine decide by it from now on."
+        yield f"What was measured is saved in {found.saved}; sessions on this machine decide by it until it is deleted."
     elif not all(choice.agrees for choice in found.choices):
         yield "  `halfstep doctor --save` has sessions on this machine decide by what was measured."
     yield ""

@@ -74,6 +74,40 @@ def test_the_reason_has_the_figures_of_both_formats():
     assert "fp16 runs matrix products at 0.012 and convolutions at 0.02 times fp32's speed" in reason
 
 
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        (
+            dict(product_bf16=3.0, convolution_bf16=0.6, product_fp16=0.01, convolution_fp16=0.01),
+            "bf16 is faster in matrix products alone, and a model that has few others may gain at O1",
+        ),
+        (
+            dict(product_bf16=1.07, convolution_bf16=1.07, product_fp16=0.01, convolution_fp16=0.01),
+            "no low format is faster than fp32 here by 10% or more",
+        ),
+        (dict(product_bf16=0.9), "bf16 runs matrix products at 0.9 times fp32's speed and has no kernel for convolut"),
+        (dict(product_bf16=0.9), "fp16 has no kernel for matrix products and convolutions"),
+    ],
+)
+def test_why_fp32_is_recommended_contradicts_no_figure(gains, said):
+    level, _, reason = doctor.recommend(rated(**gains))
+    assert level == "O0"
+    assert said in reason
+
+
+def test_a_gpu_is_named_with_its_driver(monkeypatch):
+    monkeypatch.setattr(settings, "get_nvidia_driver_version", lambda run: "580.65")
+    tools = settings.read_tools(torch.device("cuda"))
+    assert tools["CUDA driver"] == f"580.65; torch is built with CUDA {torch.version.cuda}"
+    assert "CUDA driver" not in settings.read_tools(CPU)
+    here = dataclasses.replace(machine.read_machine(CPU), device="NVIDIA H100", fast=("fp32", "bf16", "fp16"))
+    found = Examination(here, "cuda sm90", "x86", "", (), (), (), tools, "O1", "bf16", "fast", 1.0, "today")
+    lines = [str(part) for part in doctor_report(found).renderables]
+    assert "NVIDIA H100 (cuda sm90)" in lines[0]
+    assert "known to be fast on this device: fp32, bf16, fp16" in lines
+    assert any(line.startswith("CUDA driver: 580.65") for line in lines)
+
+
 # ---- what is measured
 
 
@@ -224,6 +258,15 @@ def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog)
     assert row.source.startswith("saved on 20")
     assert caplog.text.count(str(config)) == 1  # said once
     assert machine.table_row() == before
+    assert all(choice.agrees for choice in found.choices)  # with what they decide by now
+    monkeypatch.setattr(choices, "_gain_of_wide", lambda *_: 0.5)
+    again = doctor.examine(CPU)
+    attention = again.choices[-1]
+    said = (attention.used, attention.measured, attention.agrees)
+    assert said == ("32: 16, 64: 16, 128: 16", "never", False)
+    assert attention.table == choices._lengths(before.wide_backward)
+    lines = [str(part) for part in doctor_report(again).renderables]
+    assert any(f"{attention.used} (by the table: {attention.table}); measured here: never" in line for line in lines)
 
 
 @pytest.mark.parametrize(
