@@ -62,7 +62,7 @@ def main() -> None:
         parser.error(f"there is no {options.results}")
     if options.static and find_browser() is None:
         parser.error("--static draws the charts in Chromium, which is not installed here")
-    check_page()
+    check_page(page)
     write_sweep_page(page, found)
     if options.static:
         page.write_text(static(page), encoding="utf-8")
