@@ -153,12 +153,8 @@ def in_lightning(rank, level, low, path):
     fit(twice, 2, items[:20])
     fit(first, 1, items[:20], save=path / f"{level}-{low}")
     fit(second, 2, items[:20], load=path / f"{level}-{low}")
-    return (
-        trainer.precision_plugin.state_dict()["skipped"],
-        same,
-        whole(second.net) == whole(twice.net),
-        whole(module.net),
-    )
+    resumed = whole(second.net) == whole(twice.net)
+    return resumed, same, trainer.precision_plugin.state_dict()["skipped"], whole(module.net)
 
 
 CASES = {
@@ -193,42 +189,15 @@ def found(tmp_path_factory):
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
+# what each case says of itself, before whether it equals the loop by hand
+KINDS = {"DDP": PROCESSES, "Fabric": PROCESSES, "Lightning": True, "Accelerate": "MULTI_CPU", "Trainer": "distributed"}
+
+
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
-@pytest.mark.parametrize("trainer", ["DDP", "Fabric"])
-def test_lightning_and_fabric_train_bit_for_bit_as_the_loop_by_hand_under_ddp(found, trainer, level, low):
+@pytest.mark.parametrize("trainer", CASES)
+def test_a_trainer_trains_bit_for_bit_as_the_loop_by_hand_in_as_many_processes(found, trainer, level, low):
+    """And skips the bad batch, resumes (Lightning over shards), and saves fp32 (the Trainer)."""
     first, second = (each[f"{trainer} {level} {low}"] for each in found)
-    for processes, same, skipped, _ in (first, second):
-        assert processes == PROCESSES
-        assert same
-        assert skipped == (0 if level == "O0" else 1)
-    assert first[3] == second[3]
-
-
-@pytest.mark.parametrize(("level", "low"), SETTINGS)
-def test_lightning_trains_shards_bit_for_bit_as_the_loop_by_hand_and_resumes(found, level, low):
-    first, second = (each[f"Lightning {level} {low}"] for each in found)
-    for skipped, same, resumed, _ in (first, second):
-        assert same
-        assert resumed
-        assert skipped == (0 if level == "O0" else 1)
-    assert first[3] == second[3]
-
-
-@pytest.mark.parametrize(("level", "low"), SETTINGS)
-def test_accelerate_trains_bit_for_bit_as_the_loop_by_hand_under_ddp(found, level, low):
-    first, second = (each[f"Accelerate {level} {low}"] for each in found)
-    for kind, same, skipped, _ in (first, second):
-        assert kind == "MULTI_CPU"
-        assert same
-        assert skipped == (0 if level == "O0" else 1)
-    assert first[3] == second[3]
-
-
-@pytest.mark.parametrize(("level", "low"), SETTINGS)
-def test_the_trainer_trains_bit_for_bit_as_the_loop_by_hand_under_ddp_and_saves_fp32(found, level, low):
-    first, second = (each[f"Trainer {level} {low}"] for each in found)
-    for mode, same, saved, _ in (first, second):
-        assert mode == "distributed"
-        assert same
-        assert saved
-    assert first[3] == second[3]
+    more = True if trainer == "Trainer" else int(level != "O0")
+    assert first == [KINDS[trainer], True, more, first[3]]
+    assert second == first
