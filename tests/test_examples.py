@@ -106,6 +106,7 @@ def run(name, arguments, data, monkeypatch, capsys, *more):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.slow_but("O2")
 def test_the_two_lines_train_at_every_level(name, level, data, monkeypatch, capsys):
     assert 0 < run(name, OWN[name], data, monkeypatch, capsys, "--level", level) < 10
 

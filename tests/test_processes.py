@@ -20,9 +20,8 @@ from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
 LOW = [name for name in SETTINGS if name != "O0"]
 PARTING = ["O1 bf16", "O2 bf16 split", "O2 fp16", "O3 bf16"]
-MATRIX = {f"{setting}, {mode}": (replicas.agreeing, (setting, mode, 5)) for setting in SETTINGS for mode in MODES}
+FAST = ("O0", "O1 fp16", "O2 bf16 split", "O2 fp16", "O3 bf16")  # of SETTINGS, one of each path
 CASES = {
-    **MATRIX,
     **{f"{s}, {w}": (replicas.wrapping, (s, w)) for s in ("O1 fp16", "O2 bf16 split", "O2 fp16") for w in WRAPPINGS},
     **{f"{setting}, several": (replicas.several, (setting,)) for setting in ("O1 fp16", "O2 bf16 split", "O2 fp16")},
     **{f"{setting}, part": (replicas.part_of_a_model, (setting,)) for setting in ("O1 bf16", "O2 bf16 copy")},
@@ -50,8 +49,12 @@ CASES = {
 }
 
 
+def agreeing(settings, steps):
+    return {f"{setting}, {mode}": (replicas.agreeing, (setting, mode, steps)) for setting in settings for mode in MODES}
+
+
 def pooled(folder, slow):
-    return CASES
+    return CASES | agreeing(SETTINGS if slow else FAST, 5)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,7 @@ def assert_same(results, mode, *, skips):
         assert [i for i, skipped in enumerate(first["skips"]) if skipped] == skips
 
 
+@pytest.mark.slow_but(*(f"[{setting}-" for setting in FAST))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_processes_have_the_same_bits_from_the_wrap_to_the_end(found, setting, mode):
@@ -82,7 +86,7 @@ def test_all_processes_have_the_same_bits_from_the_wrap_to_the_end(found, settin
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_processes_have_the_same_bits_over_two_hundred_steps(size, tmp_path):
-    cases = {f"{s}, {mode}": (replicas.agreeing, (s, mode, 200)) for s in SETTINGS for mode in MODES}
+    cases = agreeing(SETTINGS, 200)
     found = replicas.run(tmp_path, size, cases)
     for name in cases:
         mode = name.partition(", ")[2]

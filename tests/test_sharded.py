@@ -195,6 +195,7 @@ KINDS = [  # but O3 unsharded, which keeps no fp32 values
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("level", "low", "kind"), KINDS)
+@pytest.mark.slow_but("O2-bf16", "torch")
 def test_a_checkpoint_of_two_processes_is_one_of_one_with_and_without_shards_and_halfstep(
     level, low, form, kind, found, pool_folder, process_group
 ):

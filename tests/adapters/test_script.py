@@ -387,6 +387,7 @@ torch.save({"losses": losses, "model": model.state_dict()}, sys.argv[1])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.slow_but("O2")
 def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path):
     text = COMPILED
     for old, new in (

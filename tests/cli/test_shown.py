@@ -268,6 +268,7 @@ def test_a_script_ends_well(name, room, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+@pytest.mark.slow
 def test_the_script_makes_every_picture(tmp_path, monkeypatch):
     for name, value in {"HERE": tmp_path / "docs", "STEPS": 4, "EVERY": 2, "SETTINGS": dict(TINY)}.items():
         monkeypatch.setattr(pictures, name, value)

@@ -34,6 +34,7 @@ def test_nothing_is_read_on_the_host(cls, options, kind):
         run.step(gradients(run.params, 3))
 
 
+@pytest.mark.slow
 def test_ten_thousand_small_updates_are_lost_without_a_master_and_kept_with_one():
     """Each is 2^-13 of the weight at first; a bf16 value in [1, 2) is left by 2^-8, half a place, at least."""
     runs = {kind: alone(SGD, torch.tensor([1.0, -1.0, 1.5]), kind, lr=1.0) for kind in KINDS}

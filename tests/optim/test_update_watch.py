@@ -48,6 +48,7 @@ def values(session):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @every_plan
+@pytest.mark.slow_but("O0", "O1-fp16", "O2-bf16", "O3-bf16")
 def test_an_update_is_the_change_of_the_full_value(name, low, kind):
     optimizer, options = OPTIMIZERS[kind]
     model, opt = make(0, optimizer, lr=0.01, **options)
