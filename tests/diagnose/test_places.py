@@ -64,6 +64,16 @@ def test_code_outside_of_every_module_is_called_that(plan):
     assert str(of_model).startswith("input data: linear in the model itself, test_places.py:")
 
 
+@PLANS
+def test_class_weights_of_the_closure_are_outside_of_the_model(plan):
+    model, counts = nn.Linear(8, 8), torch.tensor([0.0] + 7 * [1.0])
+    weights, targets = 1 / counts, torch.tensor([0, 1, 2, 0])
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(ONES), targets, weight=weights))
+    assert str(verdict).startswith("input data: cross_entropy in code outside the model, test_places.py:")
+    assert "called outside of the model's forward" in verdict.evidence
+
+
 def of_gradients(model):
     for p in model.parameters():
         p.grad.mul_(1 / (p.grad * 0).norm())
@@ -119,8 +129,11 @@ def test_a_gradient_penalty_is_forward():
         (lambda y, d: y.div_(d), "the divisor is 0 in 8 of 32 elements"),
         (lambda y, d: y * (1 / d), "the divisor is 0 in 8 of 32 elements"),
         (lambda y, d: y * 0 / (d * 0), "from 0/0; the divisor is 0 in 32 of 32 elements"),
+        (lambda y, d: (y * 0).div_(d * 0), "from 0/0; the divisor is 0 in 32 of 32 elements"),
+        (lambda y, d: y * 0 / 0.0, "from 0/0"),
+        (lambda y, d: (y * 0).div_(0.0), "from 0/0"),
     ],
-    ids=["all", "one", "in place", "reciprocal", "0/0"],
+    ids=["all", "one", "in place", "reciprocal", "0/0", "0/0 in place", "0/0.0", "0/0.0 in place"],
 )
 def test_a_division_by_zero_says_how_often(divide, words):
     model, divisor = nn.Linear(8, 8), torch.ones(4, 8)
