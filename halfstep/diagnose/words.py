@@ -170,7 +170,8 @@ def _seen(found: Diagnosis) -> str:
         dtype = str(leaf.dtype).removeprefix("torch.")
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
-        return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"
+        first = f", first at {list(leaf.bad.first)}" if leaf.bad.first else ""
+        return f"{what} holds {leaf.bad}{first}{stored}"
     assert found.note is not None
     bad = found.note.bad
     inputs = _inputs(found.call, found.note)

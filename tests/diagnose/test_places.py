@@ -74,6 +74,28 @@ def test_class_weights_of_the_closure_are_outside_of_the_model(plan):
     assert "called outside of the model's forward" in verdict.evidence
 
 
+@PLANS
+def test_the_first_place_is_that_in_the_weight(plan):
+    model = nn.Linear(8, 5)
+    model.weight.data[2, 3] = 1e5 if plan == "O2" else torch.inf  # stored in fp16 it is infinite
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: (model(ONES) + ONES.to(model.weight.dtype) @ model.weight.t()).mean())
+    assert "parameter weight holds 1 inf of 40 elements, first at [2, 3]" in verdict.evidence
+
+
+@PLANS
+def test_the_first_place_in_a_transposed_input_is_not_told(plan):
+    model, x = nn.Linear(8, 5), torch.ones(8, 4)
+    x[5, 1] = torch.nan
+    straight = x.t().contiguous()
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(x.t()).float().mean())
+        of_straight = halfstep.blame(session, lambda: model(straight).float().mean())
+    assert "1 NaN of 32 elements" in verdict.evidence
+    assert "first at" not in verdict.evidence
+    assert "first at [1, 5]" in of_straight.evidence
+
+
 def of_gradients(model):
     for p in model.parameters():
         p.grad.mul_(1 / (p.grad * 0).norm())
