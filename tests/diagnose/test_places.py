@@ -31,6 +31,17 @@ class Repeats(nn.Module):
         return self.head(x)
 
 
+class Merged(nn.Module):
+    """A linear layer whose weight its caller computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8, 8), 4e4))
+
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight)
+
+
 @PLANS
 def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
     torch.manual_seed(0)
@@ -94,6 +105,13 @@ def test_the_first_place_in_a_transposed_input_is_not_told(plan):
     assert "1 NaN of 32 elements" in verdict.evidence
     assert "first at" not in verdict.evidence
     assert "first at [1, 5]" in of_straight.evidence
+
+
+def test_weights_that_the_closure_takes_from_the_model_cannot_be_tried():
+    model = Merged()
+    with session_of(model, "O1") as session:
+        verdict = halfstep.blame(session, lambda: model(ONES, model.weight * 3).float().mean())
+    assert "not tried: no gradient reached the copies of the session's models" in verdict.advice
 
 
 def of_gradients(model):
