@@ -47,6 +47,9 @@ NOT_SEEN = (
     "halfstep.blame(session, closure)"
 )
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises that looks at its numbers
+_NOT_REACHED = (
+    "no gradient reached the copies of the session's models: the closure does not call them, or takes weights from them"
+)
 _TRIES = 24  # plans that are tried on the closure, each by one more run
 _FAULTS = 4  # places that are cured one after the other, where the closure fails in several
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
@@ -373,7 +376,7 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
             passes = at if run.lower is None else run.lower
             run = replace(run, has_room=recorder.has_room and keeps_scale(plan.scale, passes))
             reached = any(p.grad is not None for p in trial.params)
-            return run if reached or run.found is not None else "the closure does not call the session's models"
+            return run if reached or run.found is not None else _NOT_REACHED
     except Exception as error:  # whatever the code raises under another plan
         return f"the model cannot be copied and run ({str(error).partition('. ')[0] or type(error).__name__})"
 

@@ -10,7 +10,7 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
 from halfstep.edits import Edit, spell
 from halfstep.formats import BF16, FP16, FP32
-from halfstep.observe.recorder import OTHERS
+from halfstep.observe.recorder import OTHERS, Note
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
@@ -79,7 +79,7 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
         evidence=_evidence(found, scale) + which_model(found.module),
         advice=_advice(found, plan, cure),
         call=None if found.call is None else replace(found.call, module=in_model(found.call.module)[1]),
-        outside=found.module is None and found.leaf is None,
+        outside=found.module is None,
     )
 
 
@@ -170,10 +170,11 @@ def _seen(found: Diagnosis) -> str:
         dtype = str(leaf.dtype).removeprefix("torch.")
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
-        return f"{what} holds {leaf.bad}, first at {list(leaf.bad.first)}{stored}"
+        first = f", first at {list(leaf.bad.first)}" if leaf.bad.first else ""
+        return f"{what} holds {leaf.bad}{first}{stored}"
     assert found.note is not None
     bad = found.note.bad
-    inputs = _inputs(found.call)
+    inputs = _inputs(found.call, found.note)
     part = "" if found.note.aten.rstrip("_") == found.operator else f" (its part {found.note.aten})"
     text = f"{found.operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
@@ -189,10 +190,11 @@ def _seen(found: Diagnosis) -> str:
     return text
 
 
-def _inputs(call: OpCall | None) -> str:
+def _inputs(call: OpCall | None, note: Note) -> str:
     if call is None:
         return ""
-    if call.operator == "div" and call.input_ranges == ((0.0, 0.0), (0.0, 0.0)):
+    spans = [*call.input_ranges, *((number, number) for number in note.scalars)]
+    if call.operator in ("div", "div_") and spans == [(0.0, 0.0)] * 2:
         return " from 0/0"
     said = [
         f"{name} in [{span[0]:.4g}, {span[1]:.4g}]"

@@ -177,8 +177,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if bad is None:
             return None
         computed = "unseen" if tensor.grad_fn is not None else "data"
-        kind, name, _ = self._received(tensor) or self.locator.tensor(tensor) or (computed, "", tensor)
-        return Leaf(kind, name, bad, tuple(tensor.shape), tensor.dtype, kind not in _NO_MASKS and _is_mask(tensor, bad))
+        kind, name, known = self._received(tensor) or self.locator.tensor(tensor) or (computed, "", tensor)
+        return Leaf(
+            kind,
+            name,
+            _placed(bad, kind, known),
+            tuple(tensor.shape),
+            tensor.dtype,
+            kind not in _NO_MASKS and _is_mask(tensor, bad),
+        )
 
     def _received(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
         last = self.last_writer(tensor)
@@ -391,7 +398,16 @@ class Recorded:
 
 
 def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
-    return replace(leaf, kind=named[0], name=named[1], masked=leaf.masked and named[0] not in _NO_MASKS)
+    kind, name, known = named
+    bad = _placed(leaf.bad, kind, known)
+    return replace(leaf, kind=kind, name=name, bad=bad, masked=leaf.masked and kind not in _NO_MASKS)
+
+
+def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
+    """Returns what is not finite with the first place in the tensor that is named; none for a transposed view."""
+    if kind in ("parameter", "buffer"):
+        return nonfinite(known) or replace(bad, first=())
+    return bad if _is_dense(known) and known.is_contiguous() else replace(bad, first=())
 
 
 def _vanished(note: Note, outputs: list[Tensor]) -> float | None:

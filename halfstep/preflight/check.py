@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Setup:
     traced: bool
     scaler: torch.amp.GradScaler | None
     full: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach  # the fp32 value of a stored parameter
+    rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
 
 
 def check(
@@ -81,6 +82,7 @@ def check(
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
         )
+    traced, rounded = ([], set()) if closure is None else trace_step(session, closure)
     setup = Setup(
         plan=session.plan,
         parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
@@ -89,10 +91,9 @@ def check(
         traced=closure is not None,
         scaler=scaler,
         full=session.runtime.full,
+        rounded=rounded,
     )
-    found = [finding for look in CHECKS for finding in look(setup)]
-    if closure is not None:
-        found += trace_step(session, closure)
+    found = [finding for look in CHECKS for finding in look(setup)] + traced
     found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     for finding in found:
         session.tell(finding)
@@ -164,7 +165,7 @@ def _ranges(setup: Setup) -> Iterator[Finding]:
     """Weights whose fp32 values the low format does not hold: too large, or so small that most of them become 0."""
     low, beyond, lost = setup.plan.low, {}, {}
     for part, name, parameter, value in _weights(setup):
-        if not _is_rounded(setup.plan, part, parameter) or not bool(value.isfinite().all()):
+        if not _is_rounded(setup, part, parameter) or not bool(value.isfinite().all()):
             continue
         sizes = value.abs()
         if float(sizes.max()) > low.max:
@@ -179,10 +180,11 @@ def _ranges(setup: Setup) -> Iterator[Finding]:
         yield Finding("warning", "weights vanish", next(iter(lost)), what, *_kept_full(lost.values()))
 
 
-def _is_rounded(plan: Plan, part: Part, parameter: nn.Parameter) -> bool:
-    """Tells whether a weight is stored in the low format, or cast to it wherever it is used."""
-    cast = isinstance(part.module, PRODUCTS) and part.formats.compute is plan.low
-    return plan.ops != "none" and (parameter.dtype is plan.low.dtype or cast)
+def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
+    """Tells whether a weight is stored in the low format, or cast to it where it is used."""
+    low = setup.plan.low
+    cast = id(parameter) in setup.rounded or (isinstance(part.module, PRODUCTS) and part.formats.compute is low)
+    return setup.plan.ops != "none" and (parameter.dtype is low.dtype or cast)
 
 
 def _kept_full(parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:

@@ -57,24 +57,26 @@ class Failure:
     formats: tuple[str, ...] = ()
 
 
-def trace_step(session: Session, closure: Callable[[], Any]) -> list[Finding]:
-    """Returns what one forward and backward pass of a session finds; leaves no trace in model, gradients and scale.
+def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
+    """Returns what one forward and backward pass of a session finds, and the ids of the weights that it rounds.
+
+    It leaves no trace in model, gradients and scale.
 
     Raises:
         SessionError: the closure returns no scalar loss.
     """
     scale = session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
-        tracer = StepTracer(rehearsal.roots)
+        tracer = StepTracer(rehearsal.roots, rehearsal.plan)
         with rehearsal.recording(tracer):
             failure, loss = _run(rehearsal, tracer, scale)
-        found = tracer.findings(rehearsal.plan)
+        found = tracer.findings()
         if failure is not None:
             found.append(_explained(rehearsal, failure))
         elif loss is not None:
             found += _of_results(rehearsal, loss)
         found += absorbed_findings(rehearsal, tracer)  # last: it rewinds
-    return found
+    return found, tracer.rounded
 
 
 def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failure | None, Tensor | None]:
@@ -92,10 +94,15 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
 
 
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records a step as blame does, and looks at each operation's constants, casts and failures."""
+    """Records a step as blame does, and looks at each operation's constants, casts and failures.
 
-    def __init__(self, roots: Sequence[torch.nn.Module]) -> None:
+    `rounded` are the ids of the weights that it cast to the plan's low format.
+    """
+
+    def __init__(self, roots: Sequence[torch.nn.Module], plan: Plan) -> None:
         super().__init__(roots)
+        self.rounded: set[int] = set()
+        self._plan = plan
         self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
         self._streams = Streams(self.locator)
@@ -121,16 +128,10 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             return
         name, fmt = schema_of(func).name.rpartition("::")[2], as_format(out.dtype)
         if name in CASTS:
-            source = next((a for a in reversed(args) if isinstance(a, Tensor)), None)
-            value = _overflow(source, out)
-            if value is not None:
-                note.scalars = (value,)
-                self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
-            lost = None if source is None else self._lost(note, source, fmt)
-            if lost is not None:
-                self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
+            self._look_at_cast(note, next((a for a in reversed(args) if isinstance(a, Tensor)), None), out, fmt)
             return
-        args = [self._constant(note, tensor) if isinstance(tensor, Tensor) else tensor for tensor in args]
+        if name in GUARDS:
+            args = [self._constant(note, arg, fmt) if isinstance(arg, Tensor) else arg for arg in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
         for value in _numbers(guards) if name in GUARDS else ():
             if fmt.rounds_to_zero(value):
@@ -141,9 +142,30 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         if name not in WRITES and note.exact is not None and note.exact.constant:  # as (1 - mask) * -1e9
             self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
 
-    def _constant(self, note: Note, tensor: Tensor) -> Tensor | float:
+    def _look_at_cast(self, note: Note, source: Tensor | None, out: Tensor, fmt: Format) -> None:
+        if source is None or self._is_rounded_weight(source, fmt):
+            return
+        value = _overflow(source, out)
+        if value is not None:
+            note.scalars = (value,)
+            self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
+        lost = self._lost(note, source, fmt)
+        if lost is not None:
+            self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
+
+    def _is_rounded_weight(self, tensor: Tensor, fmt: Format) -> bool:
+        """Tells whether a tensor that becomes low is a weight, which is then looked at as a whole."""
+        known = self.locator.tensor(tensor)
+        if known is None or known[0] != "parameter" or self._plan.ops == "none" or fmt is not self._plan.low:
+            return False
+        self.rounded.add(id(known[2]))
+        return True
+
+    def _constant(self, note: Note, tensor: Tensor, fmt: Format) -> Tensor | float:
         """Returns the number in a 0-dim tensor that no operation of the step has computed, else the tensor."""
-        if tensor.dim() or not tensor.is_floating_point() or tensor.requires_grad:
+        if tensor.dim() or not tensor.is_floating_point():
+            return tensor
+        if self._is_rounded_weight(tensor, fmt) or tensor.requires_grad:
             return tensor
         return float(tensor) if self._is_made(note, tensor) else tensor
 
@@ -172,13 +194,13 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
         return Failure(error, place.module, place.line, "backward" if backward else "forward")
 
-    def findings(self, plan: Plan) -> list[Finding]:
+    def findings(self) -> list[Finding]:
         """Returns a finding for each constant, and each cast, that does not fit the format, and each fp32 stream."""
         constants = [
-            _constant(name, value or note.scalars[0], note, self, fmt, plan, vanishes=vanishes)
+            _constant(name, value or note.scalars[0], note, self, fmt, self._plan, vanishes=vanishes)
             for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
         ]
-        return constants + (list(self._streams.findings()) if plan.param == "low" else [])
+        return constants + (list(self._streams.findings()) if self._plan.param == "low" else [])
 
 
 def _node_of(error: Exception) -> int:
@@ -219,9 +241,9 @@ def _constant(
     )
 
 
-def _overflow(source: Tensor | None, out: Tensor) -> float | None:
+def _overflow(source: Tensor, out: Tensor) -> float | None:
     """Returns the value of largest magnitude that a cast made infinite, None where none was."""
-    if source is None or source.dtype in LOW_DTYPES or source.is_complex():
+    if source.dtype in LOW_DTYPES or source.is_complex():
         return None
     source, out = unwrapped(source), unwrapped(out)
     if source.shape != out.shape:

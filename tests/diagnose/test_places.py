@@ -31,6 +31,17 @@ class Repeats(nn.Module):
         return self.head(x)
 
 
+class Merged(nn.Module):
+    """A linear layer whose weight its caller computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8, 8), 4e4))
+
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight)
+
+
 @PLANS
 def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
     torch.manual_seed(0)
@@ -62,6 +73,45 @@ def test_code_outside_of_every_module_is_called_that(plan):
     assert str(verdict).startswith("invalid: log in code outside the model, test_places.py:")
     assert (verdict.module, verdict.outside, of_model.outside) == ("", True, False)
     assert str(of_model).startswith("input data: linear in the model itself, test_places.py:")
+
+
+@PLANS
+def test_class_weights_of_the_closure_are_outside_of_the_model(plan):
+    model, counts = nn.Linear(8, 8), torch.tensor([0.0] + 7 * [1.0])
+    weights, targets = 1 / counts, torch.tensor([0, 1, 2, 0])
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(ONES), targets, weight=weights))
+    assert str(verdict).startswith("input data: cross_entropy in code outside the model, test_places.py:")
+    assert "called outside of the model's forward" in verdict.evidence
+
+
+@PLANS
+def test_the_first_place_is_that_in_the_weight(plan):
+    model = nn.Linear(8, 5)
+    model.weight.data[2, 3] = 1e5 if plan == "O2" else torch.inf  # stored in fp16 it is infinite
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: (model(ONES) + ONES.to(model.weight.dtype) @ model.weight.t()).mean())
+    assert "parameter weight holds 1 inf of 40 elements, first at [2, 3]" in verdict.evidence
+
+
+@PLANS
+def test_the_first_place_in_a_transposed_input_is_not_told(plan):
+    model, x = nn.Linear(8, 5), torch.ones(8, 4)
+    x[5, 1] = torch.nan
+    straight = x.t().contiguous()
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(x.t()).float().mean())
+        of_straight = halfstep.blame(session, lambda: model(straight).float().mean())
+    assert "1 NaN of 32 elements" in verdict.evidence
+    assert "first at" not in verdict.evidence
+    assert "first at [1, 5]" in of_straight.evidence
+
+
+def test_weights_that_the_closure_takes_from_the_model_cannot_be_tried():
+    model = Merged()
+    with session_of(model, "O1") as session:
+        verdict = halfstep.blame(session, lambda: model(ONES, model.weight * 3).float().mean())
+    assert "not tried: no gradient reached the copies of the session's models" in verdict.advice
 
 
 def of_gradients(model):
@@ -119,8 +169,11 @@ def test_a_gradient_penalty_is_forward():
         (lambda y, d: y.div_(d), "the divisor is 0 in 8 of 32 elements"),
         (lambda y, d: y * (1 / d), "the divisor is 0 in 8 of 32 elements"),
         (lambda y, d: y * 0 / (d * 0), "from 0/0; the divisor is 0 in 32 of 32 elements"),
+        (lambda y, d: (y * 0).div_(d * 0), "from 0/0; the divisor is 0 in 32 of 32 elements"),
+        (lambda y, d: y * 0 / 0.0, "from 0/0"),
+        (lambda y, d: (y * 0).div_(0.0), "from 0/0"),
     ],
-    ids=["all", "one", "in place", "reciprocal", "0/0"],
+    ids=["all", "one", "in place", "reciprocal", "0/0", "0/0 in place", "0/0.0", "0/0.0 in place"],
 )
 def test_a_division_by_zero_says_how_often(divide, words):
     model, divisor = nn.Linear(8, 8), torch.ones(4, 8)

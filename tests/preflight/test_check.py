@@ -163,6 +163,62 @@ def test_weights_that_the_low_format_does_not_hold_get_a_rule_that_keeps_them(pl
     assert checked(model, plan, "bf16", trace=False)[0] == []
 
 
+class Calls(nn.Module):
+    """A module whose forward calls a function with its weight, or with another module."""
+
+    def __init__(self, function, own):
+        super().__init__()
+        self.function, self.own = function, own
+
+    def forward(self, x):
+        return self.function(self.own, x)
+
+
+def attention(own, x):
+    return own(x, x, x)[0]
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("name", "make", "function"),
+    [
+        ("weight_hh_l0", lambda: nn.LSTM(8, 8), lambda own, x: own(x[None])[0]),
+        ("in_proj_weight", lambda: nn.MultiheadAttention(8, 2), attention),
+        ("weight", lambda: nn.ConvTranspose1d(4, 2, 3), lambda own, x: own(x[None])),
+        ("", lambda: nn.Parameter(torch.randn(3, 8)), lambda own, x: nn.functional.linear(x, own)),
+    ],
+    ids=["LSTM", "MultiheadAttention", "ConvTranspose1d", "own parameter"],
+)
+@pytest.mark.parametrize(("value", "code"), [(1e-9, "weights vanish"), (1e5, "weights beyond the format"), (0.5, None)])
+def test_every_weight_that_a_step_rounds_is_looked_at(plan, name, make, function, value, code):
+    model = Two(Calls(function, make()))
+    weight = getattr(model.planted.own, name) if name else model.planted.own
+    with torch.no_grad():
+        weight.fill_(value) if value == 1e-9 else weight.view(-1)[0].fill_(value)
+    found, plan_ = checked(model, plan)
+    of_weights = [finding for finding in found if finding.code not in ("not finite", "gradients not finite")]
+    assert [finding.code for finding in of_weights] == ([] if code is None else [code])
+    if code is not None:
+        assert of_weights[0].place == f"planted.own.{name}".removesuffix(".")
+        assert "mask" not in of_weights[0].advice
+        assert checked(model, plan_.edit(*of_weights[0].cure), None)[0] == []
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize(("value", "codes"), [(1e-8, ["weights vanish"]), (1e-4, [])])
+def test_an_eps_in_a_parameter_is_looked_at(plan, value, codes):
+    model = Two(Calls(lambda own, x: x / (x.abs() + own), nn.Parameter(torch.tensor(value))))
+    assert [finding.code for finding in checked(model, plan)[0]] == codes
+
+
+@pytest.mark.parametrize(
+    "function", [lambda own, x: x.float() * own, lambda own, x: x.float() / (x.float().abs() + own[0])]
+)
+def test_a_weight_that_computes_in_fp32_is_not_looked_at(function):
+    model = Two(Calls(function, nn.Parameter(torch.full((8,), 1e-9))))
+    assert checked(model, "O1")[0] == []
+
+
 def test_fp16_without_a_scale_is_a_note():
     session = opened(Two(nn.Linear(8, 8)), "O3")
     assert [(f.severity, f.code) for f in halfstep.check(session)] == [("note", "no loss scale")]
