@@ -43,6 +43,28 @@ def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
 
 
 @PLANS
+@pytest.mark.parametrize(("gain", "times"), [(3.0, 50), (10.0, 7), (20.0, 40)], ids=["loss", "few runs", "itself"])
+def test_what_a_recurrence_that_explodes_makes_overflow_in_fp32_is_no_second_fault(plan, gain, times):
+    # in fp32, of which the largest is 3.4e38: (3**50)**2 is 5e47; (10**7)**2 is 1e14; 20**40 is 1e52
+    torch.manual_seed(0)
+    model = Repeats(gain, times)
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    assert (verdict.kind, verdict.operator, verdict.module, verdict.cure) == ("overflow", "linear", "layer", ())
+    assert f"runs {times} times" in verdict.advice
+    assert "two faults" not in verdict.advice
+
+
+def test_one_layer_on_many_inputs_is_no_recurrence():
+    model = nn.Linear(8, 8)
+    model.weight.data.fill_(1e5)
+    with session_of(model, "O1") as session:
+        verdict = halfstep.blame(session, lambda: sum(model(ONES).float().square().mean() for _ in range(9)))
+    assert verdict.kind == "overflow"
+    assert "run to run" not in verdict.advice
+
+
+@PLANS
 @pytest.mark.parametrize("times", [2, 12])
 def test_one_that_only_just_leaves_fp16_gets_an_edit(plan, times):
     torch.manual_seed(0)
