@@ -16,7 +16,7 @@ from halfstep.plan.plan import Plan
 from halfstep.records import Kind, OpCall
 
 _GROWN = 1e3  # times the first loss: more is not learned
-_RUNS = 8  # of one operation in one forward: from here on it is a recurrence
+_RUNS = 4  # of one operation on its own results: from here on it is a recurrence
 _DEPTH = 6  # how far back the addition of an eps is looked for
 
 
@@ -49,14 +49,18 @@ class Diagnosis:
     cured_loss: float | None = None  # the loss under the cure; None: no edit that was tried cures it
     first_loss: float | None = None  # of the session's first step
     grown: tuple[str, float] | None = None  # a weight that has grown beyond the low format, and its size
-    runs: int = 1  # of the same operation in one forward
+    runs: int = 1  # of the same operation in one forward, where it computes with what it gave
 
     @property
     def explodes(self) -> bool:
-        """Whether a recurrence grows out of all proportion, so that the loss is beyond the low format in fp32 too."""
+        """Whether a recurrence grows out of all proportion: in fp32 its loss, or what is computed from it, is too."""
         if not self.is_forward_overflow or self.runs < _RUNS or self.low is None or self.full_loss is None:
             return False
-        return self.full is None and abs(self.full_loss) > _GROWN * self.low.max
+        if self.full is None:
+            return abs(self.full_loss) > _GROWN * self.low.max
+        assert self.note is not None
+        follows = self.full.note is not None and _comes_from(self.full.note, _place(self.note))
+        return follows and self.full.is_forward_overflow and self.full.low is FP32
 
     @property
     def loss_has_grown(self) -> bool:
@@ -110,7 +114,7 @@ def diagnose(
         return _of_leaf(recorder, note, leaf, full)
     assert note is not None
     kind, mask = _kind(recorder, origin, note)
-    place = note.aten, note.module, note.line, note.phase
+    place = _place(note)
     return Diagnosis(
         kind,
         note.module,
@@ -124,7 +128,7 @@ def diagnose(
         eps=_vanished(note, plan.low) if kind == Kind.INVALID else None,
         mask=mask,
         infinity=_infinity(recorder, note),
-        runs=sum((each.aten, each.module, each.line, each.phase) == place for each in recorder.notes),
+        runs=sum(_place(each) == place for each in recorder.notes) if _comes_from(note, place) else 1,
     )
 
 
@@ -193,6 +197,22 @@ def _is_around(one: str, other: str) -> bool:
     """Tells whether a module is another, or around it: on one line, as of a hook, a cast can make the difference."""
     shorter, longer = sorted((one, other), key=len)
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
+
+
+def _place(note: Note) -> tuple[str, str | None, str | None, str]:
+    return note.aten, note.module, note.line, note.phase
+
+
+def _comes_from(note: Note, place: tuple[str, str | None, str | None, str]) -> bool:
+    """Tells whether an operation computes with what another gave at a place."""
+    waiting, seen = [note], {note.index}
+    while waiting:
+        sources = [each for each in waiting.pop().sources if each is not None and each.index not in seen]
+        if any(_place(each) == place for each in sources):
+            return True
+        seen.update(each.index for each in sources)
+        waiting += sources
+    return False
 
 
 def _format(note: Note) -> Format | None:

@@ -63,6 +63,8 @@ def reached_from(notes: Iterable[Note]) -> list[Note]:
 def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
     for note in reached:
         harmful = [leaf for leaf in note.leaves if not leaf.masked]
+        if harmful and note.of_gradient and note.line is not None and harmful[0].number is not None:
+            return Origin(note)  # of code that computes gradients itself, which brings in a number
         if harmful:
             return Origin(_first_to_compute(recorder, note, reached), harmful[0])
         if note.masked or not all(parent.masked for parent in note.parents):

@@ -221,7 +221,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             words.insert(1, f"not tried: {found.untried}")
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
-    if not cure and found.untried and found.kind not in _OF_TENSORS:
+    if not cure and found.untried and found.kind not in _OF_TENSORS and found.phase != AFTER_BACKWARD:
         words.append(f"no edit was tried ({found.untried}), so none is known to cure this")
     return "; ".join(words)
 
@@ -233,6 +233,12 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         return [_NO_DATA.get(alone, _OF_TENSORS[found.kind])]
     if found.kind in _OF_TENSORS:
         return [_OF_TENSORS[found.kind]]
+    if found.phase == AFTER_BACKWARD:
+        by = f", {found.line}," if found.line else ""
+        return [
+            f"the code between the backward pass and the step{by} wrote this into the gradients, which were finite: "
+            f"see what it gives to {found.operator}"
+        ]
     return _OF_KINDS.get(found.kind, _about_operation)(found, plan)
 
 
@@ -266,8 +272,11 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "uninitialized memory was read: make it with torch.zeros, or write all of it"
+    computes_gradient = note is not None and note.of_gradient
     given = () if note is None else note.scalars
-    own = [s for s in given if math.isnan(s) or (math.isinf(s) and note is not None and note.of_gradient)]
+    own = [s for s in given if math.isnan(s) or (math.isinf(s) and computes_gradient)]
+    if note is not None and computes_gradient:
+        own += [leaf.number for leaf in note.leaves if leaf.number is not None]
     if own:
         number = "NaN" if math.isnan(own[0]) else own[0]
         return f"the code passes the number {number} to {name}: see where that number comes from"

@@ -98,7 +98,7 @@ class OverflowTrail(Generic[T]):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         backward = in_backward()
         blind = backward or is_view(func) or is_uninitialised(func) or is_collective(func)
-        if blind or not all(map(_is_plain, given)):
+        if blind or not all(map(is_plain, given)):
             return self.compute(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
         changing = {_memory(t) for t in written(func, args, kwargs)}
@@ -183,7 +183,8 @@ def _memory(tensor: Tensor) -> int:
     return storage_identity(tensor.untyped_storage())
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether a tensor has a storage of its own that lies there element by element."""
     return tensor.layout is torch.strided and not tensor.is_nested and readable(tensor) is tensor
 
 

@@ -7,27 +7,38 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called, run_uncompiled, take_off
-from halfstep.observe.absorbed import Absorbed, OverflowTrail
+from halfstep.observe.absorbed import Absorbed, OverflowTrail, is_plain
 from halfstep.observe.locator import Locator, Place
 from halfstep.observe.opnames import public_name
-from halfstep.observe.schemas import aten_name
+from halfstep.observe.schemas import aten_name, written
 from halfstep.observe.stats import measure
 from halfstep.records import ABSORBED, Observation
-from halfstep.torch_internals import TorchDispatchMode, in_backward
+from halfstep.torch_internals import TorchDispatchMode, in_backward, storage_identity, tree_leaves
 
 _LOG = logging.getLogger("halfstep")
 Under = Callable[[TorchDispatchMode], AbstractContextManager[None]]
 """Puts a mode over what emulates a format."""
 
 
-class _Trail(OverflowTrail[tuple[Place, str]]):
+@dataclass(frozen=True, eq=False)
+class _Here:
+    """Where an operation was called from, its public name, and whether gradients were on."""
+
+    place: Place
+    operator: str
+    trains: bool
+
+
+class _Trail(OverflowTrail[_Here]):
     """A trail that knows whether the operation itself has run, or raised."""
 
     def __init__(self) -> None:
@@ -43,7 +54,11 @@ class _Trail(OverflowTrail[tuple[Place, str]]):
 
 
 class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Follows what overflows where gradients are on, and says what became of it; may be entered again inside itself.
+    """Follows what overflows in training forwards, and says what became of it; may be entered again inside itself.
+
+    Gradients are off in parts of these: in a `no_grad` block, a custom function, a reentrant checkpoint. What is
+    absorbed there counts once an operation that hands on gradients reads what came of it, which in an evaluation none
+    does; while all models are in eval mode, nothing is looked at with gradients off.
 
     It looks at each low result, which waits for the device. What goes wrong in it ends it, and never the step.
     """
@@ -53,6 +68,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self.on = True
         self._roots = [weakref.ref(root) for root in roots]  # the stack of modes is to keep no session alive
         self._trail = _Trail()
+        self._waiting: dict[int, tuple[StorageWeakRef, list[Absorbed[_Here]]]] = {}  # by memory that depends on them
         self._local = threading.local()
 
     def __torch_dispatch__(
@@ -61,12 +77,16 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         """Runs an operation and follows what it overflows."""
         named = {} if kwargs is None else kwargs
         idle = not self.on or getattr(self._local, "inside", False) or func.namespace == "prim"
-        if idle or not torch.is_grad_enabled() or in_backward() or _capturing():
+        if idle or not self._may_train() or in_backward() or _capturing():
             return as_called(func, args, named)
         self._local.inside, trail = True, self._trail
         trail.started, trail.results = False, []
         try:
-            return trail.run(func, args, named, lambda: self._here(func, args))
+            known = len(trail.found)
+            result = trail.run(func, args, named, lambda: self._here(func, args))
+            if len(trail.found) > known or self._waiting:
+                self._weigh(known, _plain((args, named)), _plain((result, written(func, args, named))))
+            return result
         except Exception as error:
             if trail.started and not trail.results:
                 raise  # the operation's own
@@ -76,17 +96,43 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         finally:
             self._local.inside, trail.results = False, []
 
-    def _here(self, func: Any, args: Sequence[Any]) -> tuple[Place, str]:
-        locator = Locator([root for each in self._roots if (root := each()) is not None])
+    def _live_roots(self) -> list[nn.Module]:
+        return [root for each in self._roots if (root := each()) is not None]
+
+    def _may_train(self) -> bool:
+        return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
+
+    def _weigh(self, known: int, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Takes back what was found after the first `known` without gradients, until an operation with them reads it.
+
+        `given` and `outputs` are the tensors of the operation that has run.
+        """
+        found, trains = self._trail.found, torch.is_grad_enabled()
+        waiting = [each for each in found[known:] if not (trains and each.origin.trains)]
+        found[known:] = [each for each in found[known:] if trains and each.origin.trains]
+        for tensor in given:
+            reference, before = self._waiting.get(storage_identity(tensor.untyped_storage()), (None, []))
+            if reference is not None and not reference.expired():  # type: ignore[no-untyped-call]
+                waiting += before
+        if trains and any(tensor.requires_grad for tensor in given):
+            found += waiting
+        elif waiting:
+            for storage in (tensor.untyped_storage() for tensor in outputs):
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._waiting[storage_identity(storage)] = reference, list(dict.fromkeys(waiting))
+
+    def _here(self, func: Any, args: Sequence[Any]) -> _Here:
+        locator = Locator(self._live_roots())
         place, aten = locator.here(), aten_name(func, args)
         module = None if place.module is None else locator.module(place.module)
-        return place, public_name(aten, call=[aten], function=place.function, module=module)
+        operator = public_name(aten, call=[aten], function=place.function, module=module)
+        return _Here(place, operator, torch.is_grad_enabled())
 
     def observations(self, step: int) -> list[Observation]:
         """Returns what was absorbed, once for each line of each module that overflowed."""
-        found: dict[tuple[str | None, str | None], Absorbed[tuple[Place, str]]] = {}
+        found: dict[tuple[str | None, str | None], Absorbed[_Here]] = {}
         for each in self._trail.found:
-            place, _ = each.origin
+            place = each.origin.place
             found.setdefault((place.module, place.line), each)
         return [_observation(step, each) for each in found.values()]
 
@@ -96,16 +142,20 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _observation(step: int, absorbed: Absorbed[tuple[Place, str]]) -> Observation:
-    (place, operator), (place_by, by) = absorbed.origin, absorbed.by
-    said = absorbed.said(operator, place.line, by, place_by.line)
+def _plain(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and is_plain(leaf)]
+
+
+def _observation(step: int, absorbed: Absorbed[_Here]) -> Observation:
+    place, by = absorbed.origin.place, absorbed.by
+    said = absorbed.said(absorbed.origin.operator, place.line, by.operator, by.place.line)
     return Observation(
         step=step,
         module=(place.module or "")
         .replace(":", ".", 1)
         .rstrip("."),  # of several models, as other observations have it
         kind=ABSORBED,
-        name=operator,
+        name=said.operator,
         format=said.format,
         scale=1.0,
         stats=measure(absorbed.values),

@@ -5,6 +5,7 @@ It looks at each result, which waits for the device; it is on for one step at a 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -55,7 +56,8 @@ class Note:
     what it wrote. `vanished` is a number near zero that it
     added, or took as a bound, where its result is 0 in places, `divided_by` in how many of how many elements what a
     division by zero divided by is 0. `root` says that it made the gradient that a backward
-    pass begins with, or belongs to the pass's first node, `of_gradient` that a backward pass computed it from that;
+    pass begins with, or belongs to the pass's first node, `of_gradient` that it was computed from that, in the pass or
+    after it;
     `received` that it brought values from other processes.
     """
 
@@ -98,6 +100,13 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     masked: bool
+
+    @property
+    def number(self) -> float | None:
+        """The single number that it is, as of `torch.tensor(inf)`; None for one of a model, or of several elements."""
+        if self.kind != "data" or self.bad.count != 1:
+            return None
+        return math.nan if self.bad.nan else math.inf if self.bad.above else -math.inf
 
 
 @dataclass(eq=False)
@@ -204,7 +213,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         known = [source for source in note.sources if source is not None]
         if note.phase == "forward" and note.module is None and not any(t.requires_grad for t in tensors):
             note.phase = AFTER_BACKWARD if any(each.phase != "forward" for each in known) else "forward"
-        note.of_gradient = note.phase == "backward" and (note.root or any(each.of_gradient for each in known))
+        note.of_gradient = note.phase != "forward" and (note.root or any(each.of_gradient for each in known))
         note.scalars = tuple(scalars(args, kwargs))
         if is_view(func):
             return self._compute(func, args, kwargs)
@@ -267,7 +276,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                     named = self._received(each.memory) or self.locator.tensor(each.memory)
                     if note.received and self.last_writer(each.memory) is not None:  # and that was finite
                         named = (OTHERS, note.aten.rstrip("_"), each.memory)
-                    leaves.append(leaf if named is None else _as(leaf, named))
+                    leaf = leaf if named is None else _as(leaf, named)
+                    leaves.append(replace(leaf, masked=leaf.masked and not note.of_gradient))
         leaves.sort(key=lambda leaf: leaf.kind == OTHERS)
         note.parents, note.leaves = tuple(parents), tuple(leaves)
         assert note.bad is not None

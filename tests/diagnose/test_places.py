@@ -54,6 +54,28 @@ def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
 
 
 @PLANS
+@pytest.mark.parametrize(("gain", "times"), [(3.0, 50), (10.0, 7), (20.0, 40)], ids=["loss", "few runs", "itself"])
+def test_what_a_recurrence_that_explodes_makes_overflow_in_fp32_is_no_second_fault(plan, gain, times):
+    # in fp32, of which the largest is 3.4e38: (3**50)**2 is 5e47; (10**7)**2 is 1e14; 20**40 is 1e52
+    torch.manual_seed(0)
+    model = Repeats(gain, times)
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    assert (verdict.kind, verdict.operator, verdict.module, verdict.cure) == ("overflow", "linear", "layer", ())
+    assert f"runs {times} times" in verdict.advice
+    assert "two faults" not in verdict.advice
+
+
+def test_one_layer_on_many_inputs_is_no_recurrence():
+    model = nn.Linear(8, 8)
+    model.weight.data.fill_(1e5)
+    with session_of(model, "O1") as session:
+        verdict = halfstep.blame(session, lambda: sum(model(ONES).float().square().mean() for _ in range(9)))
+    assert verdict.kind == "overflow"
+    assert "run to run" not in verdict.advice
+
+
+@PLANS
 @pytest.mark.parametrize("times", [2, 12])
 def test_one_that_only_just_leaves_fp16_gets_an_edit(plan, times):
     torch.manual_seed(0)
@@ -126,8 +148,13 @@ def by_all(model):
             p.grad = p.grad / norm
 
 
+def times_infinity(model):
+    for p in model.parameters():
+        p.grad.mul_(torch.inf)
+
+
 @PLANS
-@pytest.mark.parametrize("clip", [of_gradients, by_all])
+@pytest.mark.parametrize("clip", [of_gradients, by_all, times_infinity])
 def test_an_own_clip_is_after_the_backward_pass(plan, clip):
     model = nn.Linear(8, 8)
     with session_of(model, plan, loss_scale=1.0) as session:
@@ -143,9 +170,80 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
         with pytest.raises(NumericsError) as caught:
             train()
     verdict = caught.value.verdict
-    assert (verdict.phase, verdict.cure, verdict.outside) == ("after backward", (), True)
+    assert (verdict.kind, verdict.phase, verdict.cure, verdict.outside) == ("invalid", "after backward", (), True)
     assert ", after the backward pass" in str(verdict)
     assert "called on gradients, after the backward pass" in verdict.evidence
+    # no closure can contain it, and no mask is in it
+    assert verdict.advice == (
+        f"the code between the backward pass and the step, {verdict.where}, wrote this into the gradients, which were "
+        f"finite: see what it gives to {verdict.operator}"
+    )
+    assert f" in {clip.__name__}" in verdict.where
+
+
+def one_element(gradient):
+    gradient = gradient.clone()
+    gradient[0, 0] = torch.inf
+    return gradient
+
+
+def where_positive(gradient):
+    gradient = gradient.clone()
+    gradient[gradient > 0] = torch.inf
+    return gradient
+
+
+BROUGHT_IN = [
+    (one_element, "copy", "inf"),
+    (where_positive, "index_put", "inf"),
+    (lambda gradient: gradient + gradient.new_tensor(torch.inf), "add", "inf"),
+    (lambda gradient: gradient * torch.tensor(torch.inf), "mul", "inf"),
+    (lambda gradient: gradient * torch.tensor(-torch.inf), "mul", "-inf"),
+    (lambda gradient: gradient * torch.tensor(torch.nan), "mul", "NaN"),
+]
+
+
+@PLANS
+@pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
+def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return rule(gradient)
+
+    class Does(nn.Module):
+        def forward(self, x):
+            return Custom.apply(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), Does()), nn.Linear(16, 2))
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
+    assert verdict.where.startswith("test_places.py:")
+    assert verdict.advice == f"the code passes the number {number} to {operator}: see where that number comes from"
+
+
+def test_data_that_a_custom_backward_reads_is_data():
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weights):
+            ctx.save_for_backward(weights)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0], None
+
+    model, weights = nn.Linear(8, 8), torch.ones(8)
+    weights[3] = torch.inf
+    with session_of(model, "O2") as session:
+        verdict = halfstep.blame(session, lambda: Weighted.apply(model(ONES), weights).float().mean())
+    assert (verdict.kind, verdict.operator) == ("input data", "mul")
 
 
 def test_a_gradient_penalty_is_forward():

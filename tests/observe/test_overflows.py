@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.records import ABSORBED
@@ -83,6 +84,79 @@ def test_passes_without_gradients_are_not_looked_at():
         probe = session.observe(every=1, tensors=(), absorbed=True)
         with torch.no_grad():
             model(inputs())
+        session.backward(sum(p.sum() for p in model.parameters()))
+        session.step()
+        assert probe.flush() == []
+
+
+def square_mean(x):
+    return (x * x).mean(-1, keepdim=True)
+
+
+def norm_of(x, mean):
+    return x * torch.rsqrt(mean + 1e-5)
+
+
+def in_no_grad(x):
+    with torch.no_grad():
+        mean = square_mean(x)
+    return norm_of(x, mean)
+
+
+def absorbed_in_no_grad(x):
+    with torch.no_grad():
+        scale = torch.rsqrt(square_mean(x) + 1e-5).clone()
+    return x * scale
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return norm_of(x, square_mean(x))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def checkpointed(x, reentrant):
+    return checkpoint(lambda t: norm_of(t, square_mean(t)), x, use_reentrant=reentrant)
+
+
+WITHOUT_GRADIENTS = {
+    "no_grad": in_no_grad,
+    "absorbed in no_grad": absorbed_in_no_grad,
+    "custom function": Norm.apply,
+    "reentrant checkpoint": lambda x: checkpointed(x, True),
+    "checkpoint": lambda x: checkpointed(x, False),
+}
+
+
+@PLANS
+@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+def test_where_gradients_are_off_in_a_training_forward_it_is_seen_once(name, plan):
+    (seen,) = observed(WITHOUT_GRADIENTS[name], plan, WIDE)
+    assert (seen.absorbed.operator, seen.absorbed.by) == ("mul", "rsqrt")
+
+
+def test_what_no_gradient_comes_from_hides_nothing_that_training_absorbs_later():
+    def looked_at_first(x):
+        mean = square_mean(x)
+        with torch.no_grad():
+            1 / mean
+        return norm_of(x, mean)
+
+    (seen,) = observed(looked_at_first, "O2", WIDE)
+    assert seen.absorbed.by == "rsqrt"
+
+
+def test_an_evaluation_that_is_scored_with_gradients_on_is_not_seen():
+    model = Fixed(Does(PLANTED["RMS norm"][0]), WIDE)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O2", low="fp16") as session:
+        probe = session.observe(every=1, tensors=(), absorbed=True)
+        with torch.no_grad():
+            out = model(inputs())
+        (out - inputs()).abs().mean()
         session.backward(sum(p.sum() for p in model.parameters()))
         session.step()
         assert probe.flush() == []
