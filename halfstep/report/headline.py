@@ -14,7 +14,7 @@ import torch
 
 from halfstep.errors import FormatError
 from halfstep.formats import as_format
-from halfstep.records import UPDATE, Array, Finding, StepValues, Verdict
+from halfstep.records import UPDATE, Array, Finding, Kind, StepValues, Verdict
 from halfstep.report.gather import MEASURES, Gathered, Sums
 from halfstep.report.lines import Event
 from halfstep.report.run import Run
@@ -26,16 +26,17 @@ LOST_UPDATES = 0.1  # of the updates of weights without a master
 QUIET = 60.0  # seconds without a line after which a log without an end counts as cut off; slow steps have longer
 GRADIENTS = ("activation_grad", "weight_grad")
 
-SENTENCES = {  # by kind of verdict
-    "overflow": "{operator} in {place} overflows in {format}",
-    "scale too high": "the loss scale is too high for {operator} in {place}",
-    "invalid": "{operator} in {place} has no finite result",
-    "masked row": "{operator} in {place} gets a row that is masked throughout",
-    "input data": "the input data of {place} are not finite",
-    "weights": "weights of {place} are not finite",
-    "stale gradients": "gradients of an earlier step that are not finite were never zeroed",
-    "another process": "another process sent values that are not finite",
+SENTENCES = {
+    Kind.OVERFLOW: "{operator} in {place} overflows in {format}",
+    Kind.SCALE_TOO_HIGH: "the loss scale is too high for {operator} in {place}",
+    Kind.INVALID: "{operator} in {place} has no finite result",
+    Kind.MASKED_ROW: "{operator} in {place} gets a row that is masked throughout",
+    Kind.INPUT_DATA: "the input data of {place} are not finite",
+    Kind.WEIGHTS: "weights of {place} are not finite",
+    Kind.STALE_GRADIENTS: "gradients of an earlier step that are not finite were never zeroed",
+    Kind.ANOTHER_PROCESS: "another process sent values that are not finite",
 }
+CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too high"
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,21 @@ def headline(run: Run, gathered: Gathered, now: float) -> Headline:
         verdicts=tuple(event for event in run.events if isinstance(event.record, Verdict)),
     )
     found = next(found for rule in _RULES if (found := rule(course)) is not None)
+    if found.verdict is None and (causes := _causes(course)):
+        event = causes[-1]
+        found = replace(
+            found, text=f"{found.text}; after step {event.step:,}: {_sentence(course, event)}", verdict=event
+        )
     return replace(found, details=tuple(_details(course, found)))
 
 
 def sentence(verdict: Verdict, low: str) -> str:
     """Returns what a verdict says in one sentence; `low` is the low format of the run."""
     known = SENTENCES.get(verdict.kind, f"{verdict.kind} of {{operator}} in {{place}}")
+    if verdict.kind == Kind.SCALE_TOO_HIGH and verdict.operator == "to":
+        known = CAST_TOO_HIGH
     backward = (
-        " in the backward pass" if verdict.phase == "backward" and verdict.kind in ("overflow", "invalid") else ""
+        " in the backward pass" if verdict.phase == "backward" and verdict.kind in (Kind.OVERFLOW, Kind.INVALID) else ""
     )
     return known.format(operator=verdict.operator, place=verdict.place, format=_format(verdict, low)) + backward
 
@@ -133,7 +141,7 @@ def _stopped(course: _Course) -> Headline | None:
     event = course.verdicts[-1]
     first = _streak_before(course.run.steps, event.step)
     raised = course.run.processes[-1].error == "NumericsError"
-    if _is_calibration(course, event) and not raised and _stuck(course) is None:
+    if _is_calibration(course, event) and not raised:
         return None
     since = f" from step {first:,}" if first is not None and first < course.last else ""
     if first is None and not raised:
@@ -154,16 +162,12 @@ def _diverged(course: _Course) -> Headline | None:
 
 def _stuck(course: _Course) -> Headline | None:
     """The last steps were all skipped, more of them than a scale that comes down needs."""
-    steps = course.run.steps
-    first = _streak_before(steps, course.last)
-    if first is None:
+    streak = _streak(course)
+    if not streak:
         return None
-    streak = [values for values in steps if values.step >= first]
     at_floor = _at_floor(course, streak)
-    if len(streak) < STREAK and not at_floor:
-        return None
     where = f", the last {at_floor:,} at the smallest loss scale, {course.floor:g}" if at_floor else ""
-    return Headline("bad", f"Stuck: every step from {first:,} to {course.last:,} was skipped{where}")
+    return Headline("bad", f"Stuck: every step from {streak[0].step:,} to {course.last:,} was skipped{where}")
 
 
 def _lives_at_floor(course: _Course) -> Headline | None:
@@ -171,7 +175,7 @@ def _lives_at_floor(course: _Course) -> Headline | None:
     if not count:
         return None
     return Headline(
-        "bad", f"Overflows at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them there"
+        "bad", f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them there"
     )
 
 
@@ -236,10 +240,10 @@ def _lost_values(course: _Course) -> Headline | None:
 
 def _explained(course: _Course) -> Headline | None:
     """Verdicts that the run went on after."""
-    grave = [event for event in course.verdicts if not _is_calibration(course, event)]
-    if not grave:
+    causes = _causes(course)
+    if not causes:
         return None
-    event = grave[-1]
+    event = causes[-1]
     since = [values for values in course.run.steps if values.step > event.step]
     skipped = sum(values.skipped for values in since)
     after = f"{_count(len(since), 'step')} since, {skipped or 'none'} skipped"
@@ -292,7 +296,23 @@ def _sentence(course: _Course, event: Event) -> str:
 
 def _is_calibration(course: _Course, event: Event) -> bool:
     """Whether a verdict only explains how a dynamic scale comes down, which costs a step and no more."""
-    return isinstance(event.record, Verdict) and event.record.kind == "scale too high" and course.floor is not None
+    assert isinstance(event.record, Verdict)
+    streak = _streak(course)
+    down = course.floor is not None and not (streak and event.step >= streak[0].step)
+    return down and event.record.kind == Kind.SCALE_TOO_HIGH
+
+
+def _causes(course: _Course) -> list[Event]:
+    """Returns the verdicts on what a dynamic scale does not cure by coming down."""
+    return [event for event in course.verdicts if not _is_calibration(course, event)]
+
+
+def _streak(course: _Course) -> list[StepValues]:
+    """Returns the last steps if they were all skipped, and are more than a scale that comes down needs."""
+    steps = course.run.steps
+    first = _streak_before(steps, steps[-1].step) if steps else None
+    streak = [] if first is None else [values for values in steps if values.step >= first]
+    return streak if len(streak) >= STREAK or _at_floor(course, streak) else []
 
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:

@@ -24,6 +24,7 @@ from halfstep.records import (
     UPDATE,
     UPDATE_LIMITS,
     Array,
+    Kind,
     Limits,
     StepValues,
     Verdict,
@@ -41,7 +42,7 @@ SHOWN = (FP16, BF16, E4M3, E5M2)
 UNPLANNED = FP16  # what a log without a plan is judged by
 HIGHEST = 24  # the exponent of the largest loss scale that the histogram can be shown with, unless the run had a larger
 PHASES = {"forward": ("activation", *GRADIENTS), "backward": GRADIENTS}  # what a verdict may show in, by its phase
-FOCUS = {"weights": ("weight",)}  # and by its kind
+FOCUS = {Kind.WEIGHTS: ("weight",)}  # and by its kind
 KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
 
 

@@ -91,7 +91,26 @@ RUNS = {
     ),
     "a scale that lives at its floor": (
         (O2, *(step(number, skipped=number % 50 == 0, scale=1) for number in range(1, 102))), BAD,
-        "Overflows at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them there",
+        "Skips even at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them there",
+    ),
+    "warned of while it was stuck": (
+        (O2, *steps(1, 40, skipped=range(20, 41)), verdict(), *steps(41, 60, skipped=range(41, 61), scale=1)), BAD,
+        "Stuck: every step from 20 to 60 was skipped, the last 20 at the smallest loss scale, 1; after step 40: "
+        "softmax in h.1.attn overflows in fp16",
+    ),
+    "the scale could not come down far enough": (
+        (O2, *steps(1, 9, skipped={9}, scale=1), verdict("scale too high"), step(10, skipped=True, scale=1)), BAD,
+        "Stuck: every step from 9 to 10 was skipped, the last 2 at the smallest loss scale, 1; after step 9: "
+        "the loss scale is too high for softmax in h.1.attn",
+    ),
+    "bad data that brought the scale to its floor": (
+        (O2, *steps(1, 20, skipped=range(5, 21), scale=1), verdict("input data"), *steps(21, 60, scale=1)), BAD,
+        "Skips even at the smallest loss scale, 1: 16 of 60 steps skipped, 16 of them there; after step 20: "
+        "the input data of h.1.attn are not finite",
+    ),
+    "a verdict long before the scale came down is not its cause": (
+        (O2, *steps(1, 20, skipped={20}), verdict("scale too high"), *steps(21, 60, skipped=range(41, 61))), BAD,
+        "Stuck: every step from 41 to 60 was skipped",
     ),
     "activations beyond the format": (
         (O2, *steps(1, 9), seen(9, "a", {0: 3}, kind="activation", infinities=1)), WARNING,
@@ -245,6 +264,8 @@ def test_every_kind_of_verdict_has_a_sentence():
 
 
 def test_the_format_of_a_verdict_is_that_of_the_operation():
+    cast = verdict("scale too high", "", "backward", "to")
+    assert sentence(cast, "fp16") == "casting gradients to fp16 overflows: the loss scale is too high"
     call = OpCall("m", "mul", "forward", ("float32",), ("float32",), (None,), (None,), None)
     assert sentence(verdict(call=call), "fp16") == "softmax in h.1.attn overflows in fp32"
     assert sentence(verdict("of a later halfstep", "", "forward"), "fp16") == (

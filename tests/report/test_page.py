@@ -180,6 +180,12 @@ def test_the_map_opens_where_the_overflow_shows(tmp_path):
     assert focus(tmp_path, verdict("b"), *hidden) == {"kind": "weight_grad", "module": "b.norm", "saturated": True}
 
 
+def test_a_page_of_a_run_that_went_on_stuck_opens_on_its_verdict(tmp_path):
+    stuck = [step(number, skipped=True) for number in range(2, 20)]
+    found = focus(tmp_path, verdict("b"), *(seen(1, name, {0: 1}) for name in ("a", "b")), *stuck)
+    assert found == {"kind": "weight_grad", "module": "b", "saturated": False}
+
+
 def test_a_page_without_a_verdict_or_without_tensors_has_no_focus(tmp_path):
     assert page(tmp_path / "1", START, step(1), seen(1, "a", {0: 1})).charts["focus"] is None
     assert focus(tmp_path / "2", verdict("a")) is None
