@@ -53,6 +53,11 @@ class BenchRun:
     joules: float | None = None
     processes: tuple[int, ...] = ()
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it ended as it got no memory."""
+        return self.error is not None and "out of memory" in self.error
+
 
 @dataclass(frozen=True)
 class BenchResult:
