@@ -53,6 +53,11 @@ class BenchRun:
     joules: float | None = None
     processes: tuple[int, ...] = ()
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it ended as it got no memory."""
+        return self.error is not None and "out of memory" in self.error
+
 
 @dataclass(frozen=True)
 class BenchResult:
@@ -116,10 +121,11 @@ class Largest:
 class BenchChange:
     """How one row of a benchmark differs from a saved one.
 
-    `verdict` is "alike", "slower", "faster", "new" (the saved one has no such row) or "too few steps". `time` is the
-    step time now over the one then, counted in steps of `yardstick` (a row of both; None: in milliseconds), and lies
-    between `low` and `high` in 19 of 20 repetitions. `memory` is the peak now over the one then, 1.0 where they differ
-    by less than a hundredth.
+    `verdict` is "alike", "slower", "faster", "new" (the saved one has no such row) or "too few steps"; of a row that
+    worked then "gone", "failed" or "diverged" (its loss is not finite), else "failed before too". `time` is the step
+    time now over the one then, counted in steps of `yardstick` (a row of both; None: in milliseconds), and lies between
+    `low` and `high` in 19 of 20 repetitions. `memory` is the peak now over the one then, 1.0 where they differ by less
+    than a hundredth.
     """
 
     name: str
@@ -132,8 +138,14 @@ class BenchChange:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the row takes longer or more memory than it did."""
-        return self.verdict == "slower" or (self.memory is not None and self.memory > 1)
+        """Whether the row takes longer or more memory than it did, or does not work any more."""
+        broken = self.verdict in {"slower", "gone", "failed", "diverged"}
+        return broken or (self.memory is not None and self.memory > 1)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is enough of the row, then and now, to tell."""
+        return self.verdict not in {"new", "too few steps", "failed before too"}
 
 
 @dataclass(frozen=True)

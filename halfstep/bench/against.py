@@ -64,7 +64,7 @@ def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, o
 
 
 def compare(saved: BenchResult, result: BenchResult) -> tuple[BenchChange, ...]:
-    """Returns for each row of a result what changed since a saved one.
+    """Returns for each row of a result, and each that worked in a saved one, what changed since then.
 
     A row's time counts in units of a yardstick that ran beside it, step by step, in the same process: torch.amp in the
     same format, or O0, where both results have it; so a machine that is slower today changes nothing. Without one it
@@ -73,7 +73,8 @@ def compare(saved: BenchResult, result: BenchResult) -> tuple[BenchChange, ...]:
     before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
         before = {name: replace(run, peak_bytes=None) for name, run in before.items()}
-    return tuple(_change(name, before, now) for name in now)
+    names = [*now, *(name for name, run in before.items() if name not in now and run.error is None)]
+    return tuple(_change(name, before, now) for name in names)
 
 
 Rows = Mapping[str, BenchRun]
@@ -82,7 +83,13 @@ Rows = Mapping[str, BenchRun]
 def _change(name: str, before: Rows, now: Rows) -> BenchChange:
     if name not in before:
         return BenchChange(name, "new", None)
+    if name not in now:
+        return BenchChange(name, "gone", None)
     old, new = before[name], now[name]
+    if new.error is not None:
+        return BenchChange(name, "failed" if old.error is None else "failed before too", None)
+    if _finite(old) and not _finite(new):
+        return BenchChange(name, "diverged", None)
     yardstick = _yardstick(name, before, now)
     pairs = [_ratios(rows, name, yardstick) for rows in (before, now)]
     grown = None
@@ -98,6 +105,10 @@ def _change(name: str, before: Rows, now: Rows) -> BenchChange:
     changed = abs(difference) > max(LEAST, error)
     verdict = "alike" if not changed else "slower" if difference > 0 else "faster"
     return BenchChange(name, verdict, yardstick, time, low, high, grown)
+
+
+def _finite(run: BenchRun) -> bool:
+    return all(map(math.isfinite, (*run.train_loss, *run.validation.get("loss", ()))))
 
 
 def _yardstick(name: str, before: Rows, now: Rows) -> str | None:

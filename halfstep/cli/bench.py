@@ -74,8 +74,8 @@ Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
-        help="Hold the result against this file of --json; ends with 3 where a row is worse. On a quiet machine 150 "
-        "steps tell 5%; on a shared one add --processes 8 to both.",
+        help="Hold the result against this file of --json; ends with 3 where a row is worse, fails or is gone, with 1 "
+        "where none can be judged. On a quiet machine 150 steps tell 5%; on a shared one add --processes 8 to both.",
     ),
 ]
 
@@ -166,6 +166,8 @@ def _side_by_side(
         raise typer.Exit(INTERRUPTED)
     if any(change.is_worse for change in changes):
         raise typer.Exit(WORSE)
+    if saved is not None and not any(change.is_judged for change in changes):
+        raise typer.Exit(FAILED)
 
 
 def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:

@@ -28,8 +28,16 @@ def _cells(change: BenchChange) -> tuple[str, ...]:
 
 
 def _sentence(changes: Sequence[BenchChange]) -> str:
-    worse = [change.name for change in changes if change.is_worse]
-    better = [change.name for change in changes if change.verdict == "faster"]
-    said = [f"worse: {', '.join(worse)}"] if worse else []
-    said += [f"faster: {', '.join(better)}"] if better else []
-    return f"{'; '.join(said) or 'nothing differs beyond the noise'}."
+    groups = {
+        "worse": [change for change in changes if change.is_worse],
+        "faster": [change for change in changes if change.verdict == "faster"],
+        "not judged": [change for change in changes if not (change.is_judged or change.is_worse)],
+    }
+    said = [f"{word}: {', '.join(map(_named, found))}" for word, found in groups.items() if found]
+    if any(change.is_judged for change in changes) and not groups["worse"] and not groups["faster"]:
+        said.insert(0, "nothing differs beyond the noise")
+    return f"{'; '.join(said)}."
+
+
+def _named(change: BenchChange) -> str:
+    return change.name if change.time is not None else f"{change.name} ({change.verdict})"

@@ -12,6 +12,7 @@ ALIKE, SAME_LOSS = 0.05, 0.02  # differences that the sentence does not speak of
 JUDGED = 50  # steps from which on a loss is no chance
 WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
 NOTHING = "Nothing to recommend: no other level trained beside O0 throughout."
+EMULATED = "Nothing to recommend: times of emulated formats do not count, and no other level trained beside O0."
 
 Row = tuple[BenchResult, BenchRun]
 
@@ -19,50 +20,97 @@ Row = tuple[BenchResult, BenchRun]
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
     """Returns one sentence: what to train with here, and the figures that say so, over all results.
 
-    It is the fastest level whose loss stayed finite and, where it was trained long enough to tell, near that of O0.
+    It is the fastest row whose loss stayed finite and, where it was trained long enough to tell, near that of O0; it is
+    held against the fastest O0, compiled or not. Results in which memory ran out are counted, not compared.
     `losses` adds at which loss it ended; of one result.
     """
-    rows: dict[str, list[Row]] = {}
-    for result in results:
-        for run in result.runs:
-            if run.vs_o0 is not None and run.level != "O0" and not run.peer and _learns(result, run):
-                rows.setdefault(run.name, []).append((result, run))
-    whole = {name: seen for name, seen in rows.items() if len(seen) == len(results)}
-    if not whole:
-        return NOTHING
-    speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in whole.items()}
-    best = max(speeds, key=lambda name: speeds[name])
-    fast = _range([run.vs_o0 or 1.0 for _, run in whole[best]])
-    shares = [share for row in whole[best] if (share := memory_share(*row)) is not None]
+    rows = _compared(results)
+    if not rows:
+        return _without_o0(results)
+    speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in rows.items()}
+    best = max(list(speeds)[1:], key=lambda name: speeds[name])
+    full = max((name for name in speeds if name.split()[0] == "O0" and name != best), key=lambda name: speeds[name])
+    pairs = [(run, other) for (_, run), (_, other) in zip(rows[best], rows[full], strict=True)]
+    fast = _range([(run.vs_o0 or 1.0) / (other.vs_o0 or 1.0) for run, other in pairs])
+    shares = [share for pair in pairs if (share := _share(*pair)) is not None]
     costs = f", with {_range(shares)} of its peak memory" if shares else ""
-    costs += _end(*whole[best][0]) if losses else ""
-    if speeds[best] >= 1 + ALIKE:
-        return f"Train at {best}: {fast} times as fast as O0{costs}."
-    slower = f"about as fast as O0{costs}"
-    if speeds[best] < 1 - ALIKE:
-        slower = f"{fast} times as fast as O0{_units(*whole[best][0])}{costs}"
+    costs += (_end(*pairs[0]) if losses else "") + _ran_out(results, best, full)
+    speed = speeds[best] / speeds[full]
+    if speed >= 1 + ALIKE:
+        return f"Train at {best}: {fast} times as fast as {full}{costs}."
+    slower = f"about as fast as {full}{costs}"
+    if speed < 1 - ALIKE:
+        slower = f"{fast} times as fast as {full}{_units(*rows[best][0])}{costs}"
     where = " where its memory is there" if min(shares, default=1.0) < 1 else ""
-    return f"Train at O0{where}: the fastest other, {best}, is {slower}."
+    return f"Train at {full}{where}: the fastest other, {best}, is {slower}."
+
+
+def _compared(results: Sequence[BenchResult]) -> dict[str, list[Row]]:
+    """Returns by name what trained wherever any trained beside O0, that of O0 first; nothing: none did."""
+    failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
+    judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
+    rows: dict[str, list[Row]] = {}
+    for result in judged:
+        full = _baseline(result)
+        for run in result.runs:
+            if run == full or (_beside(result, run) and run.name not in failed):
+                rows.setdefault(run.name, []).append((result, run))
+    whole = {name: seen for name, seen in rows.items() if len(seen) == len(judged)}
+    return whole if len(whole) > 1 else {}
+
+
+def _beside(result: BenchResult, run: BenchRun) -> bool:
+    """Tells whether a run is another than O0 that has a speed beside it."""
+    full = _baseline(result)
+    if full is None or full.error is not None or run == full or run.peer or run.emulated or run.vs_o0 is None:
+        return False
+    return _learns(result, run)
+
+
+def _without_o0(results: Sequence[BenchResult]) -> str:
+    """Returns the sentence where nothing trained beside O0: what trained where O0 had no memory, or nothing."""
+    runs = [run for result in results for run in result.runs if not run.peer]
+    fulls = [_baseline(result) for result in results]
+    speeds = {
+        name: fmean(log(run.step_ms.median) for run in runs if run.name == name and run.step_ms)
+        for name in dict.fromkeys(run.name for run in runs)
+        if all(run.step_ms and not run.emulated for run in runs if run.name == name)
+        and all(_learns(result, run) for result in results for run in result.runs if run.name == name)
+    }
+    if speeds and all(full is not None and full.out_of_memory for full in fulls):
+        return f"Train at {min(speeds, key=lambda name: speeds[name])}: the fastest that fits; O0 ran out of memory."
+    return EMULATED if any(run.emulated and run.vs_o0 is not None for run in runs) else NOTHING
+
+
+def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
+    """Returns at how many results memory ran out, and for which of the two."""
+    out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
+    whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
+    counts = {who: out.count(names) for who, names in whose.items()}
+    return "".join(f"; at {n} of {len(out)} points {who} ran out of memory" for who, n in counts.items() if n)
 
 
 def memory_share(result: BenchResult, run: BenchRun) -> float | None:
     """Returns a run's peak memory over that of O0."""
     full = _baseline(result)
-    if full is None or not full.peak_bytes or run.peak_bytes is None:
-        return None
-    return run.peak_bytes / full.peak_bytes
+    return None if full is None else _share(run, full)
+
+
+def _share(run: BenchRun, full: BenchRun) -> float | None:
+    return None if not full.peak_bytes or run.peak_bytes is None else run.peak_bytes / full.peak_bytes
 
 
 def _baseline(result: BenchResult) -> BenchRun | None:
-    return next((run for run in result.runs if run.level == "O0" and not run.compiled), None)
+    """Returns the O0 that speeds count in: the first, which is compiled where all rows are."""
+    return next((run for run in result.runs if run.level == "O0"), None)
 
 
 def _learns(result: BenchResult, run: BenchRun) -> bool:
     """Tells whether a run went through, to a finite loss, and if it is long enough to say so one like that of O0."""
     full, ends = _baseline(result), _ends(run)
-    if full is None or run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
+    if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
-    if not ends or not _ends(full) or (len(run.losses) or result.steps) < JUDGED:
+    if full is None or not ends or not _ends(full) or (len(run.losses) or result.steps) < JUDGED:
         return True
     wanted = fmean(_ends(full))
     return fmean(ends) <= wanted + WORSE_LOSS * abs(wanted)
@@ -73,10 +121,9 @@ def _ends(run: BenchRun) -> Sequence[float]:
     return run.validation.get("loss") or run.train_loss
 
 
-def _end(result: BenchResult, run: BenchRun) -> str:
+def _end(run: BenchRun, full: BenchRun) -> str:
     """Returns at which loss a run ended beside O0; a difference of less than 2% is none."""
-    full = _baseline(result)
-    if full is None or not _ends(run) or not _ends(full):
+    if not _ends(run) or not _ends(full):
         return ""
     mine, theirs = fmean(_ends(run)), fmean(_ends(full))
     apart = mine - theirs

@@ -1,5 +1,6 @@
 """A benchmark against a saved one: simulated runs of the same code differ rarely, a planted slowdown is found."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -158,6 +159,42 @@ def test_the_table_ends_with_what_is_worse():
     assert last(simulated(0), simulated(1, slower=1.3)) == "worse: O1 bf16."
     assert last(simulated(0), simulated(1, slower=0.7)) == "faster: O1 bf16."
     assert last(simulated(0), simulated(1)) == "nothing differs beyond the noise."
+
+
+def edited(saved, **changes):
+    return replace(saved, runs=tuple(replace(run, **changes) if run.level == "O1" else run for run in saved.runs))
+
+
+FAILS = {"error": "step 1: KeyError: 'x'", "times_ms": ()}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said", "worse"),
+    [
+        (simulated(0), edited(simulated(0, rows=("O0", "O1 bf16")), **FAILS),
+         "worse: O1 bf16 (failed), torch.amp bf16 (gone).", True),
+        (simulated(0), simulated(0, rows=("O0",)), "worse: O1 bf16 (gone), torch.amp bf16 (gone).", True),
+        (edited(simulated(0), train_loss=(1.0,)), edited(simulated(0), train_loss=(math.nan,)),
+         "worse: O1 bf16 (diverged), torch.amp bf16 (diverged).", True),
+        (edited(simulated(0), validation={"loss": (1.0,)}), edited(simulated(0), validation={"loss": (math.inf,)}),
+         "worse: O1 bf16 (diverged), torch.amp bf16 (diverged).", True),
+        (edited(simulated(0), train_loss=(math.nan,)), edited(simulated(0), train_loss=(math.nan,)),
+         "nothing differs beyond the noise.", False),
+        (edited(simulated(0), **FAILS), edited(simulated(0), **FAILS), "nothing differs beyond the noise; not judged: "
+         "O1 bf16 (failed before too), torch.amp bf16 (failed before too).", False),
+    ],
+)  # fmt: skip
+def test_a_row_that_no_longer_works_is_worse_and_named(before, now, said, worse):
+    changes = compare(before, now)
+    assert str(against_table(changes, file="f", saved=MACHINE).renderables[-1]) == said
+    assert any(change.is_worse for change in changes) == worse
+
+
+def test_rows_of_too_few_steps_are_named_and_none_is_judged():
+    changes = compare(simulated(0), simulated(1, steps=8))
+    said = "not judged: O0 (too few steps), O1 bf16 (too few steps), torch.amp bf16 (too few steps)."
+    assert str(against_table(changes, file="f", saved=MACHINE).renderables[-1]) == said
+    assert not any(change.is_judged or change.is_worse for change in changes)
 
 
 def test_memory_that_was_counted_another_way_is_not_compared():

@@ -318,3 +318,9 @@ def test_a_result_is_held_against_a_saved_one(halfstep, tmp_path):
     code, out, _ = halfstep("bench", "regression", *SMALL, *ROWS, "--steps", 20, "--against", path)
     assert code in (0, 3)
     assert "Against" in out
+    assert halfstep("bench", "regression", *SMALL, *ROWS, "--steps", 4, "--against", path)[0] == 1  # none is judged
+    code, out, _ = halfstep(
+        "bench", "regression", *SMALL, *ROWS[:1], "O0", "--no-peer", "--steps", 20, "--against", path
+    )
+    assert code == 3
+    assert "O1 bf16 (gone)" in out

@@ -135,6 +135,32 @@ def test_where_there_is_nothing_to_compare_nothing_is_recommended(runs):
     assert last_line(*runs) == "Nothing to recommend: no other level trained beside O0 throughout."
 
 
+def compiled(run, speed):
+    return replace(run, name=f"{run.name} compiled", compiled=True, vs_o0=speed, validation={})
+
+
+@pytest.mark.parametrize(
+    ("runs", "start"),
+    [
+        ((O0, compiled(O0, 1.24), compiled(O2, 1.16)), "Train at O0 compiled: 1.24 times as fast as O0"),
+        ((O0, compiled(O0, 1.24), compiled(O2, 1.55)), "Train at O2 bf16 compiled: 1.25 times as fast as O0 compiled"),
+        ((O0, compiled(O0, 0.8), compiled(O2, 1.1)), "Train at O2 bf16 compiled: 1.10 times as fast as O0"),
+        ((O0, compiled(O0, 0.8), compiled(O2, 0.9)), "Train at O0: the fastest other, O2 bf16 compiled, is 0.90 times"),
+        (
+            (O0, compiled(O0, 1.24), replace(O2, vs_o0=1.27)),
+            "Train at O0 compiled: the fastest other, O2 bf16, is abou",
+        ),
+        ((compiled(O0, 1.0), compiled(O2, 1.6)), "Train at O2 bf16 compiled: 1.60 times as fast as O0 compiled, with"),
+    ],
+)
+def test_what_compile_gains_is_not_credited_to_a_level(runs, start):
+    assert last_line(*runs).startswith(start)
+
+
+def test_times_of_an_emulated_format_recommend_nothing():
+    assert last_line(O0, replace(O1, vs_o0=1.2, validation={})).startswith("Nothing to recommend: times of emulated")
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_interrupted_benchmark_says_so(complete):
     assert ("Interrupted" in show(replace(RESULT, complete=complete))) is not complete

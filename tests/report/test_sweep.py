@@ -105,6 +105,36 @@ def test_where_low_is_slower_o0_is_recommended_with_what_it_costs():
     assert sweep_headline(replace(SWEEP, points=())).startswith("Nothing to recommend")
 
 
+OUT_OF_MEMORY = {"error": "step 1: out of memory: no more", "losses": (), "vs_o0": None, "step_ms": None}
+
+
+@pytest.mark.parametrize(
+    ("full", "low", "said"),
+    [
+        ([1, 0, 0], [1, 0, 0], "{}; at 2 of 3 points both ran out of memory."),
+        ([1, 0], [1, 1], "{}; at 1 of 2 points O0 alone ran out of memory."),
+        ([1, 1], [1, 0], "{}; at 1 of 2 points O1 bf16 alone ran out of memory."),
+        ([0], [1], "Train at O1 bf16: the fastest that fits; O0 ran out of memory."),
+        ([0], [0], "Nothing to recommend: no other level trained beside O0 throughout."),
+        ([1, 1], [1, "KeyError: 'x'"], "Nothing to recommend: no other level trained beside O0 throughout."),
+    ],
+)
+def test_where_memory_runs_out_the_other_points_are_compared(full, low, said):
+    def run(name, speed, fits):
+        made = run_of(name, 100.0 / speed, speed, 100)
+        return made if fits == 1 else replace(made, **OUT_OF_MEMORY | ({"error": fits} if fits else {}))
+
+    points = [point_of("m", 4, run("O0", 1.0, a), run("O1 bf16", 3.0, b)) for a, b in zip(full, low, strict=True)]
+    best = "Train at O1 bf16: 3.00 times as fast as O0, with 1.00 of its peak memory"
+    assert sweep_headline(replace(SWEEP, points=tuple(points))) == said.format(best)
+
+
+def test_where_all_rows_are_compiled_memory_counts_in_that_of_o0_compiled():
+    runs = [replace(run_of("O0 compiled", 2.0, 1.0, 100), compiled=True), run_of("O1 bf16 compiled", 1.0, 2.0, 80)]
+    header, rows = sweep_rows(replace(SWEEP, points=(point_of("m", 4, *runs),)))
+    assert rows[1][header.index("memory\nx O0")] == "0.80"
+
+
 def test_the_charts_hold_the_figures():
     charts = {chart.name: chart for chart in sweep_charts(SWEEP)}
     assert list(charts) == ["speed", "throughput", "memory", "loss-resnet18", "loss-resnet50"]
