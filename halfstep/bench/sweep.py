@@ -75,6 +75,7 @@ class Asked:
             "rows": ", ".join(row.name for row in self.rows),
             "steps": str(self.steps),
             "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
+            "data": "none" if self.data is None else str(self.data.resolve()),
             "seed": str(self.seed),
             "device": machine.device,
             "processor": machine.processor,

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -181,6 +182,10 @@ def test_a_sweep_that_was_asked_for_otherwise_is_not_gone_on_with(played, change
         sweep(replace(ASKED, **change), done=sweep(ASKED))
 
 
+def test_a_sweep_of_other_data_is_another():
+    assert replace(ASKED, data=Path("/a")).words() != replace(ASKED, data=Path("/b")).words()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -208,6 +213,7 @@ def test_bad_input_is_refused_before_anything_is_measured(played, change, said):
         ('{"workload": "char_lm"}', "KeyError"),
         ('{"schema": 2}', "its schema is 2, this halfstep's is 1"),
         ('{"schema": 1}', "ValidationError"),
+        ('{"schema": 1, "asked": {}, "total": 2}', "KeyError: 'points'"),
     ],
 )
 def test_a_file_that_is_no_sweep_of_this_version_is_refused_and_stays(text, said, tmp_path):
