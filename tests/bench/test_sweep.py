@@ -182,6 +182,25 @@ def test_a_sweep_that_was_asked_for_otherwise_is_not_gone_on_with(played, change
         sweep(replace(ASKED, **change), done=sweep(ASKED))
 
 
+@pytest.mark.parametrize(
+    ("error", "again"), [(WorkloadError("KeyError: x"), True), (OutOfMemory("out of memory"), False)]
+)
+def test_a_point_that_failed_is_measured_again_unless_memory_ran_out(error, again, played):
+    def fail(worker):
+        if worker.task.settings["batch"] == "2":
+            raise error
+
+    played.fail = fail
+    asked = replace(ASKED, batches=(2, 4))
+    first = sweep(asked)
+    played.fail = None
+    second = sweep(asked, done=first)
+    assert [point.batch for point in second.points] == [2, 4]
+    assert second.points[1] is first.points[1]
+    assert (second.points[0] is first.points[0]) == (not again)
+    assert all(run.error is None for run in second.points[0].result.runs) == again
+
+
 def test_a_sweep_of_other_data_is_another():
     assert replace(ASKED, data=Path("/a")).words() != replace(ASKED, data=Path("/b")).words()
 

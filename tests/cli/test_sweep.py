@@ -38,6 +38,8 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
     assert (code, again, played.log) == (0, out, [])
     assert "has 2 of 2 points, which are not measured again" in err.replace("\n", " ")
     assert (tmp_path / "x.json").read_bytes() == before
+    code, _, err = halfstep("bench", "regression", "--batch-size", "2,8", *SMALL, *files)
+    assert (code, "another sweep" in err, "measured again" in err) == (2, True, False)
 
 
 @pytest.mark.parametrize(
