@@ -32,7 +32,10 @@ def read_sweep(path: Path) -> Sweep | None:
         fields = json.loads(text)
         schema = fields["schema"]
         if schema == SCHEMA:
-            return msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
+            found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
+            if "points" not in fields:
+                raise KeyError("points")
+            return found
         why = f"its schema is {schema}, this halfstep's is {SCHEMA}"
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"

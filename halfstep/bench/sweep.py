@@ -75,6 +75,7 @@ class Asked:
             "rows": ", ".join(row.name for row in self.rows),
             "steps": str(self.steps),
             "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
+            "data": "none" if self.data is None else str(self.data.resolve()),
             "seed": str(self.seed),
             "device": machine.device,
             "processor": machine.processor,
@@ -83,6 +84,11 @@ class Asked:
             "halfstep": __version__,
             "peak memory": PEAK_METHOD,
         }
+
+    def failed(self, point: Point) -> bool:
+        """Tells whether a row of a point failed, other than out of memory or refused: it may be mended by now."""
+        refused = {row.name for row in self.rows if row.refused is not None}
+        return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
         """Returns what the process of one configuration is told."""
@@ -117,7 +123,9 @@ def sweep(
     runs = sum(row.refused is None for row in asked.rows)
     each = runs * (COUNTED + UNTIMED + asked.steps)
     sizes = [each * workload.batch for _, workload in points]
-    for at in range(len(result.points), len(points)):
+    for at in range(len(points)):
+        if at < len(result.points) and not asked.failed(result.points[at]):
+            continue
         model, workload = points[at]
         count = sum(sizes[:at])
 
@@ -130,7 +138,7 @@ def sweep(
             point = _measure(asked, model, workload, tick)
         except KeyboardInterrupt:
             break
-        result = replace(result, points=(*result.points, point))
+        result = replace(result, points=(*result.points[:at], point, *result.points[at + 1 :]))
         keep(result)
     return result
 

@@ -51,7 +51,7 @@ def sizes(text: str) -> tuple[int, ...]:
     (16, 32)
     """
     found = names(text)
-    wrong = [each for each in found if not each.isdecimal() or int(each) < 1]
+    wrong = [each for each in found or [text] * bool(text) if not each.isdecimal() or int(each) < 1]
     if wrong:
         raise WorkloadError(f"{text!r} holds {wrong[0]!r}, which is no size; give whole numbers above 0, as in 16,32")
     return tuple(dict.fromkeys(map(int, found)))

@@ -8,7 +8,7 @@ import typer
 
 from halfstep.bench.largest import largest_batches
 from halfstep.bench.results import read_sweep
-from halfstep.bench.sweep import Asked, sweep
+from halfstep.bench.sweep import Asked, check_same, sweep
 from halfstep.cli.options import check_page, write_json, write_page
 from halfstep.cli.screen import progress_bar, stderr, stdout
 from halfstep.measurements import Sweep
@@ -32,7 +32,9 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
     check_page(page)
     done = None if json is None else read_sweep(json)
     if done is not None:
-        stderr().print(f"{json} has {len(done.points)} of {done.total} points, which are not measured again")
+        check_same(done.asked, asked.words())
+        whole = sum(not asked.failed(point) for point in done.points)
+        stderr().print(f"{json} has {whole} of {done.total} points, which are not measured again")
 
     def keep(result: Sweep) -> None:
         if json is not None:

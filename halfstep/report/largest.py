@@ -44,10 +44,21 @@ def largest_headline(found: Sequence[Largest]) -> str:
     full = {each.model: each.batch for each in found if each.name == "O0" and each.batch}
     shares = [(each.batch / full[each.model], each) for each in found if each.batch and each.model in full]
     best = max(shares, key=lambda share: share[0], default=None)
-    if best is None or best[0] <= 1:
+    if best is None:
+        return _without_o0(found)
+    if best[0] <= 1:
         return "No level takes a larger batch than O0."
     share, each = best
     return f"{each.model} at {each.name} takes {each.batch} examples per batch, {share:.2f} times those of O0."
+
+
+def _without_o0(found: Sequence[Largest]) -> str:
+    """Returns the sentence where no model has a batch at O0 to compare with."""
+    best = max((each for each in found if each.batch), key=lambda each: each.batch or 0, default=None)
+    if best is None:
+        return "No batch fits at any level."
+    why = "; O0 does not fit" if any(each.name == "O0" and each.batch == 0 for each in found) else ""
+    return f"{best.model} at {best.name} takes {best.batch} examples per batch{why}."
 
 
 def largest_table(found: Sequence[Largest]) -> Group:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from halfstep.errors import DataError, WorkloadError
+from halfstep.errors import DataError, HalfstepError, WorkloadError
 from halfstep.validate import near_miss
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.cifar_resnet import DEPTHS, CifarResNet
@@ -134,7 +134,12 @@ def _load_file(name: str, settings: dict[str, str], data: Path | None) -> Worklo
             raise WorkloadError(f"{name} takes no data; give the function a parameter `data`, or leave --data out")
     if data is not None and not data.exists():
         raise DataError(f"{name}: {data} does not exist; give the folder or file that the workload reads")
-    made = make(**settings, **({} if data is None else {"data": data}))
+    try:
+        made = make(**settings, **({} if data is None else {"data": data}))
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, Workload):
         raise WorkloadError(
             f"{name} returned {type(made).__name__}; return an object of a halfstep.workloads.Workload subclass"

@@ -18,6 +18,7 @@ from halfstep.bench.sweep import Asked
 from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
+from halfstep.measurements import Largest
 from halfstep.report.largest import largest_charts, largest_headline, largest_table
 from halfstep.workloads.load import load_model
 from tests.bench.test_sweep import Played
@@ -86,6 +87,19 @@ def test_each_row_has_its_largest_batch_and_the_report_says_so(played):
     (chart,) = largest_charts(found)
     assert [(trace["x"], trace["y"]) for trace in chart.traces] == [(["regression"], [21]), (["regression"], [40])]
     assert largest_headline(found[:1]) == "No level takes a larger batch than O0."
+
+
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        ({"O0": 0, "O1": 4}, "m at O1 takes 4 examples per batch; O0 does not fit."),
+        ({"O1": 4, "O2": 8}, "m at O2 takes 8 examples per batch."),
+        ({"O0": 0, "O1": 0}, "No batch fits at any level."),
+        ({"O0": 4, "O1": 4}, "No level takes a larger batch than O0."),
+    ],
+)
+def test_the_sentence_says_so_where_o0_is_not_there_to_compare_with(batches, said):
+    assert largest_headline([Largest("m", name, MIB, batch) for name, batch in batches.items()]) == said
 
 
 def test_another_failure_is_a_row_with_an_error(played, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -182,6 +183,29 @@ def test_a_sweep_that_was_asked_for_otherwise_is_not_gone_on_with(played, change
 
 
 @pytest.mark.parametrize(
+    ("error", "again"), [(WorkloadError("KeyError: x"), True), (OutOfMemory("out of memory"), False)]
+)
+def test_a_point_that_failed_is_measured_again_unless_memory_ran_out(error, again, played):
+    def fail(worker):
+        if worker.task.settings["batch"] == "2":
+            raise error
+
+    played.fail = fail
+    asked = replace(ASKED, batches=(2, 4))
+    first = sweep(asked)
+    played.fail = None
+    second = sweep(asked, done=first)
+    assert [point.batch for point in second.points] == [2, 4]
+    assert second.points[1] is first.points[1]
+    assert (second.points[0] is first.points[0]) == (not again)
+    assert all(run.error is None for run in second.points[0].result.runs) == again
+
+
+def test_a_sweep_of_other_data_is_another():
+    assert replace(ASKED, data=Path("/a")).words() != replace(ASKED, data=Path("/b")).words()
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"models": ("resnet19",)}, "unknown model 'resnet19'; did you mean 'resnet18'"),
@@ -208,6 +232,7 @@ def test_bad_input_is_refused_before_anything_is_measured(played, change, said):
         ('{"workload": "char_lm"}', "KeyError"),
         ('{"schema": 2}', "its schema is 2, this halfstep's is 1"),
         ('{"schema": 1}', "ValidationError"),
+        ('{"schema": 1, "asked": {}, "total": 2}', "KeyError: 'points'"),
     ],
 )
 def test_a_file_that_is_no_sweep_of_this_version_is_refused_and_stays(text, said, tmp_path):

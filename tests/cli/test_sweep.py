@@ -38,12 +38,15 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
     assert (code, again, played.log) == (0, out, [])
     assert "has 2 of 2 points, which are not measured again" in err.replace("\n", " ")
     assert (tmp_path / "x.json").read_bytes() == before
+    code, _, err = halfstep("bench", "regression", "--batch-size", "2,8", *SMALL, *files)
+    assert (code, "another sweep" in err, "measured again" in err) == (2, True, False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["regression", "--batch-size", "0"], "'0' holds '0', which is no size"),
+        (["regression", "--batch-size", ","], "',' holds ',', which is no size"),
         (["regression", "--batch-size", "4,x"], "holds 'x', which is no size"),
         (["regression", "--model", "resnet18"], "both say what is trained"),
         (["--model", "resnet19"], "unknown model 'resnet19'"),

@@ -19,6 +19,9 @@ def bare():
 def wrong():
     return 3
 
+def boom():
+    raise RuntimeError("no model today")
+
 number = 4
 """
 
@@ -70,6 +73,8 @@ def test_a_users_function_gets_its_settings_and_data(own, tmp_path):
         ("missing", {}, "has no function 'missing'"),
         ("number", {}, "has no function 'number'"),
         ("wrong", {}, "returned int; return an object of a halfstep.workloads.Workload subclass"),
+        ("boom", {}, r"own\.py:boom raised RuntimeError: no model today"),
+        ("small", {"batch": "x"}, r"own\.py:small raised ValueError: invalid literal"),
         ("small", {"width": "3"}, "has no setting width; it has batch"),
     ],
 )
