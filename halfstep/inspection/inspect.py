@@ -11,9 +11,10 @@ import torch
 
 from halfstep.diagnose.rehearsal import check_given, rehearsing
 from halfstep.formats import as_format
+from halfstep.inspection.kept import Step
 from halfstep.inspection.kernels import profiled
 from halfstep.inspection.meter import Call, Meter, Place
-from halfstep.inspection.savings import Step, savings
+from halfstep.inspection.savings import savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
 from halfstep.plan.resolve import ModuleFormats
@@ -53,7 +54,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         meter = metered()
         names = session.assignment.names()
         formats = dict(zip(names, session.assignment.modules, strict=True))
-        step = Step(meter, session.plan, formats)
+        step = Step(meter, session, formats)
         kernels = profiled(run, device) if device.type == "cuda" else ()
         found = savings(step, metered)  # which makes calls again: random states are put back after it
     return Inspection(
