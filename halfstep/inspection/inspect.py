@@ -19,6 +19,7 @@ from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.session.session import Session
+from halfstep.torch_internals import schema_of
 
 _WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
 
@@ -75,7 +76,7 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
     groups: dict[tuple[str, str, str], list[Call]] = defaultdict(list)
     for call in meter.calls:
         formats = f"{_names(call.inputs)} -> {_names(call.outputs)}"
-        groups[call.note.aten, call.note.phase, formats].append(call)
+        groups[_operator(call), call.note.phase, formats].append(call)
     rows = [
         OpRow(
             operator,
@@ -90,6 +91,11 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
         for (operator, phase, formats), calls in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _operator(call: Call) -> str:
+    """Returns what the dispatcher calls an operation; one that is not torch's with its namespace."""
+    return call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
 
 
 def _module(name: str, given: ModuleFormats) -> ModuleRow:

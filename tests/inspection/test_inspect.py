@@ -464,6 +464,7 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     lines = [str(part) for part in inspection_report(found, what="Net under O1 in bf16").renderables]
     assert any(line.startswith("ran full at a") for line in lines)
     assert any("edit: Rule" in line for line in lines)
+    assert "  edit: plan.edit(Rule('a', Policy('full', 'low', 'low')))" in str(found).splitlines()
     fields = json.loads(to_json(found))
     assert len(fields["rows"]) == len(found.rows)
 
@@ -546,3 +547,13 @@ def test_an_edit_that_the_model_refuses_is_not_named(session_of, monkeypatch):
     (saving,) = found.savings
     assert "Rule('*', FULL) keeps it so" in saving.evidence
     assert saving.cure == ()
+
+
+def test_a_custom_operation_has_its_namespace_in_its_name(session_of):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.library._scoped_library("inspected", "DEF") as library:
+        library.define("mul(Tensor a) -> Tensor")
+        library.impl("mul", lambda a: a * 2, "CompositeExplicitAutograd")
+        with session_of(model) as session:
+            found = halfstep.inspect(session, lambda: (model(x) + torch.ops.inspected.mul(x)).square().mean())
+    assert [row.calls for row in found.rows if row.operator == "inspected::mul"] == [1]
