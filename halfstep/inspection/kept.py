@@ -69,6 +69,10 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
         why.append(f"the plan denies {operator}")
         advice.append(f"take {operator} off the deny list")
         edits.append(OpChange("allow", operator))
+    elif ("promote", operator) in plan.op_changes.listed():
+        why.append(f"the plan promotes {operator}, and an input is fp32")
+        advice.append(f"allow {operator}")
+        edits.append(OpChange("allow", operator))
     rules = _rules_over(step, module)
     if rules:
         several = len(rules) > 1

@@ -557,3 +557,12 @@ def test_a_custom_operation_has_its_namespace_in_its_name(session_of):
         with session_of(model) as session:
             found = halfstep.inspect(session, lambda: (model(x) + torch.ops.inspected.mul(x)).square().mean())
     assert [row.calls for row in found.rows if row.operator == "inspected::mul"] == [1]
+
+
+def test_an_operation_that_an_fp32_input_promotes_is_named_with_the_edit_that_allows_it(session_of, monkeypatch):
+    gains(monkeypatch)
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model, ops={"promote": ["conv2d"]}) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert found.savings[0].cure == (OpChange("allow", "conv2d"),)
+    assert "the plan promotes conv2d, and an input is fp32" in found.savings[0].evidence
