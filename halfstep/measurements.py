@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from halfstep.edits import Edit
+from halfstep.edits import Edit, spell
 from halfstep.machine import Machine
 
 
@@ -330,4 +330,5 @@ class Inspection:
         for each in self.savings:
             lines.append(f"{each.code} at {each.place} costs {each.seconds * 1e3:.3g} ms: {each.evidence}")
             lines.append(f"  do: {each.advice}")
+            lines += [f"  edit: {spell(each.cure)}"] if each.cure else []
         return "\n".join(lines if self.savings else [*lines, "nothing was found that would save time"])

@@ -11,13 +11,15 @@ import torch
 
 from halfstep.diagnose.rehearsal import check_given, rehearsing
 from halfstep.formats import as_format
+from halfstep.inspection.kept import Step
 from halfstep.inspection.kernels import profiled
 from halfstep.inspection.meter import Call, Meter, Place
-from halfstep.inspection.savings import Step, savings
+from halfstep.inspection.savings import savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.session.session import Session
+from halfstep.torch_internals import schema_of
 
 _WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
 
@@ -53,7 +55,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         meter = metered()
         names = session.assignment.names()
         formats = dict(zip(names, session.assignment.modules, strict=True))
-        step = Step(meter, session.plan, formats)
+        step = Step(meter, session, formats)
         kernels = profiled(run, device) if device.type == "cuda" else ()
         found = savings(step, metered)  # which makes calls again: random states are put back after it
     return Inspection(
@@ -74,7 +76,7 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
     groups: dict[tuple[str, str, str], list[Call]] = defaultdict(list)
     for call in meter.calls:
         formats = f"{_names(call.inputs)} -> {_names(call.outputs)}"
-        groups[call.note.aten, call.note.phase, formats].append(call)
+        groups[_operator(call), call.note.phase, formats].append(call)
     rows = [
         OpRow(
             operator,
@@ -89,6 +91,11 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
         for (operator, phase, formats), calls in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _operator(call: Call) -> str:
+    """Returns what the dispatcher calls an operation; one that is not torch's with its namespace."""
+    return call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
 
 
 def _module(name: str, given: ModuleFormats) -> ModuleRow:

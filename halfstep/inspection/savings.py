@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from halfstep.diagnose.streams import Stream
-from halfstep.diagnose.words import in_model, place_of
-from halfstep.edits import Edit, OpChange, Policy, Rule
+from halfstep.diagnose.words import place_of
 from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.inspection.kept import Reason, Step, as_called, kept_full
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
 from halfstep.measurements import Saving
-from halfstep.plan.plan import Plan
-from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import tree_leaves
 
-_HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
 _WORTH = 0.01  # of the step's time: what saves less is not told
 _ALIGNED = 8  # elements of 16 bits
 _ROUNDS = 3  # in which a step as it is and one without each fp32 stream take turns
@@ -29,42 +25,13 @@ _SOURCES = 3  # of fp32 streams: those whose casts take most
 _PATIENCE = 20.0  # seconds after which no further round begins
 
 Again = Callable[..., Meter]  # meters the step once more, with what is mixed at some places low
-Reason = tuple[str, str, tuple[Edit, ...]]  # why, what to do about it, and the edits that do it
 
 _WIDE = {"fp64": torch.float64, "fp32": torch.float32}
-_AS_CALLED: Reason = (
-    "it is called where autocast is off, or by an operation that halfstep has no row for",
-    "call it inside the model's forward with autocast on, or allow the operation",
-    (),
-)
 _DOUBLE: Reason = (
     "an input is fp64, which no plan casts",
     "make it fp32 where it comes from, as with x.float() or dtype=torch.float32",
     (),
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """A metered step, with what decided its formats."""
-
-    meter: Meter
-    plan: Plan
-    formats: dict[str, ModuleFormats]
-
-    @property
-    def seconds(self) -> float:
-        """The time in operations."""
-        return sum(call.seconds for call in self.meter.calls)
-
-    def heavy(self) -> dict[str | None, list[Call]]:
-        """Returns the products of each module that has its share of the FLOPs."""
-        total = sum(call.flops for call in self.meter.calls)
-        found: dict[str | None, list[Call]] = defaultdict(list)
-        for call in self.meter.calls:
-            if call.flops:
-                found[call.note.module].append(call)
-        return {name: calls for name, calls in found.items() if sum(c.flops for c in calls) >= _HEAVY * total}
 
 
 def savings(step: Step, again: Again) -> tuple[Saving, ...]:
@@ -83,8 +50,8 @@ def _full(step: Step) -> Iterator[Saving]:
             full = [call for call in calls if wide in call.inputs]
             if not full:
                 continue
-            kept = _kept_full(step, module, full[0])
-            why, advice, cure = kept or _AS_CALLED
+            kept = kept_full(step, module, full[0])
+            why, advice, cure = kept or as_called(step, full[0])
             then = step.plan.low.dtype
             if wide is torch.float64:  # no plan casts it; what it is once it is fp32 is the plan's
                 why, advice, cure = _DOUBLE
@@ -93,36 +60,6 @@ def _full(step: Step) -> Iterator[Saving]:
             count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
             evidence = f"{count} in {name}, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
             yield Saving("ran full", _place(full), evidence, advice, saved, cure)
-
-
-def _kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
-    """Returns what of the plan has a product run full, what to do about it and the edits that do it."""
-    plan, name = step.plan, in_model(module)[1]
-    if plan.ops == "none":
-        return f"{plan.name} runs everything as written", "train at O1 or O2", ()
-    operator = step.meter.operator(call.note)
-    for category, op in plan.op_changes.listed():
-        if category == "deny" and op == operator:
-            return f"the plan denies {op}", f"take {op} off the deny list", (OpChange("allow", op),)
-    rule = next((each for each in plan.rules if each.policy.compute == "full" and _matches(each, name, step)), None)
-    if rule is not None:
-        cure = Rule(rule.pattern, Policy(plan.param, "low", "low"), rule.buffers)
-        return f"{rule!r} keeps it so", "take the rule out, where what it guards against is not met any more", (cure,)
-    known = step.formats.get(module or "")
-    if known is not None and known.compute not in (None, plan.low):
-        return known.reason, _AS_CALLED[1], ()
-    return None
-
-
-def _matches(rule: Rule, name: str, step: Step) -> bool:
-    """Returns whether a rule is of a module or of one that it is in."""
-    parts = name.split(".") if name else []
-    above = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
-    for each in above:
-        known = step.formats.get(each)
-        if rule.matches((each,), () if known is None else (known.type_name,)):
-            return True
-    return False
 
 
 def _cast_again(step: Step) -> Iterator[Saving]:

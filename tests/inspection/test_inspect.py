@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -464,6 +464,7 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     lines = [str(part) for part in inspection_report(found, what="Net under O1 in bf16").renderables]
     assert any(line.startswith("ran full at a") for line in lines)
     assert any("edit: Rule" in line for line in lines)
+    assert "  edit: plan.edit(Rule('a', Policy('full', 'low', 'low')))" in str(found).splitlines()
     fields = json.loads(to_json(found))
     assert len(fields["rows"]) == len(found.rows)
 
@@ -506,3 +507,62 @@ def test_bad_input_is_one_error(session_of):
     session.close()
     with pytest.raises(SessionError, match="closed session"):
         halfstep.inspect(session, lambda: None)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("rules", "denied", "module", "patterns"),
+    [
+        (("*", "a.b"), (), "a.b", {"*", "a.b"}),
+        (("a.b", "*"), (), "a.a", {"*", "a.b"}),  # two rules on a module have to agree
+        (("a", "a.b"), (), "a.b", {"a.b"}),
+        (("a", "a.b"), (), "a.a", {"a"}),
+        (("a",), ("linear",), "a.b", {"a"}),
+        (("type:Module",), (), "a.a", {"type:Module"}),  # a base class
+    ],
+)
+def test_the_edits_of_a_finding_are_all_that_it_takes(level, rules, denied, module, patterns, session_of, monkeypatch):
+    gains(monkeypatch)
+    x, model = torch.randn(4, 8), nn.Sequential()
+    model.add_module("a", nn.Sequential(OrderedDict(a=nn.Linear(8, 8), b=nn.Linear(8, 8))))
+
+    def full(plan, **options):
+        with session_of(model, plan, **options) as session:
+            found = halfstep.inspect(session, lambda: model(x).square().mean()).savings
+            return session.plan, {each.place.partition(",")[0]: each for each in found if each.code == "ran full"}
+
+    plan, found = full(level, rules=[Rule(name, FULL) for name in rules], ops={"deny": list(denied)})
+    cure = found[module].cure
+    assert {edit.pattern for edit in cure if isinstance(edit, Rule)} == patterns
+    assert [edit.op for edit in cure if isinstance(edit, OpChange)] == list(denied)
+    assert module not in full(plan.edit(*cure), low=None)[1]
+
+
+def test_an_edit_that_the_model_refuses_is_not_named(session_of, monkeypatch):
+    """Low weights beside fp32 running statistics, which no kernel takes."""
+    gains(monkeypatch)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with session_of(model, "O2", rules=[Rule("*", FULL)]) as session:
+        found = halfstep.inspect(session, lambda: model(torch.randn(4, 8)).square().mean())
+    (saving,) = found.savings
+    assert "Rule('*', FULL) keeps it so" in saving.evidence
+    assert saving.cure == ()
+
+
+def test_a_custom_operation_has_its_namespace_in_its_name(session_of):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.library._scoped_library("inspected", "DEF") as library:
+        library.define("mul(Tensor a) -> Tensor")
+        library.impl("mul", lambda a: a * 2, "CompositeExplicitAutograd")
+        with session_of(model) as session:
+            found = halfstep.inspect(session, lambda: (model(x) + torch.ops.inspected.mul(x)).square().mean())
+    assert [row.calls for row in found.rows if row.operator == "inspected::mul"] == [1]
+
+
+def test_an_operation_that_an_fp32_input_promotes_is_named_with_the_edit_that_allows_it(session_of, monkeypatch):
+    gains(monkeypatch)
+    model, x = Net(), torch.randn(2, 3, 8, 8)
+    with session_of(model, ops={"promote": ["conv2d"]}) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert found.savings[0].cure == (OpChange("allow", "conv2d"),)
+    assert "the plan promotes conv2d, and an input is fp32" in found.savings[0].evidence
