@@ -60,7 +60,8 @@ E4M3 = Format("e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, False, torch.fl
 E5M2 = Format("e5m2", 8, 5, 2, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, True, torch.float8_e5m2)
 
 FORMATS = {fmt.name: fmt for fmt in (FP32, TF32, BF16, FP16, E4M3, E5M2)}
-LOW_DTYPES = (torch.float16, torch.bfloat16)  # of the formats that levels train in
+LOW_FORMATS = (BF16, FP16)  # that levels train in
+LOW_DTYPES = tuple(fmt.dtype for fmt in LOW_FORMATS)
 _BY_DTYPE = {fmt.dtype: fmt for fmt in (FP32, BF16, FP16, E4M3, E5M2)}
 
 _MAGNITUDE = 0x7FFFFFFF

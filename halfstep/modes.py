@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
+from halfstep.formats import LOW_DTYPES
 from halfstep.torch_internals import (
     DispatchKey,
     OpOverload,
@@ -71,7 +72,7 @@ def is_composite(func: Any) -> bool:
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tells whether low inputs lie beside fp32 ones, as in an LSTM of fp32 weights: autocast is off inside a mode."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    return torch.float32 in dtypes and not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+    return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
 
 
 @contextmanager

@@ -296,7 +296,7 @@ class AbsorbedOverflow:
         return (
             f"{self.operator} gives {self.exact:,.6g}, which is {'-' if self.exact < 0 else ''}inf in {self.format}, "
             f"whose largest value is {as_format(self.format).max:g}; {self.by}{line_by} then gives {self.got:g}, in "
-            f"fp32 {self.want:g}: off by {self.off:.0%}, with no value that shows it"
+            f"fp32 {self.want:g}: off by {self.off:.0%}, though every value is finite"
         )
 
 

@@ -43,7 +43,7 @@ def load_saved(path: Path) -> BenchResult:
 
 def _no_result(path: Path, why: str) -> WorkloadError:
     return WorkloadError(
-        f"--against {path} is no result of this halfstep's bench ({why}); give a file that "
+        f"--against {path} is not a result of this halfstep's bench ({why}); give a file that "
         "`halfstep bench --json FILE` wrote"
     )
 

@@ -21,7 +21,7 @@ def read_sweep(path: Path) -> Sweep | None:
         WorkloadError: the file cannot be read, is no sweep, or is one of another version of halfstep.
     """
     if path.exists() and not path.is_file():
-        raise WorkloadError(f"{path} is no file, and a sweep keeps its points in one; name a file with --json")
+        raise WorkloadError(f"{path} is not a file, and a sweep keeps its points in one; name a file with --json")
     try:
         text = path.read_bytes()
     except FileNotFoundError:

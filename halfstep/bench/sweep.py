@@ -61,7 +61,7 @@ class Asked:
 
     def _points(self, name: str, at: str, own: str) -> Iterator[tuple[str, Workload]]:
         if at and not own.isdecimal():
-            raise WorkloadError(f"model {name}: @{own} is no batch size; write for example {name}@16")
+            raise WorkloadError(f"model {name}: @{own} is not a batch size; write for example {name}@16")
         batches = [own] if at else [str(batch) for batch in self.batches]
         for size in [{"batch": batch} for batch in batches] or [{}]:
             yield name, load_model(name, {**self.settings, **size}, data=self.data)

@@ -50,7 +50,7 @@ class Casting:
 
     @property
     def switch(self) -> Switch | None:
-        """What tells whether ops are cast in a thread; None under a plan that runs them as written."""
+        """Tells whether op casting is on in the current thread; None under a plan that runs ops as written."""
         return None if self._engine is None else self._engine.switch
 
     def open(self) -> Undo:

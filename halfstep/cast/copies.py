@@ -20,7 +20,7 @@ _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a modul
 STAND_IN = "_halfstep_stand_in"
 BASE = "_halfstep_base"
 OURS = frozenset({GATE, STAND_IN})
-"""What halfstep keeps in the `__dict__` of a module; written in this file and `enter.py` alone."""
+"""What halfstep keeps in the `__dict__` of a module; here and in `enter.py` (DDP's `join_hook` by `Replicas`)."""
 
 
 class CheckpointHook:

@@ -75,7 +75,7 @@ class Given:
         self._last[id(parameter)] = name, weakref.ref(state[name])
 
     def in_state(self, state: dict[str, Any], parameter: nn.Parameter) -> Tensor | None:
-        """Returns the parameter's value if it lies in this state already, under another name."""
+        """Returns the tensor that `state` already holds for a tied parameter under another name."""
         name, value = self._last.get(id(parameter), ("", None))
         known = None if value is None else value()
         return known if known is not None and state.get(name) is known else None

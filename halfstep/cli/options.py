@@ -53,7 +53,9 @@ def sizes(text: str) -> tuple[int, ...]:
     found = names(text)
     wrong = [each for each in found or [text] * bool(text) if not each.isdecimal() or int(each) < 1]
     if wrong:
-        raise WorkloadError(f"{text!r} holds {wrong[0]!r}, which is no size; give whole numbers above 0, as in 16,32")
+        raise WorkloadError(
+            f"{text!r} holds {wrong[0]!r}, which is not a size; give whole numbers above 0, as in 16,32"
+        )
     return tuple(dict.fromkeys(map(int, found)))
 
 
@@ -68,7 +70,7 @@ def bytes_of(text: str) -> int:
     """
     amount, unit = text[:-3].strip(), text[-3:]
     if unit not in UNITS or not amount.replace(".", "", 1).isdecimal():
-        raise WorkloadError(f"{text!r} is no amount of memory; give for example 512MiB or 2GiB")
+        raise WorkloadError(f"{text!r} is not an amount of memory; give for example 512MiB or 2GiB")
     return int(float(amount) * UNITS[unit])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnose.origin import Origin, reached_from
-from halfstep.formats import BF16, FP16, FP32, Format
+from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS, Format
 from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import Kind, OpCall
@@ -179,7 +179,7 @@ def _masks(note: Note) -> list[Note]:
 
 
 def _infinity(recorder: OpRecorder, note: Note) -> str:
-    """Returns where the infinity of a mask came from that an operation computed with; "" for none that mattered."""
+    """Returns which tensor or operation the infinite value that an operation computed with came from; "" if none."""
     if note.exact is not None and (note.parents or note.leaves):
         return ""
     met = [each for each in reached_from(note.parents) if each.aten != "scalar_tensor"]  # of torch.where and a number
@@ -194,7 +194,7 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
 
 
 def _is_around(one: str, other: str) -> bool:
-    """Tells whether a module is another, or around it: on one line, as of a hook, a cast can make the difference."""
+    """Tells whether two names are of the same module, or one contains the other; a hook's cast can blur which."""
     shorter, longer = sorted((one, other), key=len)
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
@@ -221,7 +221,7 @@ def _format(note: Note) -> Format | None:
 
 def _vanished(note: Note, low: Format) -> float | None:
     """Returns a number near zero that was added, or taken as a bound, before an operation, and that is 0 in `low`."""
-    if low not in (FP16, BF16):
+    if low not in LOW_FORMATS:
         return None
     waiting = [(source, 0) for source in note.sources if source is not None]
     while waiting:

@@ -59,7 +59,7 @@ _LOG = logging.getLogger("halfstep")
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Records as any recorder; what goes wrong in it ends the recording, and never the step that it watches.
 
-    `spent` adds up what the model's calls since the last backward pass count. It has `ended` where it failed, or where
+    `spent` is the total cost of model calls since the last backward pass. It has `ended` where it failed, or where
     the operations were `too_many`. `carried` has the loss scale of each backward pass, with the note that it may begin
     with.
 
@@ -341,7 +341,8 @@ class Guardian:
             return None
         if lower.scale is None:
             verdict = say(found, plan, untried_cure(plan, found, self._runtime.roots), scale=scale)
-            return verdict, ", and a lower loss scale " + ("might help or not" if lower.may_help else "would not help")
+            said = "; whether a lower loss scale helps is unknown"
+            return verdict, said if lower.may_help else ", and a lower loss scale would not help"
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)
         if lives_at_floor and scale > self._floor:
             return self._of_rhythm(found, scale)

@@ -48,7 +48,7 @@ class Stream:
 
     def advice(self) -> str:
         """Returns what keeps the stream low."""
-        cure = f"x.to(...) there keeps what follows low, x being {self.source}"
+        cure = f"to keep activations low, cast {self.source} where it is used"
         return f"{cure}, or input='low', which rounds all inputs" if self.source.kind == "input" else cure
 
 
@@ -101,5 +101,5 @@ class Streams:
         """Yields a note for each operation that made a stream fp32 which several modules cast."""
         for stream in self.wide():
             place = place_of(stream.note.module, stream.note.line)
-            advice = f"right as it is, and mostly as fast; {stream.advice()}"
+            advice = f"not an error and rarely slower; {stream.advice()}"
             yield Finding("note", "fp32 stream", place, stream.evidence(), advice)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
 from halfstep.edits import Edit, spell
-from halfstep.formats import BF16, FP16, FP32
+from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
 from halfstep.observe.recorder import OTHERS, Note
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
@@ -120,7 +120,7 @@ def _at_lower(found: Diagnosis, lower: float) -> str:
 
 
 def _fails_in_full(full: Diagnosis) -> str:
-    if full.low in (FP16, BF16):  # as of weights that the code takes as they are stored, or of its own cast
+    if full.low in LOW_FORMATS:  # as of weights that the code takes as they are stored, or of its own cast
         return f"with the models in fp32 the same closure fails too, in an operation that still computes in {full.low}"
     return "in fp32 the same closure fails too"
 
@@ -178,8 +178,7 @@ def _seen(found: Diagnosis) -> str:
     part = "" if found.note.aten.rstrip("_") == found.operator else f" (its part {found.note.aten})"
     text = f"{found.operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
-        end = f"{found.low.max:,.0f}" if found.low.max < 1e6 else f"{found.low.max:.3g}"
-        text += f", where the largest result is {found.exact:,.0f} and {found.low} ends at {end}"
+        text += f"; the largest exact result, {found.exact:,.0f}, exceeds {found.low}'s maximum"
     if found.note.divided_by is not None:
         zeros, count = found.note.divided_by
         text += f"; the divisor is 0 in {zeros:,} of {count:,} element{'s' * (count != 1)}"
@@ -195,13 +194,13 @@ def _inputs(call: OpCall | None, note: Note) -> str:
         return ""
     spans = [*call.input_ranges, *((number, number) for number in note.scalars)]
     if call.operator in ("div", "div_") and spans == [(0.0, 0.0)] * 2:
-        return " from 0/0"
+        return ", from 0/0"
     said = [
         f"{name} in [{span[0]:.4g}, {span[1]:.4g}]"
         for name, span in zip(call.input_formats, call.input_ranges, strict=True)
         if span is not None
     ]
-    return f" from {', '.join(said[:4])}" if said else ""
+    return f", from {', '.join(said[:4])}" if said else ""
 
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
@@ -246,8 +245,8 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
-            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give 1e-6 or more; "
-            "gradients are divided by eps, so 1e-3 allows a higher loss scale"
+            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give "
+            f"{found.low.usable_eps:g} or more; gradients are divided by eps, so 1e-3 allows a higher loss scale"
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
@@ -282,7 +281,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         return f"the code passes the number {number} to {name}: see where that number comes from"
     if found.infinity:
         return _met(found)
-    if full.low in (FP16, BF16) and found.exact is not None:
+    if full.low in LOW_FORMATS and found.exact is not None:
         return (
             f"no edit helps: the code itself casts the inputs of {name} to {found.low}, or uses weights as they are "
             "stored; remove that cast, or add .float()"

@@ -40,7 +40,7 @@ def _against_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
 
 
 def wide_backward(*, seconds: float) -> WideBackward:
-    """Returns up to each head width the longest attention whose backward pass is faster in fp32, measured in bf16."""
+    """Measures, per head width, the longest sequence whose attention backward is faster in fp32 than in bf16."""
     share = seconds / (len(_WIDTHS) * len(_LENGTHS))
     found = []
     for width in _WIDTHS:

@@ -12,8 +12,8 @@ import torch
 
 from halfstep.edits import OP_LISTS, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, FP16, Format, as_format
-from halfstep.plan.plan import LOW_FORMATS, Master, Plan, PlanInput
+from halfstep.formats import BF16, FP16, LOW_FORMATS, Format, as_format
+from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.validate import as_tuple, near_miss
 
 _OFF = Scaling("none")

@@ -125,6 +125,8 @@ def nearest(rule: Rule, sites: Iterable[Site]) -> str:
             return f"; it is a tensor of module {owner!r}: put the rule on the module"
     if rule.pattern in types:
         return f"; did you mean {TYPE_PREFIX + rule.pattern!r}?"
+    if not names:
+        return "; the model has no submodules: use '' for the model itself"
     return near_miss(rule.pattern, names) or f"; the model has the modules {_some(names)}"
 
 

@@ -8,15 +8,13 @@ from typing import Literal, get_args
 
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, FP16, Format, as_format
+from halfstep.formats import BF16, LOW_FORMATS, Format, as_format
 from halfstep.validate import as_tuple, instance, one_of, text
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
 PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
-
-LOW_FORMATS = (BF16, FP16)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from halfstep.session.session import Session
 from halfstep.torch_internals import buffers_of, parameters_of
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names
-PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 
 
@@ -183,7 +183,7 @@ def _ranges(setup: Setup) -> Iterator[Finding]:
 def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
     """Tells whether a weight is stored in the low format, or cast to it where it is used."""
     low = setup.plan.low
-    cast = id(parameter) in setup.rounded or (isinstance(part.module, PRODUCTS) and part.formats.compute is low)
+    cast = id(parameter) in setup.rounded or (isinstance(part.module, PRODUCT_LAYERS) and part.formats.compute is low)
     return setup.plan.ops != "none" and (parameter.dtype is low.dtype or cast)
 
 
@@ -358,7 +358,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
     odd = [
         f"{part.place} {tuple(part.module.weight.shape)}"
         for part in setup.parts
-        if isinstance(part.module, PRODUCTS)
+        if isinstance(part.module, PRODUCT_LAYERS)
         and part.formats.compute is setup.plan.low
         and any(size % ALIGNED for size in part.module.weight.shape[:2])
     ]

@@ -71,7 +71,7 @@ class LossScales:
     def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
         """Adapts the scales to one step: the gradients of each optimizer, and whether those overflowed.
 
-        Several steps on one backward pass, one for each optimizer, are one to a scale, which backs off at most once.
+        Where several optimizers step on one backward pass, a scale backs off at most once for all of them.
         """
         if not self.active:
             return

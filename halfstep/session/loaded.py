@@ -1,4 +1,4 @@
-"""Models that were loaded in bf16 or fp16, whose weights are to start fp32 values."""
+"""Models that were loaded in bf16 or fp16, whose weights become the initial values of fp32 masters."""
 
 from __future__ import annotations
 

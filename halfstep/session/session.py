@@ -63,7 +63,8 @@ STEP_IS_OURS = (
 )
 NO_OPTIMIZER = "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
 IN_A_CLOSURE = (
-    "a closure for blame or check only computes and returns the loss: they run the backward pass, and no step"
+    "a closure for blame or check only computes and returns the loss; blame and check run backward themselves; do not "
+    "call backward or step in the closure"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -361,7 +362,7 @@ class Session:
     def grad(
         self, outputs: Any, inputs: Any, *, loss_id: int = 0, grad_outputs: Any = None, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
-        """Does what `torch.autograd.grad` does, with the loss scale applied, and divided out of the results.
+        """Returns gradients as `torch.autograd.grad` does, computed with the loss scale and divided by it at the end.
 
         Returns true gradients in fp32 (float64 and complex stay), so that a penalty on them can be added to the loss
         (`create_graph=True`). `loss_id` is that of this loss: its scale is used, and backs off where these gradients
@@ -468,9 +469,7 @@ class Session:
         """
         self._check_open()
         if self._rehearsing:
-            raise SessionError(
-                f"this was called inside a closure that blame or check runs; {IN_A_CLOSURE}; call it outside"
-            )
+            raise SessionError(f"this was called inside a closure that blame or check runs; {IN_A_CLOSURE}")
         self._close_watchers()
         self._rehearsing = True
         try:

@@ -126,8 +126,8 @@ def test_rows_that_cannot_be_compared_say_why():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no result"),
-        ("[]", "is no result"),
+        ("{", "is not a result"),
+        ("[]", "is not a result"),
         ("{}", "workload|machine"),
         (bench_json(simulated(0)).replace('"runs"', '"rows"'), "runs"),
         (bench_json(result([BenchRun("a", "O0", "bf16", False, False, times_ms=(0.0,))])), "a step of no time"),

@@ -209,7 +209,7 @@ def test_a_sweep_of_other_data_is_another():
     ("change", "said"),
     [
         ({"models": ("resnet19",)}, "unknown model 'resnet19'; did you mean 'resnet18'"),
-        ({"models": ("regression@x",)}, "@x is no batch size"),
+        ({"models": ("regression@x",)}, "@x is not a batch size"),
         ({"models": ()}, "a sweep needs a model"),
         ({"rows": ()}, "a sweep needs a model"),
         ({"steps": 0}, "a sweep needs a model"),
@@ -276,7 +276,7 @@ def test_what_is_no_file_is_written_to_but_keeps_no_sweep(tmp_path):
     reader.join()
     assert got == ["text"]
     assert pipe.is_fifo()
-    with pytest.raises(WorkloadError, match="pipe is no file, and a sweep keeps its points in one"):
+    with pytest.raises(WorkloadError, match="pipe is not a file, and a sweep keeps its points in one"):
         read_sweep(pipe)
 
 

@@ -45,9 +45,9 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["regression", "--batch-size", "0"], "'0' holds '0', which is no size"),
-        (["regression", "--batch-size", ","], "',' holds ',', which is no size"),
-        (["regression", "--batch-size", "4,x"], "holds 'x', which is no size"),
+        (["regression", "--batch-size", "0"], "'0' holds '0', which is not a size"),
+        (["regression", "--batch-size", ","], "',' holds ',', which is not a size"),
+        (["regression", "--batch-size", "4,x"], "holds 'x', which is not a size"),
         (["regression", "--model", "resnet18"], "both say what is trained"),
         (["--model", "resnet19"], "unknown model 'resnet19'"),
         (

@@ -114,7 +114,7 @@ def test_a_copy_that_a_closure_makes_runs_itself():
 def test_a_rehearsal_inside_a_closure_is_refused_and_ends_the_outer_one():
     model = Cnn(Gain())
     session = opened(model)
-    with pytest.raises(SessionError, match="call it outside"):
+    with pytest.raises(SessionError, match="inside a closure that blame or check runs"):
         halfstep.blame(session, lambda: halfstep.check(session, lambda: None))
     loss = fails(model)()
     session.backward(loss)  # open for training again

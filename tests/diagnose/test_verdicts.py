@@ -138,7 +138,7 @@ KINDS = [
         {"kind": "scale too high", "phase": "backward"}, loss=falling,
         options={"loss_scale": Scaling("static", init=2.0**30)}, never=("mask",)),
     Row("zero by zero", linear, {"operator": "div"}, "O1", "bf16", zero_by_zero,
-        says=("div gave 16 NaN of 16 elements from 0/0",)),
+        says=("div gave 16 NaN in 16 elements, from 0/0",)),
 ]  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def own_softmax(steep, mask=-torch.inf, add=False):
 
 BEHIND_A_MASK = {
     "fields": {"kind": "overflow", "module": "1", "operator": "exp", "cure": (OpChange("deny", "exp"),)},
-    "says": ("fp16 ends at 65,504",),
+    "says": ("exceeds fp16's maximum",),
     "never": ("mask",),
 }
 MASKS = [
@@ -323,7 +323,7 @@ PLACES = [
     divided(Halved.apply, 0.0, "backward"),
     Row("eps that cures no more in fp32", lambda: nn.Sequential(Behind(logarithm_of_eps), nn.Linear(8, 4)),
         {"kind": "invalid", "operator": "log", "cure": ()}, says=("as 1e-10 is 0 in fp16",),
-        never=("give 1e-6 or more",)),
+        never=("give 1e-06 or more",)),
     Row("two faults, of which one is in fp32 too", between(loud, emptied),
         {"kind": "overflow", "module": "1", "operator": "mul", "cure": ()},
         says=("two faults", "masked row of softmax in 2"), never=("cast",)),

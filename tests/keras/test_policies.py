@@ -234,7 +234,7 @@ def test_a_model_without_layers_yet_and_one_that_was_trained_are_refused():
 
 @pytest.mark.parametrize("call", [set_plan, policy_map, lambda plan: apply_plan(vgg(), plan)])
 def test_what_is_no_plan_is_refused(call):
-    with pytest.raises(PlanError, match=r"'O1' is no Plan; give one, such as level\('O1', 'fp16'\)"):
+    with pytest.raises(PlanError, match=r"'O1' is not a Plan; give one, such as level\('O1', 'fp16'\)"):
         call("O1")
 
 

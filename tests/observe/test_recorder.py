@@ -45,7 +45,7 @@ def test_memory_that_a_collective_still_writes_to_can_be_looked_at():
 
 def test_badness_counts_each_kind_and_names_the_first_place():
     assert nonfinite(torch.tensor([[1.0, 2.0], [INF, NAN], [-INF, NAN]])) == NonFinite(6, 2, 1, 1, (1, 0))
-    assert str(NonFinite(6, 2, 1, 0)) == "2 NaN and 1 inf of 6 elements"
+    assert str(NonFinite(6, 2, 1, 0)) == "2 NaN and 1 inf in 6 elements"
     assert nonfinite(torch.tensor([1, 2])) is None
     assert nonfinite(torch.tensor([])) is None
     assert nonfinite(torch.tensor([65504.0], dtype=torch.float16)) is None

@@ -111,9 +111,8 @@ def test_a_rule_that_matches_nothing_is_told_what_it_may_mean(pattern, told):
 
 
 def test_a_model_without_submodules_has_none_to_name():
-    assert (
-        message(nn.Linear(2, 2), Rule("head", FULL)) == "rule 'head' matches no module; the model has the modules none"
-    )
+    said = "rule 'head' matches no module; the model has no submodules: use '' for the model itself"
+    assert message(nn.Linear(2, 2), Rule("head", FULL)) == said
 
 
 def test_a_rule_may_match_in_one_of_several_models():

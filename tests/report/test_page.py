@@ -182,7 +182,8 @@ def test_the_map_opens_where_the_overflow_shows(tmp_path):
 
 def test_a_page_of_a_run_that_went_on_stuck_opens_on_its_verdict(tmp_path):
     stuck = [step(number, skipped=True) for number in range(2, 20)]
-    found = focus(tmp_path, verdict("b"), *(seen(1, name, {0: 1}) for name in ("a", "b")), *stuck)
+    observed = (seen(1, name, {0: 1}) for name in ("a", "b"))
+    found = page(tmp_path, START, step(1, skipped=True), *observed, verdict("b"), *stuck).charts["focus"]
     assert found == {"kind": "weight_grad", "module": "b", "saturated": False}
 
 

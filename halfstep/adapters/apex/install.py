@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from halfstep.adapters.apex.state import STATE
-from halfstep.formats import FP16, Format, as_format
-from halfstep.plan.plan import LOW_FORMATS
+from halfstep.formats import FP16, LOW_FORMATS, Format, as_format
 from halfstep.session.session import Session
 from halfstep.validate import one_of
 

@@ -146,7 +146,7 @@ def policy_of(plan: Plan) -> Policy:
         PlanError: it is no plan, or one with something that Keras has no means for.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r:.80} is no Plan; give one, such as level('O1', 'fp16')")
+        raise PlanError(f"{plan!r:.80} is not a Plan; give one, such as level('O1', 'fp16')")
     if plan.op_changes != OpChanges():
         raise PlanError(
             f"plan {plan.name!r} has op_changes, which change torch's op table, and Keras has none; give a rule on the "

@@ -32,7 +32,7 @@ def as_modules(model: keras.Model) -> Any:
             "StepLog here, or choose torch before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
         )
     if not isinstance(model, keras.Model):
-        raise SetupError(f"{model!r:.80} is no model of Keras; give a keras.Model")
+        raise SetupError(f"{model!r:.80} is not a Keras model; give a keras.Model")
     unbuilt = next((layer.name for layer in reversed(_layers(model)) if not layer.built), None)
     if unbuilt is not None:
         raise SetupError(f"layer {unbuilt!r} of {model.name!r} is not built; call the model on a batch first: model(x)")

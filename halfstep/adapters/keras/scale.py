@@ -46,7 +46,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
             raise SetupError(
-                f"{inner_optimizer!r:.80} is no optimizer of Keras; give one, such as keras.optimizers.Adam(1e-3)"
+                f"{inner_optimizer!r:.80} is not a Keras optimizer; give one, such as keras.optimizers.Adam(1e-3)"
             )
         scaling = as_scaling(scaling)
         super().__init__(inner_optimizer, scaling.first, scaling.growth_interval, name=name)
