@@ -113,7 +113,7 @@ def test_the_first_place_is_that_in_the_weight(plan):
     model.weight.data[2, 3] = 1e5 if plan == "O2" else torch.inf  # stored in fp16 it is infinite
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: (model(ONES) + ONES.to(model.weight.dtype) @ model.weight.t()).mean())
-    assert "parameter weight holds 1 inf of 40 elements, first at [2, 3]" in verdict.evidence
+    assert "parameter weight holds 1 inf in 40 elements, first at [2, 3]" in verdict.evidence
 
 
 @PLANS
@@ -124,7 +124,7 @@ def test_the_first_place_in_a_transposed_input_is_not_told(plan):
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: model(x.t()).float().mean())
         of_straight = halfstep.blame(session, lambda: model(straight).float().mean())
-    assert "1 NaN of 32 elements" in verdict.evidence
+    assert "1 NaN in 32 elements" in verdict.evidence
     assert "first at" not in verdict.evidence
     assert "first at [1, 5]" in of_straight.evidence
 
