@@ -37,7 +37,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Raises:
         ValueError: `shared_param` is given, which apex no longer takes either.
-        SetupError: what is asked for would change the gradients, and torch does not do it; or an argument is not a size.
+        SetupError: what is asked for would change the gradients, which torch does not do; or an argument is not a size.
     """
 
     def __init__(  # noqa: PLR0913  # apex's
