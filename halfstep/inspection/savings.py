@@ -16,7 +16,7 @@ from halfstep.inspection.kept import Reason, Step, as_called, kept_full
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
 from halfstep.measurements import Saving
-from halfstep.torch_internals import tree_leaves
+from halfstep.torch_internals import FLASH_ATTENTION_CPU_BACKWARD, tree_leaves
 
 _WORTH = 0.01  # of the step's time: what saves less is not told
 _ALIGNED = 8  # elements of 16 bits
@@ -47,7 +47,7 @@ def _full(step: Step) -> Iterator[Saving]:
     known: dict[tuple[torch.dtype, torch.dtype], dict[str, float]] = defaultdict(dict)
     for module, calls in step.heavy().items():
         for name, wide in _WIDE.items():
-            full = [call for call in calls if wide in call.inputs]
+            full = [call for call in calls if wide in call.inputs and not _is_wide_backward(call)]
             if not full:
                 continue
             kept = kept_full(step, module, full[0])
@@ -60,6 +60,12 @@ def _full(step: Step) -> Iterator[Saving]:
             count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
             evidence = f"{count} in {name}, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
             yield Saving("ran full", _place(full), evidence, advice, saved, cure)
+
+
+def _is_wide_backward(call: Call) -> bool:
+    """Returns whether it is the backward of low attention, which halfstep computes in fp32 where that is faster."""
+    forward = call.note.forward
+    return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and forward.dtype in LOW_DTYPES
 
 
 def _cast_again(step: Step) -> Iterator[Saving]:

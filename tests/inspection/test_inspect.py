@@ -566,3 +566,13 @@ def test_an_operation_that_an_fp32_input_promotes_is_named_with_the_edit_that_al
         found = halfstep.inspect(session, lambda: model(x).square().mean())
     assert found.savings[0].cure == (OpChange("allow", "conv2d"),)
     assert "the plan promotes conv2d, and an input is fp32" in found.savings[0].evidence
+
+
+@pytest.mark.parametrize(("denied", "codes"), [((), []), (("scaled_dot_product_attention",), ["ran full"])])
+def test_attention_that_goes_backward_wide_is_no_finding(denied, codes, session_of, monkeypatch):
+    gains(monkeypatch)
+    model, x = Attention(), torch.randn(3, 8, 16)
+    with session_of(model, ops={"deny": list(denied)}) as session:
+        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    assert any("flash_attention" in row.operator and "fp32" in row.formats for row in found.rows)
+    assert [saving.code for saving in found.savings] == codes
