@@ -19,7 +19,7 @@ _HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
 
 Reason = tuple[str, str, tuple[Edit, ...]]  # why, what to do about it, and the edits that do it
 
-_AS_CALLED: Reason = (
+AS_CALLED: Reason = (
     "it is called where autocast is off, or by an operation that halfstep has no row for",
     "call it inside the model's forward with autocast on, or allow the operation",
     (),
@@ -82,7 +82,7 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
     if edits:
         return ", and ".join(why), "; ".join(advice), tuple(edits) if _has_run_low(step, module, edits) else ()
     known = step.formats.get(module or "")
-    return None if known is None or known.compute in (None, plan.low) else (known.reason, _AS_CALLED[1], ())
+    return None if known is None or known.compute in (None, plan.low) else (known.reason, AS_CALLED[1], ())
 
 
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
@@ -117,8 +117,3 @@ def _has_run_low(step: Step, module: str | None, edits: Sequence[Edit]) -> bool:
         return assignment.of(name, model=int(number or 0)).compute == plan.low
     except PlanError:
         return False
-
-
-def as_called(step: Step, call: Call) -> Reason:
-    """Returns why a product ran full that the plan does not keep so."""
-    return _AS_CALLED

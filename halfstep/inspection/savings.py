@@ -12,7 +12,7 @@ import torch
 from halfstep.diagnose.streams import Stream
 from halfstep.diagnose.words import place_of
 from halfstep.formats import LOW_DTYPES, as_format
-from halfstep.inspection.kept import Reason, Step, as_called, kept_full
+from halfstep.inspection.kept import AS_CALLED, Reason, Step, kept_full
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
 from halfstep.measurements import Saving
@@ -51,7 +51,7 @@ def _full(step: Step) -> Iterator[Saving]:
             if not full:
                 continue
             kept = kept_full(step, module, full[0])
-            why, advice, cure = kept or as_called(step, full[0])
+            why, advice, cure = kept or AS_CALLED
             then = step.plan.low.dtype
             if wide is torch.float64:  # no plan casts it; what it is once it is fp32 is the plan's
                 why, advice, cure = _DOUBLE
