@@ -37,11 +37,11 @@ CYCLE = 50
 ALL = (*TENSOR_KINDS, UPDATE)
 ROWS: dict[str, dict[str, object]] = {
     "not observed": {"every": NEVER, "tensors": ALL},
+    "absorbed alone": {"every": 1, "tensors": (), "absorbed": True},
     "four kinds": {"every": 1},
     "all five kinds": {"every": 1, "tensors": ALL},
     f"four kinds, sample {SAMPLE:,}": {"every": 1, "sample": SAMPLE},
     f"all five kinds, sample {SAMPLE:,}": {"every": 1, "tensors": ALL, "sample": SAMPLE},
-    "absorbed alone": {"every": 1, "tensors": (), "absorbed": True},
 }
 CYCLE_ROWS: dict[str, dict[str, object]] = {
     f"every {CYCLE}, absorbed alone": {"every": CYCLE, "tensors": (), "absorbed": True},
