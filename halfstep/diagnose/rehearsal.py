@@ -52,8 +52,8 @@ class Rehearsal:
         return compute_loss(self._closure, self.params)
 
     @contextmanager
-    def gradients(self, loss: Tensor, scale: float) -> Iterator[list[Tensor]]:
-        """Runs the backward pass at a loss scale and gives all gradients; those of tensors of others are put back."""
+    def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
+        """Runs the backward pass at a loss scale (None: none) and gives all gradients; those of others are put back."""
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:
                 leaf.grad = None

@@ -36,7 +36,8 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         SetupError: the model is sharded.
     """
     check_given("inspect", session, closure)
-    device, scale = session.runtime.device, session.last_step().scale
+    device = session.runtime.device
+    scale = session.last_step().scale if session.plan.scale.active else None  # or it would be one more operation
     with rehearsing(session, closure) as rehearsal:
 
         def run(recorded: AbstractContextManager[Any] = nullcontext()) -> None:  # noqa: B008  # one that does nothing

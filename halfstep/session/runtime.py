@@ -33,8 +33,12 @@ class Runtime:
     full: Callable[[nn.Parameter], Tensor]
     summing: Callable[[], bool]
 
-    def backward(self, loss: Tensor, scale: float) -> None:
-        """Runs the backward pass of a loss times a scale, as training would, and keeps its graph."""
+    def backward(self, loss: Tensor, scale: float | None) -> None:
+        """Runs the backward pass of a loss times a scale (None: none), as training would, and keeps its graph."""
+        if scale is None:
+            with self.casting.backward():
+                begin_pass(lambda: loss.backward(retain_graph=True))  # type: ignore[no-untyped-call]
+            return
         low_loss = loss.dtype is torch.float16 or self.scales.ceiling is not None  # one that a forward returned
         if low_loss and self.plan.scale.adapts:
             scale = min(scale, FP16_LOSS_CEILING)
