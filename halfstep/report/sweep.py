@@ -86,7 +86,9 @@ def words(sweep: Sweep) -> Iterator[str]:
         )
         yield f"Peak memory: {result.peak_method} in the second step, weights included."
         if not any(run.joules is not None for _, run in _seen(sweep)):
-            yield f"Energy: this {result.machine.device} reports none."
+            device = result.machine.device
+            asked = "" if device == "cpu" else ", or pynvml, which reads it, is missing (`pip install nvidia-ml-py`)"
+            yield f"Energy: this {device} reports none{asked}."
         yield from result.notes
 
 

@@ -70,6 +70,13 @@ def test_the_table_says_what_failed_and_how_far_the_sweep_is():
     assert "a note" in text
 
 
+def test_a_gpu_without_energy_is_told_what_reads_it():
+    point = point_of("x", 1, O0)
+    on_gpu = replace(point, result=replace(point.result, machine=replace(MACHINE, device="NVIDIA H100")))
+    text = " ".join(text_of(replace(SWEEP, points=(on_gpu,))).split())
+    assert "Energy: this NVIDIA H100 reports none, or pynvml, which reads it, is missing" in text
+
+
 TRAIN_O1 = "Train at O1 bf16: 1.60 to 2.00 times as fast as O0, with 0.80 of its peak memory."
 TRAIN_O2 = "Train at O2 bf16: 2.50 to 4.00 times as fast as O0, with 0.50 to 0.60 of its peak memory."
 
