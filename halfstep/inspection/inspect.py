@@ -11,9 +11,9 @@ import torch
 
 from halfstep.diagnose.rehearsal import check_given, rehearsing
 from halfstep.formats import as_format
-from halfstep.inspection.kept import Step
 from halfstep.inspection.kernels import profiled
 from halfstep.inspection.meter import Call, Meter, Place
+from halfstep.inspection.reasons import Step
 from halfstep.inspection.savings import savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow

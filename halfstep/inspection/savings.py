@@ -12,8 +12,8 @@ import torch
 from halfstep.diagnose.streams import Stream
 from halfstep.diagnose.words import place_of
 from halfstep.formats import LOW_DTYPES, as_format
-from halfstep.inspection.kept import AS_CALLED, Reason, Step, kept_full
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
+from halfstep.inspection.reasons import AS_CALLED, Reason, Step, kept_full
 from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
 from halfstep.measurements import Saving
 from halfstep.torch_internals import FLASH_ATTENTION_CPU_BACKWARD, tree_leaves

@@ -39,6 +39,10 @@ def forward(model):
         (MixedPrecisionPolicy(), r"'0.weight' arrives in the forward as torch.float32, and O2 reads it as torch.bf"),
         (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' arrives .* as torch.float16"),
         (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts what its forward is given to torch.bf"),
+        (
+            MixedPrecisionPolicy(torch.float32),
+            "cast_forward_inputs=True it casts what its forward is given to torch.fl",
+        ),
         (MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False), "output_dtype it casts what it ret"),
     ],
 )
@@ -58,6 +62,15 @@ def test_a_policy_that_casts_to_the_fp32_that_is_there_anyway(policy, plan):
     model, session = opened(policy, plan)
     session.backward(forward(model))
     assert not bool(session.step().skipped)
+
+
+def test_only_the_model_itself_may_return_fp32_by_its_policy():
+    model = network()
+    wide = MixedPrecisionPolicy(LOW, output_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(model[1], mp_policy=wide)
+    fully_shard(model, mp_policy=wide)
+    with pytest.raises(SetupError, match=f"output_dtype it casts what it returns to torch.float32.*{LINE}"):
+        halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 
 def test_after_the_error_the_weights_are_those_that_were_sharded():
