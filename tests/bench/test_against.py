@@ -174,6 +174,7 @@ FAILS = {"error": "step 1: KeyError: 'x'", "times_ms": ()}
         (simulated(0), edited(simulated(0, rows=("O0", "O1 bf16")), **FAILS),
          "worse: O1 bf16 (failed), torch.amp bf16 (gone).", True),
         (simulated(0), simulated(0, rows=("O0",)), "worse: O1 bf16 (gone), torch.amp bf16 (gone).", True),
+        (edited(simulated(0), **FAILS), simulated(0, rows=("O0",)), "nothing differs beyond the noise.", False),
         (edited(simulated(0), train_loss=(1.0,)), edited(simulated(0), train_loss=(math.nan,)),
          "worse: O1 bf16 (diverged), torch.amp bf16 (diverged).", True),
         (edited(simulated(0), validation={"loss": (1.0,)}), edited(simulated(0), validation={"loss": (math.inf,)}),
