@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
+
+from halfstep.machine import read_machine
 
 LIMIT = 0.15
 RUNS = 5
@@ -81,7 +84,8 @@ def of_doctor() -> dict[str, float]:
     """Returns the same as `halfstep doctor` has it."""
     with tempfile.TemporaryDirectory() as room:
         path = Path(room) / "doctor.json"
-        subprocess.run([sys.executable, "-m", "halfstep", "doctor", "--device", "cpu", "--json", path], check=True)
+        command = [sys.executable, "-m", "halfstep", "doctor", "--device", "cpu", "--json", str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         rates = json.loads(path.read_text())["rates"]
     native = [rate for rate in rates if rate["how"] == "native" and rate["vs_fp32"]]
     return {f"{rate['work'].partition(',')[0]}, {rate['format']}": rate["vs_fp32"] for rate in native}
@@ -115,7 +119,7 @@ def main() -> None:
         result = {
             "command": shlex.join(["python", *sys.argv]),
             "date": date,
-            "torch": str(torch.__version__),
+            "machine": asdict(read_machine(torch.device("cpu"))),
             "rows": rows,
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ NAMES = {
     "slower.md": ("inspected",),
     "seeing.md": ("observe", "seeing"),
     "trainers.md": ("lightning", "fabric", "accelerate", "transformers"),
-    "which-level.md": ("recommendation",),
+    "which-level.md": ("recommendation", "with units"),
 }
 DIAGRAMS = {"flow", "sweep"}
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol, TypeVar
@@ -200,6 +200,8 @@ class Replicas:
 
     def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
         """Returns a context whose error, where processes of the group are gone, names them; `what` needs them."""
+        if self._group is None and not group_is_open():
+            return nullcontext()
         return naming_who_is_gone(self._group, what, f"halfstep/failed/{self._meeting}")
 
     def sampled(self, device: torch.device) -> Tensor:

@@ -428,20 +428,12 @@ class Session:
     def _tell_of(self, stepped: Stepped) -> None:
         """Shows a step to all that look at steps, also where one raises; what was raised last comes out in the end."""
         failed, record = stepped.failed, stepped.record
+        for sink in self._sinks:
+            failed = _told(failed, sink, record)
+        failed = _told(failed, self._probes.stepped, record.step, stepped.parts, self._stepping)
         scales = {loss_id: last.scale for loss_id, last in stepped.last.items()}
-        for tell in (
-            *(partial(sink, record) for sink in self._sinks),
-            partial(self._probes.stepped, record.step, stepped.parts, self._stepping),
-            *(
-                partial(watcher.after_step, record, stepped.parts, scales, stepped.stopping)
-                for watcher in self.watchers
-            ),
-        ):
-            try:
-                tell()
-            except BaseException as error:
-                error.__context__ = error.__context__ or failed
-                failed = error
+        for watcher in self.watchers:
+            failed = _told(failed, watcher.after_step, record, stepped.parts, scales, stepped.stopping)
         if failed is not None:
             raise failed
 
@@ -611,7 +603,7 @@ class Session:
 
         `absorbed` also looks, in all training forwards of such a step and the losses after them, for overflows that an
         operation makes finite again: an observation of kind "absorbed" says where, with what values (`absorbed`). That
-        waits for the device at each low result, so that a step takes several times as long.
+        waits for the device at each low result, and takes some 20 microseconds of Python for each operation.
 
         At steps that are observed, compiled models run uncompiled. `probe.flush()` gives the observations; `log` and
         the session's sinks that are Recorders get each of them as it arrives.
@@ -717,6 +709,16 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
+
+
+def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
+    """Returns what a call raises, with what has `failed` before it as its context, or else that."""
+    try:
+        tell(*args)
+    except BaseException as error:
+        error.__context__ = error.__context__ or failed
+        return error
+    return failed
 
 
 def _check_max_norm(max_norm: Any) -> None:

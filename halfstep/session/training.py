@@ -27,7 +27,7 @@ from halfstep.records import StepRecord
 from halfstep.scale.accumulator import Collected
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.loss import overflowed, poisoned, scaled
-from halfstep.scale.norm import Reading, read
+from halfstep.scale.norm import Clip, Reading, read
 from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
 from halfstep.session.parts import Flags, LastStep, Part, Replacements, Update, last_steps, step_each
@@ -118,6 +118,7 @@ class MixedTraining:
     def __post_init__(self) -> None:
         self._replacements = Replacements(self.roots, self.parts)
         self._scratch = Scratch()  # of the read of the gradients
+        self._clip = Clip(self.device)
         self._hearing = Hearing(self.replicas)
         self._unmade: tuple[list[Part], Agreed, list[Tensor | None]] | None = None
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
@@ -207,7 +208,7 @@ class MixedTraining:
             if flag is not None:
                 found = found | (flag if flag.device == self.device else flag.to(self.device))
         if max_norm is not None:
-            clip = (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+            clip = self._clip.factor(norm, max_norm)
             factors = [clip if factor is None else factor * clip for factor in factors]
         read_for(self.probes, collected)
         count, failed = step_each(updates_of(self.probes, parts, collected, factors, found, self.store))
