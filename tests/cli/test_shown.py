@@ -337,7 +337,7 @@ def test_a_prediction_has_the_form_of_the_page(room, halfstep):
 
 
 @pytest.mark.parametrize(
-    "block, gains",
+    ("block", "gains"),
     [
         ("recommendation", dict(product_bf16=0.23, convolution_bf16=0.52, product_fp16=0.011, convolution_fp16=0.031)),
         ("with units", dict(product_bf16=2.3, convolution_bf16=1.8, product_fp16=0.013, convolution_fp16=0.032)),
