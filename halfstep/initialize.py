@@ -18,7 +18,7 @@ from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.fit import (
+from halfstep.plan.compatibility import (
     as_list,
     first_device,
     unwrap,

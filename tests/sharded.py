@@ -393,8 +393,8 @@ def saved(rank, level, low, folder):
     train(net, optimizer, session, 3, rank=rank, size=size)
     model, optim = get_state_dict(net, optimizer)
     dcp.save({"model": model, "optim": optim, "session": session.state_dict()}, checkpoint_id=f"{folder}/dcp")
-    whole_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = get_state_dict(net, optimizer, options=whole_state)
+    full_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_state_dict(net, optimizer, options=full_state)
     if rank == 0:
         torch.save([*full, session.state_dict()], f"{folder}/full.pt")
     dist.barrier()

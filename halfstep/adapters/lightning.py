@@ -18,7 +18,7 @@ from halfstep.adapters.versions import check_version
 from halfstep.errors import SessionError, SetupError
 from halfstep.initialize import initialize
 from halfstep.optim.masters import is_low
-from halfstep.plan.fit import unwrap
+from halfstep.plan.compatibility import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import is_sharded
 from halfstep.records import StepRecord

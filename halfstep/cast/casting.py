@@ -21,7 +21,7 @@ from halfstep.cast.ops import OpEngine, Switch, Switched
 from halfstep.cast.tree import map_tensors
 from halfstep.formats import FP32
 from halfstep.machine import WideBackward
-from halfstep.plan.fit import enterable
+from halfstep.plan.compatibility import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats

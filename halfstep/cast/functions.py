@@ -54,7 +54,7 @@ def call_as(
 
 
 @dataclass
-class _Place:
+class _Attribute:
     """An attribute that holds a function, and the sessions that change its calls; ours while there are any."""
 
     holder: Any
@@ -144,7 +144,7 @@ def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
 
 def _written(function: Any) -> Any:
     place = getattr(function, "_halfstep_place", None)
-    return place.function if isinstance(place, _Place) else function
+    return place.function if isinstance(place, _Attribute) else function
 
 
 def _functions(changes: OpChanges) -> list[tuple[OpList, str]]:
@@ -168,13 +168,13 @@ def _find(op: str) -> tuple[Any, str]:
     return holder, name
 
 
-def _place(holder: Any, name: str, patch: _Patch) -> _Place:
+def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
     """Adds a patch to a function, which is replaced unless it has been before."""
     with _LOCK:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)
-        if not isinstance(place, _Place) or place.wrapper is not current:
-            place = _Place(holder, name, current)
+        if not isinstance(place, _Attribute) or place.wrapper is not current:
+            place = _Attribute(holder, name, current)
             place.install()
         place.patches.append(patch)
         return place

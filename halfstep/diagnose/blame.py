@@ -33,7 +33,7 @@ from halfstep.edits import Edit, Scaling
 from halfstep.errors import HalfstepError
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.recorder import OpRecorder
-from halfstep.plan.fit import named
+from halfstep.plan.compatibility import named
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding, Kind, Verdict

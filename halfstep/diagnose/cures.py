@@ -10,7 +10,7 @@ from torch import nn
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
 from halfstep.errors import PlanError
-from halfstep.plan.fit import unwrap
+from halfstep.plan.compatibility import unwrap
 from halfstep.plan.matching import together, uncompiled
 from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, find

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import SessionError, SetupError
 from halfstep.machine import free_bytes
 from halfstep.plan.plan import Plan
-from halfstep.processes.alone import done_alone, whole_state
+from halfstep.processes.one_rank import full_state, run_on_rank
 from halfstep.processes.shards import fsdp_modules, group_of, reshard, sharded_parameters
 from halfstep.session.session import Session
 
@@ -53,8 +53,8 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
         ranks = dist.get_process_group_ranks(group)
         raise SetupError(f"rank is {rank}; the model is sharded over the processes {ranks}: give one of these")
     built: list[nn.Module] = []
-    done_alone(lambda: built.extend(_built(build, roots, session.runtime.device)), rank, group)
-    states = [whole_state(root, rank) for root in roots]
+    run_on_rank(lambda: built.extend(_built(build, roots, session.runtime.device)), rank, group)
+    states = [full_state(root, rank) for root in roots]
 
     def look() -> T:
         for model, root, state in zip(built, roots, states, strict=True):
@@ -62,7 +62,7 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
         with session.trial(session.plan, built) as whole:
             return ask(whole, *built)
 
-    return done_alone(look, rank, group)
+    return run_on_rank(look, rank, group)
 
 
 def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:

@@ -29,7 +29,7 @@ from halfstep.initialize import initialize
 from halfstep.machine import read_facts
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.fit import check_models, check_optimizers
+from halfstep.plan.compatibility import check_models, check_optimizers
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import together, uncompiled
 from halfstep.plan.plan import Plan

@@ -79,7 +79,7 @@ def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | N
     return loaded
 
 
-class _Place(ctypes.Structure):  # as in update.h
+class _Field(ctypes.Structure):  # as in update.h
     _fields_ = (("name", ctypes.c_char_p), ("at", ctypes.c_int64), ("size", ctypes.c_int64))
 
 
@@ -90,7 +90,7 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
         HalfstepError: what `function` of the library returns is not `layout`.
     """
     call = getattr(loaded, function)
-    call.argtypes, call.restype = (), ctypes.POINTER(_Place)
+    call.argtypes, call.restype = (), ctypes.POINTER(_Field)
     places = itertools.takewhile(lambda place: place.name, call())
     compiled = [(place.name.decode(), place.at, place.size) for place in places]
     if compiled != list(layout):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.observe.nonfinite import elements
-from halfstep.plan.fit import unwrap
+from halfstep.plan.compatibility import unwrap
 from halfstep.plan.matching import uncompiled
 from halfstep.stack import begin_pass, cast_at_boundary
 from halfstep.torch_internals import (

@@ -13,7 +13,7 @@ from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Batch, Options, Scratch, chunks
 from halfstep.optim import eager, fused
 from halfstep.optim.split import storable
-from halfstep.optim.table import Row
+from halfstep.optim.table import OptimizerRow
 from halfstep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
 
 Core = Callable[[Any, Batch, Options, Tensor], None]
@@ -34,14 +34,14 @@ class Implementation:
     down to 0 last. Nothing is read on the host.
     """
 
-    kernel: Callable[[Row, Options], Any]
+    kernel: Callable[[OptimizerRow, Options], Any]
     fits: Callable[[Batch, Options], bool]
     run: Run
 
 
 @torch.no_grad()
 def update(
-    row: Row,
+    row: OptimizerRow,
     batch: Batch,
     options: Options,
     factor: Tensor | None,

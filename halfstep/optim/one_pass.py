@@ -20,7 +20,7 @@ from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.sparse import SparseRows, touched_rows, widened
-from halfstep.optim.table import Row
+from halfstep.optim.table import OptimizerRow
 from halfstep.processes.shards import is_sharded, like, local, part_of, spread
 from halfstep.torch_internals import mark_stepped
 
@@ -44,7 +44,7 @@ class OnePassStepper:
         self,
         optimizer: Optimizer,
         store: MasterStore,
-        row: Row,
+        row: OptimizerRow,
         implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
         name_of: Callable[[Parameter], str] | None = None,
     ) -> None:

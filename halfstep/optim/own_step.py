@@ -45,7 +45,7 @@ def own_step(
     for group, options, factor in zip(groups, all_options, factors, strict=True):
         for p in group["params"]:
             if p.grad is not None and p.numel():
-                batch = _alone(p, optimizer.state[p], options, counts=counts)
+                batch = _batch_of(p, optimizer.state[p], options, counts=counts)
                 grad = p.grad if factor is None else p.grad * factor.to(p.device)
                 batch.grads.append(as_real(grad.to(p.dtype)))
                 update(law, batch, options, torch.zeros((), dtype=torch.bool, device=p.device))
@@ -61,7 +61,7 @@ def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, fl
         raise ValueError(f"{name}'s betas must be in [0, 1), not {betas}")
 
 
-def _alone(p: Parameter, state: dict[str, Any], options: Options, *, counts: bool) -> Batch:
+def _batch_of(p: Parameter, state: dict[str, Any], options: Options, *, counts: bool) -> Batch:
     """Returns `p` as a batch without its gradient, with the state that it has or now gets."""
     for name in options.states:
         if state.get(name) is None:

@@ -31,7 +31,7 @@ from halfstep.optim.fused import Kernel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OptimizerRow:
     """How halfstep updates the parameters of one class of optimizers."""
 
     options: Callable[[Mapping[str, Any]], Options]  # reads a param group as it is now; schedulers change them
@@ -57,7 +57,7 @@ class Row:
         return self.triton if self.compiled(options) else None
 
 
-_ADAM = Row(
+_ADAM = OptimizerRow(
     options=adam.options,
     eager=adam.eager,
     native="adam",
@@ -67,10 +67,10 @@ _ADAM = Row(
     counts=True,
 )
 
-TABLE: dict[type[Optimizer], Row] = {
+TABLE: dict[type[Optimizer], OptimizerRow] = {
     Adam: _ADAM,
     AdamW: _ADAM,
-    SGD: Row(
+    SGD: OptimizerRow(
         options=sgd.options,
         eager=sgd.eager,
         native="sgd",
@@ -78,9 +78,9 @@ TABLE: dict[type[Optimizer], Row] = {
         fused=sgd.fused,
         sparse=True,
     ),
-    lion.Lion: Row(options=lion.options, eager=lion.eager, native="lion"),
-    lamb.Lamb: Row(options=lamb.options, eager=lamb.eager, counts=True, whole=True),
-    novograd.NovoGrad: Row(options=novograd.options, eager=novograd.eager, counts=True, whole=True),
+    lion.Lion: OptimizerRow(options=lion.options, eager=lion.eager, native="lion"),
+    lamb.Lamb: OptimizerRow(options=lamb.options, eager=lamb.eager, counts=True, whole=True),
+    novograd.NovoGrad: OptimizerRow(options=novograd.options, eager=novograd.eager, counts=True, whole=True),
 }
 
 
@@ -89,7 +89,7 @@ def has_row(cls: type[Optimizer]) -> bool:
     return _class_of_row(cls) in TABLE
 
 
-def row_of(optimizer: Optimizer) -> Row | None:
+def row_of(optimizer: Optimizer) -> OptimizerRow | None:
     """Returns the row of `optimizer`; None where it has none, or has options that only its own `step` can follow.
 
     Those are `differentiable`, and numbers other than the learning rate that are tensors.

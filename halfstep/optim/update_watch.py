@@ -20,7 +20,7 @@ from halfstep.optim.one_pass import OnePassStepper
 from halfstep.optim.sparse import widened
 from halfstep.optim.split import join
 from halfstep.optim.steppers import Stepper
-from halfstep.optim.table import Row, row_of
+from halfstep.optim.table import OptimizerRow, row_of
 
 _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 
@@ -81,7 +81,13 @@ class UpdateWatch:
         return grad.device == p.device and all(t.shape == p.shape for t in [grad, *states])
 
     def _gather(
-        self, row: Row, p: Parameter, grad: Tensor, options: Options, factor: Tensor | None, coming: dict[Any, Coming]
+        self,
+        row: OptimizerRow,
+        p: Parameter,
+        grad: Tensor,
+        options: Options,
+        factor: Tensor | None,
+        coming: dict[Any, Coming],
     ) -> None:
         """Adds what the update of `p` reads to that of its like; no state is made or changed."""
         layout = self._store.layout(p)
@@ -122,7 +128,7 @@ class UpdateWatch:
 class Coming:
     """Updates that a step is about to make of the parameters of one batch, whose `steps` do not count it yet."""
 
-    row: Row
+    row: OptimizerRow
     params: list[Parameter]
     batch: Batch
     options: Options
@@ -152,13 +158,13 @@ class Coming:
         The reference of what the compiled loop counts. With a `sample`, of a larger weight the elements that
         `add_stats` reads of it.
         """
-        alone = self._alone(index)
+        alone = self._batch_of(index)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
             alone = _picked(alone, sampled_places(alone.weights[0].numel(), sample, alone.device))
         for part in chunks(alone, _PART):
             yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(self.row, part, self.options, self.factor))
 
-    def _alone(self, index: int) -> Batch:
+    def _batch_of(self, index: int) -> Batch:
         """Returns one parameter as a batch of its full weight, with the stored one as its `extras`."""
         batch, stored = self.batch, self.batch.weights[index]
         full = stored.float() if batch.layout == "low" else stored
@@ -191,7 +197,7 @@ class Made:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
 
 
-def _update_of(row: Row, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
+def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
     """Returns what an update adds to the one weight of a part, as float64; the part stays as it is.
 
     The weight takes part in its decay alone, so that what is far smaller than the weight is not rounded away.

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError, SetupError
 from halfstep.formats import FP32, Format
-from halfstep.plan.fit import enterable, unwrap
+from halfstep.plan.compatibility import enterable, unwrap
 from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes

@@ -16,7 +16,7 @@ from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, LOW_DTYPES, Format, as_format
 from halfstep.machine import read_facts, units
-from halfstep.plan.fit import named
+from halfstep.plan.compatibility import named
 from halfstep.plan.matching import Site, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.plan import Plan

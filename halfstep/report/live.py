@@ -16,7 +16,7 @@ from rich.text import Text
 
 from halfstep.errors import LogError
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict, absorbed_finding
-from halfstep.report.late import LateReader
+from halfstep.report.async_reader import AsyncReader
 
 SPEED_OVER = 50  # steps
 
@@ -39,7 +39,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
             raise LogError(f"per_second is {per_second!r}; it must be > 0 (redraws per second)")
         self._console = console or Console(stderr=True, highlight=False, force_terminal=_at_terminal(sys.stderr))
         self._wait = 1.0 / per_second
-        self._steps = LateReader()
+        self._steps = AsyncReader()
         self._skipped = 0
         self._times: deque[tuple[int, float]] = deque(maxlen=SPEED_OVER)
         self._last: StepValues | None = None

@@ -15,7 +15,7 @@ import torch
 from halfstep.errors import LogError
 from halfstep.machine import read_machine
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, Verdict
-from halfstep.report.late import LateReader
+from halfstep.report.async_reader import AsyncReader
 from halfstep.report.lines import SCHEMA, START_BYTES, End, Event, Line, SessionLine, Start, check_start, encode
 from halfstep.version import __version__
 
@@ -38,7 +38,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path_of(path)
-        self._steps = LateReader()
+        self._steps = AsyncReader()
         self._last = 0
         self._has_session = False
         try:
@@ -155,7 +155,7 @@ def reason(error: OSError | ValueError) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _finish(steps: LateReader, file: _File, error: str | None = None) -> None:
+def _finish(steps: AsyncReader, file: _File, error: str | None = None) -> None:
     for values in steps.rest():
         file.write(encode(values))
     file.write(encode(End(_now(), error)))

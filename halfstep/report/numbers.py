@@ -18,7 +18,7 @@ from halfstep.records import (
     Verdict,
     absorbed_finding,
 )
-from halfstep.report.late import LateReader
+from halfstep.report.async_reader import AsyncReader
 from halfstep.report.log import reason
 
 _LOG = logging.getLogger("halfstep")
@@ -37,7 +37,7 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
 
     def __init__(self) -> None:
         self._failed = False
-        self._steps = LateReader()
+        self._steps = AsyncReader()
         self._last = 0
         self._low: Format = FP16
 

@@ -47,7 +47,7 @@ KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A verdict or finding in the table of the page."""
 
     step: int
@@ -67,7 +67,7 @@ class Page:
     headline: Headline
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     processes: tuple[ProcessRow, ...]
     charts: dict[str, Any]
 
@@ -289,7 +289,7 @@ def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
 
 
-def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[Row]:
+def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[TableRow]:
     """Yields verdicts, findings and absorbed overflows, the gravest first."""
     rows = [_absorbed(each, len(run.observed)) for each in absorbed]
     for event in run.events:
@@ -298,17 +298,17 @@ def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[Row]:
         if isinstance(record, Verdict):
             place = record.place + (f", {record.where}" if record.where else "")
             what = f"{record.kind}: {record.operator} ({record.phase})"
-            rows.append(Row(event.step, "verdict", what, place, record.evidence, advice, edit))
+            rows.append(TableRow(event.step, "verdict", what, place, record.evidence, advice, edit))
         else:
-            rows.append(Row(event.step, record.severity, record.code, record.place, record.evidence, advice, edit))
+            rows.append(TableRow(event.step, record.severity, record.code, record.place, record.evidence, advice, edit))
     order = ("verdict", *reversed(SEVERITIES))
     yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
 
 
-def _absorbed(each: AbsorbedAt, observed: int) -> Row:
+def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
     found = absorbed_finding(each.first)
     evidence = f"{found.evidence}; in {len(each.steps):,} of {observed:,} observed steps"
-    return Row(each.first.step, found.severity, found.code, found.place, evidence, found.advice, "")
+    return TableRow(each.first.step, found.severity, found.code, found.place, evidence, found.advice, "")
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:

@@ -14,7 +14,7 @@ WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not r
 NOTHING = "Nothing to recommend: no other level trained beside O0 throughout."
 EMULATED = "Nothing to recommend: times of emulated formats do not count, and no other level trained beside O0."
 
-Row = tuple[BenchResult, BenchRun]
+LevelRun = tuple[BenchResult, BenchRun]
 
 
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
@@ -45,11 +45,11 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     return f"Train at {full}{where}: the fastest other, {best}, is {slower}."
 
 
-def _compared(results: Sequence[BenchResult]) -> dict[str, list[Row]]:
+def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
     """Returns by name what trained wherever any trained beside O0, that of O0 first; nothing: none did."""
     failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[LevelRun]] = {}
     for result in judged:
         full = _baseline(result)
         for run in result.runs:

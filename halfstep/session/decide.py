@@ -18,7 +18,7 @@ from halfstep.machine import DeviceFacts, Processor
 from halfstep.optim.steppers import needs_closure
 from halfstep.optim.table import row_of
 from halfstep.plan.choose import needs_emulation
-from halfstep.plan.fit import (
+from halfstep.plan.compatibility import (
     check_closures,
     check_models,
     check_optimizers,

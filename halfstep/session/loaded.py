@@ -13,7 +13,7 @@ from torch import nn
 from halfstep.cast.modules import cast_buffers
 from halfstep.errors import SetupError
 from halfstep.optim.masters import give_dtype
-from halfstep.plan.fit import loaded_low, unwrap
+from halfstep.plan.compatibility import loaded_low, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import reshard

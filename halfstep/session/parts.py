@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
-from halfstep.plan.fit import FSDP_LINES, named
+from halfstep.plan.compatibility import FSDP_LINES, named
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, reshard
 from halfstep.scale.accumulator import Collected, GradientAccumulator

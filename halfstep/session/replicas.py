@@ -15,7 +15,7 @@ from halfstep.cast.arriving import line_to_shard
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Scratch
 from halfstep.optim.masters import MasterStore
-from halfstep.plan.fit import named
+from halfstep.plan.compatibility import named
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.processes.findings import LOSSES, Findings, LateNumbers

@@ -29,7 +29,7 @@ from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
-from halfstep.plan.fit import STATE_SCHEMA, check_optimizers, check_state
+from halfstep.plan.compatibility import STATE_SCHEMA, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats

@@ -14,7 +14,7 @@ from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import OnePassStepper
-from halfstep.optim.table import TABLE, Row, row_of
+from halfstep.optim.table import TABLE, OptimizerRow, row_of
 from tests.optim.cases import FALSE, OWN, options_of
 
 BF16 = torch.bfloat16
@@ -63,7 +63,7 @@ class Other(Options):
 def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_nothing(kernel, states, numbers):
     options = Other(0.1, 0.0, False, False, states, numbers)
     batch = batch_of(options)
-    row = Row(options=lambda group: options, eager=TABLE[Lion].eager, native=kernel)
+    row = OptimizerRow(options=lambda group: options, eager=TABLE[Lion].eager, native=kernel)
     with pytest.raises(LookupError, match=rf"no compiled loop '{kernel}' takes {len(numbers)} numbers and the states"):
         update(row, batch, options, None, FALSE, Scratch(), IMPLEMENTATIONS)
     assert batch.weights[0].tolist() == [1.0] * 3

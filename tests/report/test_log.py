@@ -22,7 +22,7 @@ import halfstep
 import halfstep.report.log
 from halfstep.errors import LogError
 from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, TensorStats, Verdict
-from halfstep.report.late import LateReader
+from halfstep.report.async_reader import AsyncReader
 from halfstep.report.lines import Event, decode, encode
 from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
@@ -270,13 +270,13 @@ def late(monkeypatch):
     """A reader for which the CPU is a device that works behind the host, and the events of its copies."""
     events = []
 
-    class Reader(LateReader):
+    class Reader(AsyncReader):
         def add(self, record):
             super().add(record)
             events.append(Arrival())
             self._copies[-1] = replace(self._copies[-1], done=events[-1])
 
-    monkeypatch.setattr(halfstep.report.log, "LateReader", Reader)
+    monkeypatch.setattr(halfstep.report.log, "AsyncReader", Reader)
     return events
 
 

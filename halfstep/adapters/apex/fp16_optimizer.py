@@ -16,7 +16,7 @@ from halfstep.edits import FULL, Rule, Scaling
 from halfstep.errors import SetupError, StateError
 from halfstep.machine import read_facts
 from halfstep.optim.masters import is_low
-from halfstep.plan.fit import first_device
+from halfstep.plan.compatibility import first_device
 from halfstep.plan.levels import customize, level
 from halfstep.records import StepRecord
 from halfstep.session.decide import decide

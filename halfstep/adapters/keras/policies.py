@@ -10,7 +10,7 @@ from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, pol
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Rule
 from halfstep.errors import PlanError
-from halfstep.plan.fit import named
+from halfstep.plan.compatibility import named
 from halfstep.plan.matching import Site, match_rules
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats

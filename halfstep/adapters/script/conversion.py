@@ -27,7 +27,7 @@ from halfstep.machine import read_facts
 from halfstep.optim.guard import forbid_step, original_step, send_step
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.fit import first_device
+from halfstep.plan.compatibility import first_device
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import own_number

@@ -1,4 +1,4 @@
-"""Whether a plan fits a model and its optimizers; reads both, changes neither, and names what does not fit."""
+"""Whether a plan is compatible with a model and its optimizers: reads both, changes neither, names what is not."""
 
 from __future__ import annotations
 

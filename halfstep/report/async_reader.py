@@ -31,7 +31,7 @@ class _Copy:
         return StepValues(self.step, self.time, bool(skipped), scale, norm, loss)
 
 
-class LateReader:
+class AsyncReader:
     """Turns StepRecords into StepValues without a sync: on a CPU at once, on a device as soon as it got that far.
 
     A step that is captured into a CUDA graph is left out: its replays do not run Python, and so make no records.

@@ -15,7 +15,7 @@ from halfstep.processes.shards import is_sharded
 T = TypeVar("T")
 
 
-def whole_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
+def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
     """Returns the state of a model with whole tensors in the process `rank`, and nothing in the others.
 
     A collective call, which gathers one tensor at a time.
@@ -28,7 +28,7 @@ def whole_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
     return found
 
 
-def done_alone(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
+def run_on_rank(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
     """Runs something in the process `rank` and returns what it returns in all of a group; a collective call.
 
     Raises:
