@@ -25,7 +25,7 @@ Source = Literal["torch", "halfstep"]
 
 
 @dataclass(frozen=True)
-class OpRow:
+class ListedOp:
     """One op of the table: its aten overloads, its category, why it is there, and whose list it comes from."""
 
     op: str
@@ -170,17 +170,17 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
 )
 
 
-def _build_rows() -> tuple[OpRow, ...]:
-    rows: dict[str, OpRow] = {}
+def _build_rows() -> tuple[ListedOp, ...]:
+    rows: dict[str, ListedOp] = {}
     for source, category, why, words in _TABLE:
         for overload in words.split():
             op = overload.partition(".")[0]
             earlier = rows[op].overloads if op in rows else ()
-            rows[op] = OpRow(op, (*earlier, overload), category, why, source)
+            rows[op] = ListedOp(op, (*earlier, overload), category, why, source)
     return tuple(rows.values())
 
 
-ROWS: tuple[OpRow, ...] = _build_rows()
+ROWS: tuple[ListedOp, ...] = _build_rows()
 """The op table, one row an op; what no row names runs as written."""
 
 NORMS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm")
@@ -255,7 +255,7 @@ def stock_action(overload: str, device_type: str) -> Action | None:
     return next((_BY_CATEGORY[row.category] for row in ROWS if overload in row.overloads), None)
 
 
-def device_note(row: OpRow, device_type: str) -> str:
+def device_note(row: ListedOp, device_type: str) -> str:
     """Returns who carries a row out on a device at O1: torch's own autocast, halfstep, or both a part.
 
     >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")

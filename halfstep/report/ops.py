@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from rich.markup import escape
 from rich.table import Table
 
-from halfstep.plan.optable import ROWS, Action, OpRow, device_note, effective, find
+from halfstep.plan.optable import ROWS, Action, ListedOp, device_note, effective, find
 from halfstep.plan.plan import Plan
 from halfstep.report.tables import ABSENT
 
@@ -70,23 +70,23 @@ def op_table(lines: Iterable[OpLine], *, plan: str) -> Table:
     return table
 
 
-def _line(row: OpRow, actions: Mapping[str, Action], source: str) -> OpLine:
+def _line(row: ListedOp, actions: Mapping[str, Action], source: str) -> OpLine:
     did = dict.fromkeys(WORDS[actions.get(overload)] for overload in row.overloads)
     return OpLine(
         row.op, row.category, row.why, source, ", ".join(did), device_note(row, "cpu"), device_note(row, "cuda")
     )
 
 
-def _changed(plan: Plan) -> dict[str, OpRow]:
+def _changed(plan: Plan) -> dict[str, ListedOp]:
     """Returns the rows of the ops that the plan changes, as it has them."""
     if plan.ops == "none":
         return {}
     rows = {row.op: row for row in ROWS}
-    changed: dict[str, OpRow] = {}
+    changed: dict[str, ListedOp] = {}
     for category, name in plan.op_changes.listed():
         for overload in (name,) if ":" in name else find(name):
             op = _op(overload)
-            earlier = changed.get(op) or rows.get(op) or OpRow(op, (), category, CHANGED, "halfstep")
+            earlier = changed.get(op) or rows.get(op) or ListedOp(op, (), category, CHANGED, "halfstep")
             overloads = tuple(dict.fromkeys((*earlier.overloads, overload)))
             changed[op] = replace(earlier, overloads=overloads, category=category, why=CHANGED)
     return changed
