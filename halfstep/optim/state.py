@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,18 +22,6 @@ from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
 StateDict = dict[str, Any]
 LARGEST_COUNT = 2**63 - 1
-_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening")  # of halfstep's own updates
-_FLAGS = (
-    "amsgrad",
-    "maximize",
-    "nesterov",
-    "decoupled_weight_decay",
-    "bias_correction",
-    "grad_averaging",
-    "always_adapt",
-    "reg_inside_moment",
-    "init_zero",
-)
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
@@ -150,12 +139,23 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
 def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
     if can_try_step(optimizer):
         _check_kinds(what, group, optimizer.defaults)
-    for name, value in group.items() if has_row(type(optimizer)) else ():
-        values = value if name == "betas" and isinstance(value, tuple | list) else (value,)
-        if name in _NUMBERS and not all(_is_number(one, tensor=name == "lr") for one in values):
+    for name, default in optimizer.defaults.items() if has_row(type(optimizer)) else ():
+        if name not in group or name in CHOICES or default is None:
+            continue
+        value = group[name]
+        if value is None and _may_be_none(optimizer, name):
+            continue
+        values = value if isinstance(default, tuple) and isinstance(value, tuple | list) else (value,)
+        if isinstance(default, bool):
+            if not isinstance(value, bool | int):
+                raise StateError(f"{what} has {name}={value!r:.60}; True or False is needed")
+        elif not all(_is_number(one, tensor=name == "lr") for one in values):
             raise StateError(f"{what} has {name}={value!r:.60}; a number is needed, and two for betas")
-        if name in _FLAGS and not isinstance(value, bool | int):
-            raise StateError(f"{what} has {name}={value!r:.60}; True or False is needed")
+
+
+def _may_be_none(optimizer: Optimizer, name: str) -> bool:
+    parameter = inspect.signature(type(optimizer)).parameters.get(name)
+    return parameter is not None and "None" in str(parameter.annotation)
 
 
 def _check_kinds(what: str, group: StateDict, defaults: StateDict) -> None:

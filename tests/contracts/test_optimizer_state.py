@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import halfstep
+from halfstep.optim.table import TABLE
 from tests.contracts.cases import backward_and_step, differing, snapshot
 
 OPTIMIZERS = {
@@ -137,3 +138,24 @@ def test_an_option_of_several_numbers_is_refused_before_anything_changed(optimiz
         run[1].load_state_dict(state)
     assert differing(snapshot(*run), before) == []
     run[2].close()
+
+
+ROWS = {cls.__name__: cls for cls in TABLE}
+
+
+@pytest.mark.parametrize("optimizer", ROWS)
+def test_each_option_of_a_row_is_of_its_default_s_kind(optimizer):
+    model = torch.nn.Linear(2, 2)
+    made = ROWS[optimizer](model.parameters(), lr=0.1)
+    with halfstep.initialize(model, made, "O2", low="bf16"):
+        saved = copy.deepcopy(made.state_dict())
+        for name, default in dict(made.defaults).items():
+            state = copy.deepcopy(saved)
+            state["param_groups"][0][name] = "x"
+            with pytest.raises(halfstep.StateError, match=rf"{name}='x'.*needed"):
+                made.load_state_dict(state)
+            state["param_groups"][0][name] = default
+            made.load_state_dict(state)
+        if "max_grad_norm" in made.defaults:
+            state["param_groups"][0]["max_grad_norm"] = None  # as it may be given: no clipping
+            made.load_state_dict(state)
