@@ -124,7 +124,6 @@ class Session:
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
         self._rehearsing = False
         self._trial: Session | None = None
-        self._tried_by: Session | None = None  # whose models these are copies of
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
@@ -439,8 +438,6 @@ class Session:
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Gives a record other than a step's to the sinks that take them (`Recorder`), such as a run log."""
-        if self._tried_by is not None:
-            self._tried_by.tell(record)
         for sink in self._recorders:
             sink.record(record)
 
@@ -477,8 +474,8 @@ class Session:
         `autocast` is that of the trial meanwhile, which knows the steps and optimizers of this session.
         """
         copies = plain_copies(self._roots) if copies is None else copies
-        with Session(decide_for_copies(self._decision, copies, plan)) as trial:
-            self._trial, trial._tried_by = trial, self
+        with Trial(decide_for_copies(self._decision, copies, plan), self) as trial:
+            self._trial = trial
             try:
                 yield trial
             finally:
@@ -490,8 +487,6 @@ class Session:
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
         """Returns what is known of the last step on a loss, read on the host (this waits for the device)."""
-        if self._tried_by is not None:
-            return self._tried_by.last_step(loss_id)
         last = self._last.get(loss_id)
         skipped = last is not None and bool(last.skipped)
         now = self._scales.read(loss_id)
@@ -515,8 +510,6 @@ class Session:
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that the session was given."""
-        if self._tried_by is not None:
-            return self._tried_by.optimizers
         return tuple(part.optimizer for part in self._parts)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -709,6 +702,28 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
+
+
+class Trial(Session):
+    """A session with another plan over copies of a session's models; the steps and optimizers are that session's."""
+
+    def __init__(self, decision: Decision, of: Session) -> None:
+        self._of = of
+        super().__init__(decision)
+
+    def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
+        """Gives a record to the sinks of the session that is tried."""
+        if not isinstance(record, SessionStart):  # this one is its own
+            self._of.tell(record)
+
+    def last_step(self, loss_id: int = 0) -> StepFacts:
+        """Returns what is known of the last step of the session that is tried."""
+        return self._of.last_step(loss_id)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers of the session that is tried."""
+        return self._of.optimizers
 
 
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
