@@ -290,7 +290,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         return f"{_TWO_MASKS}: combine masks as booleans, and leave each row one entry"
     if found.kind == Kind.OVERFLOW:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
-    if found.phase == "backward":
+    if found.phase == "backward" and (note is None or note.line is None):  # else it is called on gradients
         operand = "divisor" if name == "div" else "input"
         return (
             f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "

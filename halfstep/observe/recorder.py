@@ -330,7 +330,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if phase == "forward":
             self._enter(note)
         else:
-            self._find_forward(note)
+            self._find_forward(note, foreign=place.foreign)
         self.notes.append(note)
         return note
 
@@ -342,8 +342,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._nodes.setdefault(number, []).append(note)
         self._local.seen = now
 
-    def _find_forward(self, note: Note) -> None:
-        """Gives a backward operation the place of the forward one that it belongs to."""
+    def _find_forward(self, note: Note, *, foreign: bool) -> None:
+        """Gives a backward operation the place of the forward one that it belongs to; not that of a `foreign` hook."""
         node: Any = running_node()
         if node is None:
             return
@@ -359,7 +359,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note.forward = fitting[-1] if fitting else made[-1] if made else None
         if note.forward is not None and note.forward.line is None:  # the session's own, of the loss that it was given
             note.forward = next((each for each in note.forward.sources if each is not None), note.forward)
-        if note.forward is not None:
+        hook = foreign and not isinstance(node, torch.autograd.function.BackwardCFunction)
+        if note.forward is not None and not hook:
             note.module = note.forward.module if note.module is None else note.module
 
     def operator(self, note: Note) -> str:

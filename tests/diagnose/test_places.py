@@ -181,6 +181,64 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
     assert f" in {clip.__name__}" in verdict.where
 
 
+def divided(gradient):
+    return gradient / (gradient * 0).norm()
+
+
+class Hooked(nn.Module):
+    """A linear layer with a hook on the gradient of its result: one of a method, its own, or one defined elsewhere."""
+
+    def __init__(self, register):
+        super().__init__()
+        self.layer, self.register = nn.Linear(8, 8), register
+
+    def own(self, gradient):
+        return divided(gradient)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.register == "lambda":
+            y.register_hook(lambda gradient: divided(gradient))
+        elif self.register == "method":
+            y.register_hook(self.own)
+        elif self.register == "function":
+            y.register_hook(divided)
+        return y
+
+
+@PLANS
+@pytest.mark.parametrize("register", ["lambda", "method", "function"])
+def test_a_hook_of_a_model_is_in_it(plan, register):
+    torch.manual_seed(0)
+    model = nn.Sequential(Hooked(register), nn.Linear(8, 8))
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    inside = "0" if register == "method" else "0.layer"
+    assert (verdict.operator, verdict.module, verdict.outside, verdict.phase) == ("div", inside, False, "backward")
+
+
+@PLANS
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+def test_a_hook_of_the_closure_is_outside_of_the_model(plan, low):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+
+    def closure():
+        y = model(ONES)
+        y.register_hook(lambda gradient: gradient / (gradient * 0).norm())
+        return y.square().mean()
+
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, low=low) as session:
+        verdict = halfstep.blame(session, closure)
+    assert (verdict.operator, verdict.module, verdict.outside, verdict.cure) == ("div", "", True, ())
+    assert str(verdict).startswith("invalid: div in code outside the model, test_places.py:")
+    assert " in <lambda>, backward pass" in str(verdict)
+    assert "two faults" not in verdict.advice
+    assert verdict.advice == (
+        "no format helps: div has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
+    )
+
+
 def one_element(gradient):
     gradient = gradient.clone()
     gradient[0, 0] = torch.inf
