@@ -10,7 +10,7 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
 from halfstep.edits import Edit, spell
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
-from halfstep.observe.recorder import OTHERS, Note
+from halfstep.observe.recorder import OTHERS, OWN, Note
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
@@ -271,14 +271,9 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "uninitialized memory was read: make it with torch.zeros, or write all of it"
-    computes_gradient = note is not None and note.of_gradient
-    given = () if note is None else note.scalars
-    own = [s for s in given if math.isnan(s) or (math.isinf(s) and computes_gradient)]
-    if note is not None and computes_gradient:
-        own += [leaf.number for leaf in note.leaves if leaf.number is not None]
+    own = "" if note is None else _brought_in(note, name)
     if own:
-        number = "NaN" if math.isnan(own[0]) else own[0]
-        return f"the code passes the number {number} to {name}: see where that number comes from"
+        return own
     if found.infinity:
         return _met(found)
     if full.low in LOW_FORMATS and found.exact is not None:
@@ -301,6 +296,20 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
         known
         or f"no format helps: {name} has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
     )
+
+
+def _brought_in(note: Note, name: str) -> str:
+    """Returns what to do about numbers that code brings in, made by no operation; "" where it does not."""
+    if note.unseen:
+        return f"the backward of {name} computes this outside of torch, or writes it: see what it does at these inputs"
+    own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]
+    if note.of_gradient:
+        own += [leaf.number for leaf in note.leaves if leaf.number is not None]
+    if own:
+        number = "NaN" if math.isnan(own[0]) else own[0]
+        return f"the code passes the number {number} to {name}: see where that number comes from"
+    held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
+    return f"the code brings in a tensor that holds {held}: see where that comes from" if held else ""
 
 
 def _adds_masks(found: Diagnosis) -> bool:

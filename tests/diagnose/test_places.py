@@ -261,9 +261,9 @@ BROUGHT_IN = [
 ]
 
 
-@PLANS
-@pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
-def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
+def with_backward(rule):
+    """Returns a network with a module in it, "1.1", whose backward is a rule."""
+
     class Custom(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -278,12 +278,40 @@ def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operat
             return Custom.apply(x)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), Does()), nn.Linear(16, 2))
+    return nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), Does()), nn.Linear(16, 2))
+
+
+@PLANS
+@pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
+def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
+    model = with_backward(rule)
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
     assert verdict.where.startswith("test_places.py:")
     assert verdict.advice == f"the code passes the number {number} to {operator}: see where that number comes from"
+
+
+SOME = [torch.inf, 1.0, -torch.inf, *(13 * [1.0])]
+OUTSIDE = "the backward of Custom computes this outside of torch, or writes it: see what it does at these inputs"
+SEVERAL = [
+    (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype), "to", "in 64 elements: see where"),
+    (lambda gradient: gradient.new_tensor([SOME] * 4), "Custom", OUTSIDE),
+]
+
+
+@PLANS
+@pytest.mark.parametrize(("rule", "operator", "words"), SEVERAL, ids=["tensor", "new_tensor", "numpy", "whole"])
+def test_what_a_custom_backward_makes_out_of_sight_is_no_data(plan, rule, operator, words):
+    model = with_backward(rule)
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
+    assert verdict.where.startswith("test_places.py:")
+    assert words in verdict.advice
+    assert "two faults" not in verdict.advice
 
 
 def test_data_that_a_custom_backward_reads_is_data():
