@@ -72,6 +72,16 @@ class Diagnosis:
         return abs(self.full_loss) > _GROWN * max(abs(self.first_loss), 1.0)
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether a weight has outgrown the low format, or the loss what squares of its values would give."""
+        if self.grown is not None or not self.loss_has_grown:
+            return self.grown is not None
+        assert self.full_loss is not None
+        assert self.first_loss is not None
+        room = math.inf if self.low is None else self.low.max**2
+        return abs(self.full_loss) > _GROWN * room * max(abs(self.first_loss), 1.0)
+
+    @property
     def is_forward_overflow(self) -> bool:
         """Whether the forward pass made something too large."""
         return self.phase == "forward" and self.kind == Kind.OVERFLOW

@@ -28,6 +28,10 @@ _OF_TENSORS: Mapping[Kind | None, str] = {
     ),
     Kind.ANOTHER_PROCESS: "see the verdicts of the other processes: the fault is in one of them, or in its batch",
 }
+_BUFFER = (
+    "find what made this buffer: from counts, as 1 / count, give 0 to what does not occur; where training updates it, "
+    "as running statistics, load the last checkpoint in which it is finite"
+)
 _TWO_MASKS = "the sum of two torch.finfo(dtype).min is -inf"
 _NO_DATA = {
     "above": (
@@ -42,9 +46,10 @@ _NO_DATA = {
 _SLOWER = "load an earlier checkpoint, and use a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
+    (("mean",), "it has no value for so few elements: skip it where no element is selected"),
     (
-        ("mean", "var", "std", "var_mean", "std_mean"),
-        "it has no value for so few elements: skip it where no element is selected",
+        ("var", "std", "var_mean", "std_mean"),
+        "it has no value for so few elements: pass correction=0, which needs one in place of two, or skip it for fewer",
     ),
     (
         ("cross_entropy", "nll_loss"),
@@ -204,7 +209,7 @@ def _inputs(call: OpCall | None, note: Note) -> str:
 
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
-    if found.grown is not None:
+    if found.has_diverged:
         return f"training has diverged, in fp32 too, which no edit cures: {_SLOWER}"
     if found.explodes:
         return (
@@ -230,6 +235,8 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         bad = found.leaf.bad
         alone = {bad.above: "above", bad.below: "below"}.get(bad.nan + bad.above + bad.below, "")
         return [_NO_DATA.get(alone, _OF_TENSORS[found.kind])]
+    if found.kind == Kind.WEIGHTS and found.leaf is not None and found.leaf.kind == "buffer":
+        return [_BUFFER]
     if found.kind in _OF_TENSORS:
         return [_OF_TENSORS[found.kind]]
     if found.phase == AFTER_BACKWARD:
@@ -277,24 +284,35 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if found.infinity:
         return _met(found)
     if full.low in LOW_FORMATS and found.exact is not None:
+        inputs = "" if name == "to" else f"the inputs of {name} "
         return (
-            f"no edit helps: the code itself casts the inputs of {name} to {found.low}, or uses weights as they are "
-            "stored; remove that cast, or add .float()"
+            f"no edit helps: the code itself casts {inputs}to {found.low}, or uses weights as they are stored; remove "
+            "that cast, or add .float()"
         )
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
         return f"{_TWO_MASKS}: combine masks as booleans, and leave each row one entry"
     if found.kind == Kind.OVERFLOW:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
-    if found.phase == "backward" and (note is None or note.line is None):  # else it is called on gradients
-        operand = "divisor" if name == "div" else "input"
-        return (
-            f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
-            f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
-        )
+    if found.phase == "backward":
+        return _about_gradient(name, called=note is not None and note.line is not None)
     known = next((words for names, words in _NO_VALUE if name in names), None)
     return (
         known
         or f"no format helps: {name} has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
+    )
+
+
+def _about_gradient(name: str, *, called: bool) -> str:
+    """Returns what to do about the backward of an operation, or about one that a custom backward or a hook `called`."""
+    if called:
+        return (
+            f"no format helps: what {name} makes of a gradient is not finite here; keep its inputs in its domain (an "
+            "eps, a clamp)"
+        )
+    operand = "divisor" if name == "div" else "input"
+    return (
+        f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
+        f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
     )
 
 

@@ -235,7 +235,8 @@ def test_a_hook_of_the_closure_is_outside_of_the_model(plan, low):
     assert " in <lambda>, backward pass" in str(verdict)
     assert "two faults" not in verdict.advice
     assert verdict.advice == (
-        "no format helps: div has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
+        "no format helps: what div makes of a gradient is not finite here; keep its inputs in its domain (an eps, a "
+        "clamp)"
     )
 
 
@@ -297,7 +298,11 @@ OUTSIDE = "the backward of Custom computes this outside of torch, or writes it: 
 SEVERAL = [
     (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
     (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
-    (lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype), "to", "in 64 elements: see where"),
+    (
+        lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype),
+        "to",
+        "in 64 elements: see where",
+    ),
     (lambda gradient: gradient.new_tensor([SOME] * 4), "Custom", OUTSIDE),
 ]
 
@@ -330,6 +335,28 @@ def test_data_that_a_custom_backward_reads_is_data():
     with session_of(model, "O2") as session:
         verdict = halfstep.blame(session, lambda: Weighted.apply(model(ONES), weights).float().mean())
     assert (verdict.kind, verdict.operator) == ("input data", "mul")
+
+
+class Weighs(nn.Module):
+    """A linear layer whose result is weighed by a buffer, made from counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("weights", 1 / torch.arange(8.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.weights
+
+
+@PLANS
+def test_a_buffer_that_is_not_finite_is_no_weight_that_a_step_spoiled(plan):
+    model = Weighs()
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert (verdict.kind, verdict.cure) == ("weights", ())
+    assert "as 1 / count, give 0 to what does not occur" in verdict.advice
+    assert "learning rate" not in verdict.advice
 
 
 def test_a_gradient_penalty_is_forward():
