@@ -491,6 +491,15 @@ def leaf_of(node: Any) -> Tensor | None:
     return leaf
 
 
+def saved_by(node: Any) -> list[Tensor]:
+    """Returns the tensors that a node of a graph keeps from the forward pass, a user's own node also as attributes."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        kept = [*node.saved_tensors, *vars(node).values()]
+    else:
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    return [each for each in tree_leaves(kept) if isinstance(each, Tensor)]
+
+
 def is_tracing() -> bool:
     """Tells whether this thread traces a model for TorchScript."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]

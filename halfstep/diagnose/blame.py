@@ -254,7 +254,7 @@ def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
         return None
     found = replace(found, full_loss=full.loss, full=full.found, tried=True)
     found = replace(found, grown=_beyond(rehearsal)) if found.loss_has_grown else found
-    hopeless = full.found is not None or found.grown is not None or found.explodes
+    hopeless = full.found is not None or found.has_diverged or found.explodes
     if hopeless or found.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS):
         return say(found, rehearsal.plan, (), scale=at)
     search = _Search(rehearsal, scale, full.loss)

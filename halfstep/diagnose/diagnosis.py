@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.diagnose.origin import Origin, reached_from
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS, Format
-from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import Kind, OpCall
 
@@ -72,6 +72,16 @@ class Diagnosis:
         return abs(self.full_loss) > _GROWN * max(abs(self.first_loss), 1.0)
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether a weight has outgrown the low format, or the loss what squares of its values would give."""
+        if self.grown is not None or not self.loss_has_grown:
+            return self.grown is not None
+        assert self.full_loss is not None
+        assert self.first_loss is not None
+        room = math.inf if self.low is None else self.low.max**2
+        return abs(self.full_loss) > _GROWN * room * max(abs(self.first_loss), 1.0)
+
+    @property
     def is_forward_overflow(self) -> bool:
         """Whether the forward pass made something too large."""
         return self.phase == "forward" and self.kind == Kind.OVERFLOW
@@ -94,6 +104,8 @@ class Diagnosis:
     def in_full(self) -> Diagnosis | None:
         """How the closure failed in fp32 where that was in another place, which is then another fault."""
         if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
+            return None
+        if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
             return None
         same = (self.operator, self.line) == (self.full.operator, self.full.line)
         return None if same and _is_around(self.module or "", self.full.module or "") else self.full
@@ -170,7 +182,7 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[Kind, float
     assert note.bad is not None
     if note.exact is not None and (note.exact.defined or note.exact.pole):
         return (Kind.INVALID if note.exact.pole else Kind.OVERFLOW), None
-    met_mask = note.exact is None and bool(note.parents or note.leaves)
+    met_mask = note.unseen or (note.exact is None and bool(note.parents or note.leaves))
     return (Kind.INVALID if note.bad.nan or met_mask else Kind.OVERFLOW), None
 
 
@@ -191,6 +203,11 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
             line = recorder.line(each)
             return recorder.operator(each) + (f" in {line}" if line else "")
     return ""
+
+
+def _is_own(note: Note | None) -> bool:
+    """Tells whether code that computes gradients itself brought in what an operation computed with."""
+    return note is not None and (note.unseen or any(leaf.kind == OWN for leaf in note.leaves))
 
 
 def _is_around(one: str, other: str) -> bool:

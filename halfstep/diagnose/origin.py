@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from halfstep.observe.nonfinite import nonfinite
-from halfstep.observe.recorder import OTHERS, Leaf, Note, OpRecorder
+from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
 
 NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy")
 
@@ -63,8 +63,9 @@ def reached_from(notes: Iterable[Note]) -> list[Note]:
 def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
     for note in reached:
         harmful = [leaf for leaf in note.leaves if not leaf.masked]
-        if harmful and note.of_gradient and note.line is not None and harmful[0].number is not None:
-            return Origin(note)  # of code that computes gradients itself, which brings in a number
+        computed = note.of_gradient and note.line is not None  # by code that computes gradients itself
+        if harmful and (harmful[0].kind == OWN or (computed and harmful[0].number is not None)):
+            return Origin(note)
         if harmful:
             return Origin(_first_to_compute(recorder, note, reached), harmful[0])
         if note.masked or not all(parent.masked for parent in note.parents):

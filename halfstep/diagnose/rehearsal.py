@@ -122,8 +122,9 @@ def trainable(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
 def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
     """Makes copies stand in for models: a call of a module of a model calls that of its copy.
 
-    Hooks on the gradients of the models' parameters act on those of the copies. What a copy's forward leaves in an
-    attribute, as a loss that is added to the others', its model has too.
+    Hooks on the gradients of the models' parameters act on those of the copies. What a closure writes to an attribute
+    of a model, its copy has too; and so has a model what a copy's forward leaves there, as a loss that is added to the
+    others'.
 
     Raises:
         RuntimeError: a module has a `forward` of its own (not its class's), which no copy can stand in for.
@@ -148,13 +149,15 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
 
 
 class _Calls:
-    """Calls of copies; at the end of the outermost, modules get the attributes that their copies were given."""
+    """Calls of copies; at both ends of the outermost, modules and copies get what the other's attributes were given."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-        self._pairs = [(own, twin, attributes(twin)) for own, twin in pairs]
+        self._pairs = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]
         self._running = 0
 
     def run(self, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._running == 0:
+            self._take_over()
         self._running += 1
         try:
             return type(twin).forward(twin, *args, **kwargs)
@@ -163,8 +166,14 @@ class _Calls:
             if self._running == 0:
                 self._hand_over()
 
+    def _take_over(self) -> None:
+        for own, twin, before, _ in self._pairs:
+            new = {name: value for name, value in attributes(own).items() if before.get(name, self) is not value}
+            if new:
+                give_attributes(twin, attributes(twin) | new)
+
     def _hand_over(self) -> None:
-        for own, twin, before in self._pairs:
+        for own, twin, _, before in self._pairs:
             now = attributes(twin)
             new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
             if new:

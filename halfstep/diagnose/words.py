@@ -10,7 +10,7 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
 from halfstep.edits import Edit, spell
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
-from halfstep.observe.recorder import OTHERS, Note
+from halfstep.observe.recorder import OTHERS, OWN, Note
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
@@ -28,6 +28,10 @@ _OF_TENSORS: Mapping[Kind | None, str] = {
     ),
     Kind.ANOTHER_PROCESS: "see the verdicts of the other processes: the fault is in one of them, or in its batch",
 }
+_BUFFER = (
+    "find what made this buffer: from counts, as 1 / count, give 0 to what does not occur; where training updates it, "
+    "as running statistics, load the last checkpoint in which it is finite"
+)
 _TWO_MASKS = "the sum of two torch.finfo(dtype).min is -inf"
 _NO_DATA = {
     "above": (
@@ -42,9 +46,10 @@ _NO_DATA = {
 _SLOWER = "load an earlier checkpoint, and use a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
+    (("mean",), "it has no value for so few elements: skip it where no element is selected"),
     (
-        ("mean", "var", "std", "var_mean", "std_mean"),
-        "it has no value for so few elements: skip it where no element is selected",
+        ("var", "std", "var_mean", "std_mean"),
+        "it has no value for so few elements: pass correction=0, which needs one in place of two, or skip it for fewer",
     ),
     (
         ("cross_entropy", "nll_loss"),
@@ -204,7 +209,7 @@ def _inputs(call: OpCall | None, note: Note) -> str:
 
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
-    if found.grown is not None:
+    if found.has_diverged:
         return f"training has diverged, in fp32 too, which no edit cures: {_SLOWER}"
     if found.explodes:
         return (
@@ -230,6 +235,8 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         bad = found.leaf.bad
         alone = {bad.above: "above", bad.below: "below"}.get(bad.nan + bad.above + bad.below, "")
         return [_NO_DATA.get(alone, _OF_TENSORS[found.kind])]
+    if found.kind == Kind.WEIGHTS and found.leaf is not None and found.leaf.kind == "buffer":
+        return [_BUFFER]
     if found.kind in _OF_TENSORS:
         return [_OF_TENSORS[found.kind]]
     if found.phase == AFTER_BACKWARD:
@@ -271,36 +278,56 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "uninitialized memory was read: make it with torch.zeros, or write all of it"
-    computes_gradient = note is not None and note.of_gradient
-    given = () if note is None else note.scalars
-    own = [s for s in given if math.isnan(s) or (math.isinf(s) and computes_gradient)]
-    if note is not None and computes_gradient:
-        own += [leaf.number for leaf in note.leaves if leaf.number is not None]
+    own = "" if note is None else _brought_in(note, name)
     if own:
-        number = "NaN" if math.isnan(own[0]) else own[0]
-        return f"the code passes the number {number} to {name}: see where that number comes from"
+        return own
     if found.infinity:
         return _met(found)
     if full.low in LOW_FORMATS and found.exact is not None:
+        inputs = "" if name == "to" else f"the inputs of {name} "
         return (
-            f"no edit helps: the code itself casts the inputs of {name} to {found.low}, or uses weights as they are "
-            "stored; remove that cast, or add .float()"
+            f"no edit helps: the code itself casts {inputs}to {found.low}, or uses weights as they are stored; remove "
+            "that cast, or add .float()"
         )
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
         return f"{_TWO_MASKS}: combine masks as booleans, and leave each row one entry"
     if found.kind == Kind.OVERFLOW:
         return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
     if found.phase == "backward":
-        operand = "divisor" if name == "div" else "input"
-        return (
-            f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
-            f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
-        )
+        return _about_gradient(name, called=note is not None and note.line is not None)
     known = next((words for names, words in _NO_VALUE if name in names), None)
     return (
         known
         or f"no format helps: {name} has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
     )
+
+
+def _about_gradient(name: str, *, called: bool) -> str:
+    """Returns what to do about the backward of an operation, or about one that a custom backward or a hook `called`."""
+    if called:
+        return (
+            f"no format helps: what {name} makes of a gradient is not finite here; keep its inputs in its domain (an "
+            "eps, a clamp)"
+        )
+    operand = "divisor" if name == "div" else "input"
+    return (
+        f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
+        f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
+    )
+
+
+def _brought_in(note: Note, name: str) -> str:
+    """Returns what to do about numbers that code brings in, made by no operation; "" where it does not."""
+    if note.unseen:
+        return f"the backward of {name} computes this outside of torch, or writes it: see what it does at these inputs"
+    own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]
+    if note.of_gradient:
+        own += [leaf.number for leaf in note.leaves if leaf.number is not None]
+    if own:
+        number = "NaN" if math.isnan(own[0]) else own[0]
+        return f"the code passes the number {number} to {name}: see where that number comes from"
+    held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
+    return f"the code brings in a tensor that holds {held}: see where that comes from" if held else ""
 
 
 def _adds_masks(found: Diagnosis) -> bool:

@@ -11,7 +11,8 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from inspect import CO_NESTED
+from types import CodeType, FrameType, FunctionType, TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ class Place:
     `module` is a dotted name, None outside of every module; `line` is "file.py:12 in forward", None where no line of
     the user's is on the stack (C++ alone, in a backward pass). `call` tells apart the calls that one line of Python
     makes: the operations of one C++ function have the same. `function` is the torch function written in Python that
-    called it, "" for none. `again` says that a checkpoint runs this part of a forward for the second time.
+    called it, "" for none. `again` says that a checkpoint runs this part of a forward for the second time, `foreign`
+    that a backward pass calls a function that is defined in another one, which is no method of a module of the models.
     """
 
     module: str | None
@@ -53,6 +55,7 @@ class Place:
     call: tuple[int, int]
     function: str = ""
     again: bool = False
+    foreign: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +127,7 @@ class Locator:
         What a checkpoint runs again is not below its forward; a function inside of that knows the module as `self`.
         """
         frame: FrameType | None = sys._getframe(1)
-        module = line = call = enclosing = None
+        module = line = call = enclosing = outermost = None
         function, again = "", False
         while frame is not None:
             code = frame.f_code
@@ -141,6 +144,7 @@ class Locator:
                     function = code.co_name
                 if line is None and kind == "user":
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+                outermost = code if kind == "user" else outermost
                 module = self._of(frame, code.co_varnames[:1]) if module is None else module
                 enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
             if module is not None and line is not None:
@@ -148,7 +152,19 @@ class Locator:
                 break
             frame = frame.f_back
         module = enclosing if module is None and again else module
-        return Place(None if module is None else module[0], line, call or (0, 0), function, again)
+        called_back = None if backward_task() == NO_BACKWARD or module is not None else outermost
+        foreign = called_back is not None and self._is_foreign(called_back)
+        return Place(None if module is None else module[0], line, call or (0, 0), function, again, foreign)
+
+    def _is_foreign(self, code: CodeType) -> bool:
+        if not code.co_flags & CO_NESTED:
+            return False
+        modules = (module() for _, module in self._modules.values())
+        classes = {each for module in modules for each in type(module).__mro__}
+        waiting = [f.__code__ for each in classes for f in vars(each).values() if isinstance(f, FunctionType)]
+        while waiting and waiting[-1] is not code:
+            waiting += [each for each in waiting.pop().co_consts if isinstance(each, CodeType)]
+        return not waiting
 
     def _is_run_again(self, frame: FrameType | None) -> bool:
         if backward_task() == NO_BACKWARD:

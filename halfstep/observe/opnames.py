@@ -14,6 +14,7 @@ PUBLIC: Mapping[str, str] = {
     "_log_softmax": "log_softmax",
     "_safe_softmax": "softmax",
     "_to_copy": "to",
+    "lift_fresh": "tensor",
     "mm": "matmul",
     "bmm": "matmul",
     "mv": "matmul",

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called
 from halfstep.observe.absorbed import OverflowTrail
+from halfstep.observe.customs import Customs, is_saved
 from halfstep.observe.locator import Locator, memory_of, storage_of
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
@@ -36,7 +37,7 @@ from halfstep.torch_internals import (
     without_modes,
 )
 
-OTHERS = "another process"  # kind of a Leaf
+OTHERS, OWN = "another process", "own"  # kinds of a Leaf
 _NO_MASKS = ("parameter", OTHERS)  # kinds
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BOUNDING = ("add", "sub", "clamp", "maximum", "minimum")
@@ -58,7 +59,8 @@ class Note:
     division by zero divided by is 0. `root` says that it made the gradient that a backward
     pass begins with, or belongs to the pass's first node, `of_gradient` that it was computed from that, in the pass or
     after it;
-    `received` that it brought values from other processes.
+    `received` that it brought values from other processes, `unseen` that it is a whole custom backward, of which no
+    operation that made its result was seen.
     """
 
     index: int
@@ -72,6 +74,7 @@ class Note:
     root: bool = False
     of_gradient: bool = False
     received: bool = False
+    unseen: bool = False
     forward: Note | None = None
     dtype: torch.dtype | None = None
     scalars: tuple[float, ...] = ()
@@ -91,7 +94,8 @@ class Leaf:
     """A tensor that was not finite when it was first seen.
 
     `kind` is "parameter", "buffer", "gradient" (these have a `name`), "data", "unseen": computed from parameters, but
-    where the recorder did not see it (in another thread, say), or `OTHERS`: received by the collective `name`.
+    where the recorder did not see it (in another thread, say), `OTHERS`: received by the collective `name`, or `OWN`:
+    brought into the backward pass by code that computes gradients itself.
     """
 
     kind: str
@@ -104,7 +108,7 @@ class Leaf:
     @property
     def number(self) -> float | None:
         """The single number that it is, as of `torch.tensor(inf)`; None for one of a model, or of several elements."""
-        if self.kind != "data" or self.bad.count != 1:
+        if self.kind not in ("data", OWN) or self.bad.count != 1:
             return None
         return math.nan if self.bad.nan else math.inf if self.bad.above else -math.inf
 
@@ -155,6 +159,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
         self._nodes: dict[int, list[Note]] = {}  # by the number that autograd gave the node of an operation
+        self._customs = Customs()
         self._roots: dict[int, int] = {}  # the numbers of backward passes, and those of their first nodes
         self._local = threading.local()
         self._call: tuple[tuple[int, int], list[str]] = ((0, 0), [])
@@ -271,13 +276,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 writers = self._never_written(each.memory, bad)
             parents += writers
             if not writers:
-                leaf = self.leaf(each.values)
-                if leaf is not None:
-                    named = self._received(each.memory) or self.locator.tensor(each.memory)
-                    if note.received and self.last_writer(each.memory) is not None:  # and that was finite
-                        named = (OTHERS, note.aten.rstrip("_"), each.memory)
-                    leaf = leaf if named is None else _as(leaf, named)
-                    leaves.append(replace(leaf, masked=leaf.masked and not note.of_gradient))
+                found = self._from_outside(note, each)
+                parents += [found] if isinstance(found, Note) else []
+                leaves += [found] if isinstance(found, Leaf) else []
         leaves.sort(key=lambda leaf: leaf.kind == OTHERS)
         note.parents, note.leaves = tuple(parents), tuple(leaves)
         assert note.bad is not None
@@ -309,6 +310,22 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             note.exact = recompute(func, given, tensors, values, outputs)
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
+    def _from_outside(self, note: Note, read: _Read) -> Leaf | Note | None:
+        """Returns what is known of an argument that no operation wrote, or what stands for the code that made it."""
+        leaf = self.leaf(read.values)
+        if leaf is None:
+            return None
+        named = self._received(read.memory) or self.locator.tensor(read.memory)
+        if note.received and self.last_writer(read.memory) is not None:  # and that was finite
+            named = (OTHERS, note.aten.rstrip("_"), read.memory)
+        leaf = leaf if named is None else _as(leaf, named)
+        if leaf.kind == "data" and note.phase == "backward" and not is_saved(read.memory):
+            custom = self._custom(leaf.bad) if note.line is None else None
+            if custom is not None:
+                return custom
+            leaf = leaf if note.line is None else replace(leaf, kind=OWN)
+        return replace(leaf, masked=leaf.masked and not note.of_gradient)
+
     def _never_written(self, tensor: Tensor, bad: NonFinite) -> list[Note]:
         """Returns the operation that allocated memory which was read before anything was written to it."""
         last = self.last_writer(tensor)
@@ -316,6 +333,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return []
         last.bad = bad
         return [last]
+
+    def _custom(self, bad: NonFinite) -> Note | None:
+        """Returns what stands for the custom backward that gave the running node its gradient; None where none did."""
+        custom = self._customs.before_running()
+        if custom is None:
+            return None
+        name, number = custom
+        module, line = next(((each.module, each.line) for each in self._nodes.get(number, [])), (None, None))
+        return Note(-1 - len(self.notes), name, module, "backward", line, [], "", unseen=True, bad=bad)
 
     def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
         aten = aten_name(func, args)
@@ -330,7 +356,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if phase == "forward":
             self._enter(note)
         else:
-            self._find_forward(note)
+            self._find_forward(note, foreign=place.foreign)
         self.notes.append(note)
         return note
 
@@ -342,13 +368,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._nodes.setdefault(number, []).append(note)
         self._local.seen = now
 
-    def _find_forward(self, note: Note) -> None:
-        """Gives a backward operation the place of the forward one that it belongs to."""
+    def _find_forward(self, note: Note, *, foreign: bool) -> None:
+        """Gives a backward operation the place of the forward one that it belongs to; not that of a `foreign` hook."""
         node: Any = running_node()
         if node is None:
             return
         note.node = node.name()
         number = sequence_number(node)
+        if backward_task() not in self._roots:
+            self._customs.know(node)
         note.root = self._roots.setdefault(backward_task(), number) == number
         if note.node == _ACCUMULATE:
             known = self.locator.tensor(node.variable)
@@ -359,7 +387,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note.forward = fitting[-1] if fitting else made[-1] if made else None
         if note.forward is not None and note.forward.line is None:  # the session's own, of the loss that it was given
             note.forward = next((each for each in note.forward.sources if each is not None), note.forward)
-        if note.forward is not None:
+        hook = foreign and not isinstance(node, torch.autograd.function.BackwardCFunction)
+        if note.forward is not None and not hook:
             note.module = note.forward.module if note.module is None else note.module
 
     def operator(self, note: Note) -> str:
@@ -383,6 +412,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Ends the recording until it is switched on again, and drops what was recorded."""
         self.on = False
         self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
+        self._customs = Customs()
         self.trail = OverflowTrail()
 
     def __enter__(self) -> OpRecorder:

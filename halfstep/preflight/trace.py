@@ -26,6 +26,7 @@ from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED
 from halfstep.plan.plan import Plan
+from halfstep.preflight.literals import Literals, numbers
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
@@ -68,7 +69,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Findi
     scale = session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
-        with rehearsal.recording(tracer):
+        with rehearsal.recording(tracer), Literals(tracer.look_at_literal):
             failure, loss = _run(rehearsal, tracer, scale)
         found = tracer.findings()
         if failure is not None:
@@ -133,14 +134,24 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         if name in GUARDS:
             args = [self._constant(note, arg, fmt) if isinstance(arg, Tensor) else arg for arg in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
-        for value in _numbers(guards) if name in GUARDS else ():
+        for value in numbers(guards) if name in GUARDS else ():
             if fmt.rounds_to_zero(value):
                 self._constants[name, note.module, note.line, value] = (note, fmt, True)
-        for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
+        for value in numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
                 self._constants[name, note.module, note.line, value] = (note, fmt, False)
         if name not in WRITES and note.exact is not None and note.exact.constant:  # as (1 - mask) * -1e9
             self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
+
+    def look_at_literal(self, made: Tensor, values: Sequence[float]) -> None:
+        """Looks at a low tensor that code made from numbers: all may be 0 in its format, or the largest beyond it."""
+        place, fmt = self.locator.here(), as_format(made.dtype)
+        note = Note(len(self.notes), "tensor", place.module, "forward", place.line, [], place.function)
+        largest = max(values, key=abs, default=0.0)
+        if fmt.rounds_to_zero(largest):
+            self._constants["tensor", note.module, note.line, largest] = (note, fmt, True)
+        if fmt.max < abs(largest) <= FP32.max:
+            self._constants["tensor", note.module, note.line, largest] = (note, fmt, False)
 
     def _look_at_cast(self, note: Note, source: Tensor | None, out: Tensor, fmt: Format) -> None:
         if source is None or self._is_rounded_weight(source, fmt):
@@ -221,7 +232,8 @@ def _constant(
     name_in_model = in_model(note.module)[1]
     rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
-        what = f"a cast to {fmt} of" if name == "cast" else f"{tracer.operator(note)} of {fmt} values and"
+        made = {"cast": f"a cast to {fmt} of", "tensor": f"a tensor of {fmt} made from"}
+        what = made.get(name, f"{tracer.operator(note)} of {fmt} values and")
         return Finding(
             "warning",
             "constant vanishes",
@@ -250,12 +262,6 @@ def _overflow(source: Tensor, out: Tensor) -> float | None:
         return None
     lost = source.detach()[source.isfinite() & ~out.isfinite()]
     return float(lost[lost.abs().argmax()]) if lost.numel() else None
-
-
-def _numbers(values: Sequence[Any]) -> Iterator[float]:
-    for leaf in tree_leaves(tuple(values)):
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-            yield float(leaf)
 
 
 def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:

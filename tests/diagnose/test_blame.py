@@ -289,6 +289,18 @@ def test_training_that_diverges_in_every_format_is_no_fault_of_the_format(plan, 
     assert bool(verdict.cure) is not diverged
 
 
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_a_loss_beyond_all_squares_of_fp16_has_diverged_though_each_weight_fits(plan):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    inputs, wanted = torch.ones(8, 8), torch.zeros(8, 8)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), plan, low="fp16")
+    backward_and_step(session, nn.functional.mse_loss(model(inputs), wanted))
+    model.load_state_dict({name: torch.full_like(weight, 1e3) for name, weight in model.state_dict().items()})
+    verdict = halfstep.blame(session, lambda: nn.functional.mse_loss(model(inputs), wanted))  # 8000**8 is 2e31
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "linear", ())
+    assert "training has diverged" in verdict.advice
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_are_to_blame_only_where_they_are_read(training):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).train(training)

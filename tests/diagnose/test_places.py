@@ -181,6 +181,65 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
     assert f" in {clip.__name__}" in verdict.where
 
 
+def divided(gradient):
+    return gradient / (gradient * 0).norm()
+
+
+class Hooked(nn.Module):
+    """A linear layer with a hook on the gradient of its result: one of a method, its own, or one defined elsewhere."""
+
+    def __init__(self, register):
+        super().__init__()
+        self.layer, self.register = nn.Linear(8, 8), register
+
+    def own(self, gradient):
+        return divided(gradient)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.register == "lambda":
+            y.register_hook(lambda gradient: divided(gradient))
+        elif self.register == "method":
+            y.register_hook(self.own)
+        elif self.register == "function":
+            y.register_hook(divided)
+        return y
+
+
+@PLANS
+@pytest.mark.parametrize("register", ["lambda", "method", "function"])
+def test_a_hook_of_a_model_is_in_it(plan, register):
+    torch.manual_seed(0)
+    model = nn.Sequential(Hooked(register), nn.Linear(8, 8))
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    inside = "0" if register == "method" else "0.layer"
+    assert (verdict.operator, verdict.module, verdict.outside, verdict.phase) == ("div", inside, False, "backward")
+
+
+@PLANS
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+def test_a_hook_of_the_closure_is_outside_of_the_model(plan, low):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+
+    def closure():
+        y = model(ONES)
+        y.register_hook(lambda gradient: gradient / (gradient * 0).norm())
+        return y.square().mean()
+
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, low=low) as session:
+        verdict = halfstep.blame(session, closure)
+    assert (verdict.operator, verdict.module, verdict.outside, verdict.cure) == ("div", "", True, ())
+    assert str(verdict).startswith("invalid: div in code outside the model, test_places.py:")
+    assert " in <lambda>, backward pass" in str(verdict)
+    assert "two faults" not in verdict.advice
+    assert verdict.advice == (
+        "no format helps: what div makes of a gradient is not finite here; keep its inputs in its domain (an eps, a "
+        "clamp)"
+    )
+
+
 def one_element(gradient):
     gradient = gradient.clone()
     gradient[0, 0] = torch.inf
@@ -203,9 +262,9 @@ BROUGHT_IN = [
 ]
 
 
-@PLANS
-@pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
-def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
+def with_backward(rule):
+    """Returns a network with a module in it, "1.1", whose backward is a rule."""
+
     class Custom(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -220,12 +279,44 @@ def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operat
             return Custom.apply(x)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), Does()), nn.Linear(16, 2))
+    return nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 16), Does()), nn.Linear(16, 2))
+
+
+@PLANS
+@pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
+def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
+    model = with_backward(rule)
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
     assert verdict.where.startswith("test_places.py:")
     assert verdict.advice == f"the code passes the number {number} to {operator}: see where that number comes from"
+
+
+SOME = [torch.inf, 1.0, -torch.inf, *(13 * [1.0])]
+OUTSIDE = "the backward of Custom computes this outside of torch, or writes it: see what it does at these inputs"
+SEVERAL = [
+    (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
+    (
+        lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype),
+        "to",
+        "in 64 elements: see where",
+    ),
+    (lambda gradient: gradient.new_tensor([SOME] * 4), "Custom", OUTSIDE),
+]
+
+
+@PLANS
+@pytest.mark.parametrize(("rule", "operator", "words"), SEVERAL, ids=["tensor", "new_tensor", "numpy", "whole"])
+def test_what_a_custom_backward_makes_out_of_sight_is_no_data(plan, rule, operator, words):
+    model = with_backward(rule)
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
+    assert verdict.where.startswith("test_places.py:")
+    assert words in verdict.advice
+    assert "two faults" not in verdict.advice
 
 
 def test_data_that_a_custom_backward_reads_is_data():
@@ -244,6 +335,28 @@ def test_data_that_a_custom_backward_reads_is_data():
     with session_of(model, "O2") as session:
         verdict = halfstep.blame(session, lambda: Weighted.apply(model(ONES), weights).float().mean())
     assert (verdict.kind, verdict.operator) == ("input data", "mul")
+
+
+class Weighs(nn.Module):
+    """A linear layer whose result is weighed by a buffer, made from counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("weights", 1 / torch.arange(8.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.weights
+
+
+@PLANS
+def test_a_buffer_that_is_not_finite_is_no_weight_that_a_step_spoiled(plan):
+    model = Weighs()
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert (verdict.kind, verdict.cure) == ("weights", ())
+    assert "as 1 / count, give 0 to what does not occur" in verdict.advice
+    assert "learning rate" not in verdict.advice
 
 
 def test_a_gradient_penalty_is_forward():

@@ -111,6 +111,40 @@ def test_a_copy_that_a_closure_makes_runs_itself():
     assert set(outputs) == {0.0}
 
 
+class Adapted(nn.Module):
+    """A linear layer to whose weight is added what its caller leaves in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.up = nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.full((4, 2), 400.0))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight + self.extra)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_what_a_closure_writes_to_an_attribute_the_copies_have_too(plan, trained):
+    torch.manual_seed(0)
+    model = Adapted()
+    session = opened(model, plan, on_failure="warn")
+
+    def closure():
+        model.extra = model.up @ model.up.new_full((2, 8), 400.0)  # 400 * 400 * 2 is 320,000
+        return model(torch.ones(4, 8)).float().square().mean().sqrt()
+
+    if trained:
+        session.backward(closure())
+        session.step()
+    verdict = halfstep.blame(session, closure)
+    said = f"{verdict.evidence}; {verdict.advice}"
+    assert "does not repeat" not in said
+    assert "cannot be copied" not in said
+    assert (verdict.operator, bool(verdict.cure)) == (("linear", True) if plan == "O1" else ("matmul", False))
+    assert ("tried: the closure's loss is then" in said) == (plan == "O1")
+    assert ("remove that cast, or add .float()" in said) == (plan == "O2")
+
+
 def test_a_rehearsal_inside_a_closure_is_refused_and_ends_the_outer_one():
     model = Cnn(Gain())
     session = opened(model)

@@ -143,7 +143,7 @@ POLES = (
     no_edit("a mean of nothing", lambda x: x + x[x > 1e4].mean(), lambda x: x, ("mean", FORWARD, INVALID),
             "skip it where no element is selected"),
     no_edit("a variance of one row", lambda x: x / (1 + x[:1].var(0)), lambda x: x / (1 + x[:2].var(0)),
-            ("var", FORWARD, INVALID), "it has no value for so few elements"),
+            ("var", FORWARD, INVALID), "pass correction=0"),
     no_edit("NaN that the code writes", lambda x: x.masked_fill(first_row(x), math.nan),
             lambda x: x.masked_fill(first_row(x), 0.0), ("masked_fill", FORWARD, INVALID),
             "the code passes the number NaN"),

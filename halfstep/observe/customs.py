@@ -1,0 +1,45 @@
+"""Backward passes of a user's own (`torch.autograd.Function`), which bring numbers in that no operation has made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from halfstep.observe.locator import storage_of
+from halfstep.torch_internals import leaf_of, running_node, saved_by, sequence_number, without_modes
+
+
+class Customs:
+    """The custom nodes of graphs, by the nodes that get their gradient from one."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, int], tuple[str, int]] = {}
+
+    def know(self, root: Any) -> None:
+        """Learns of the graph below the first node of a backward pass."""
+        seen, waiting = {_key(root)}, [root]
+        while waiting:
+            node: Any = waiting.pop()
+            following = [each for each, _ in node.next_functions if each is not None]
+            if isinstance(node, BackwardCFunction):
+                name = str(node.name()).removesuffix("Backward")  # type: ignore[attr-defined]
+                self._before.update((_key(each), (name, sequence_number(node))) for each in following)
+            waiting += [each for each in following if _key(each) not in seen]
+            seen.update(map(_key, following))
+
+    def before_running(self) -> tuple[str, int] | None:
+        """Returns the name and the number of the custom node that gave the running one its gradient, if one did."""
+        return self._before.get(_key(running_node()))
+
+
+def is_saved(tensor: Tensor) -> bool:
+    """Tells whether the running node of a backward pass keeps a tensor from the forward pass."""
+    with without_modes():
+        return storage_of(tensor) in {storage_of(each) for each in saved_by(running_node())}
+
+
+def _key(node: Any) -> tuple[int, int]:
+    leaf = leaf_of(node)
+    return (sequence_number(node), 0) if leaf is None else (0, id(leaf))
