@@ -14,14 +14,14 @@ from halfstep.errors import WorkloadError
 from halfstep.measurements import BenchResult, Sweep
 
 
-def read_sweep(path: Path) -> Sweep | None:
-    """Returns the sweep that a file holds; None where there is none.
+def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
+    """Returns the sweep that a file holds; None where there is none. `option` is what named the file.
 
     Raises:
         WorkloadError: the file cannot be read, is no sweep, or is one of another version of halfstep.
     """
     if path.exists() and not path.is_file():
-        raise WorkloadError(f"{path} is not a file, and a sweep keeps its points in one; name a file with --json")
+        raise WorkloadError(f"{path} is not a file, and a sweep keeps its points in one; name a file with {option}")
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -40,7 +40,7 @@ def read_sweep(path: Path) -> Sweep | None:
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
-        f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with --json"
+        f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with {option}"
     )
 
 

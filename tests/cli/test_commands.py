@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.__main__ import USAGE_ERROR
 from halfstep.bench.results import read_bench
+from halfstep.cli.against import FAILED, INTERRUPTED, WORSE
 from halfstep.errors import DataError
 from halfstep.machine import AMX_FP16, AVX2
 
@@ -324,3 +326,9 @@ def test_a_result_is_held_against_a_saved_one(halfstep, tmp_path):
     )
     assert code == 3
     assert "O1 bf16 (gone)" in out
+
+
+def test_the_page_about_against_has_each_exit_code():
+    page = (Path(__file__).parents[2] / "docs" / "slower.md").read_text(encoding="utf-8")
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert list(map(int, codes)) == [0, WORSE, FAILED, USAGE_ERROR, INTERRUPTED]
