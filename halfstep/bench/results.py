@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from halfstep.bench.sweep import SCHEMA
+from halfstep.bench.sweep import SCHEMA, data_name
 from halfstep.errors import WorkloadError
 from halfstep.measurements import BenchResult, Sweep
 
@@ -35,6 +36,9 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
             found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
             if "points" not in fields:
                 raise KeyError("points")
+            data = found.asked.get("data", "none")
+            if Path(data).is_absolute():  # until 2026-11-23 files had the path
+                found = replace(found, asked={**found.asked, "data": data_name(Path(data))})
             return found
         why = f"its schema is {schema}, this halfstep's is {SCHEMA}"
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:

@@ -109,6 +109,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         check_writable(json)
         run_compute(workload, place, command=_command(), json=json, page=page)
         return
+    name = DEFAULT if workload is None else workload
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
     check_writable(json)
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
@@ -119,7 +120,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
                 f"--model {model} and the workload {workload} both say what is trained; give one of them"
             )
         asked = Asked(
-            tuple(names(model)) or (workload or DEFAULT,), sizes(batch_size), _compiled(rows, compile), steps, place,
+            tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), steps, place,
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
         if largest_batch is not None:
@@ -129,7 +130,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         else:
             run_sweep(asked, json=json, page=page, against=against)
         return
-    job = load_workload(workload or DEFAULT, parse_settings(settings), data=data)
+    job = load_workload(name, parse_settings(settings), data=data)
 
     def run(progress: Progress) -> BenchResult:
         if processes == 1:
@@ -139,7 +140,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         again = ["--levels", levels, "--low", low, "--steps", str(steps), "--seeds", str(seeds), "--device", device]
         again += [*([] if peer else ["--no-peer"]), *(["--data", str(data)] if data is not None else [])]
         again += [each for setting in settings for each in ("--set", setting)]
-        return repeat([workload or DEFAULT, *again], processes, command=_command(), progress=progress)
+        return repeat([name, *again], processes, command=_command(), progress=progress)
 
     _side_by_side(job, run, json=json, against=against)
 
@@ -183,4 +184,5 @@ def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
 
 
 def _command() -> str:
-    return shlex.join(["halfstep", *sys.argv[1:]])
+    """Returns the command as it was typed, but for the home folder, since results are published."""
+    return shlex.join(["halfstep", *sys.argv[1:]]).replace(f"{Path.home()}/", "~/")

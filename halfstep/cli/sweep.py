@@ -30,7 +30,7 @@ from halfstep.report.sweep import (
 
 def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Path | None = None) -> None:
     """Measures what a results file does not have yet, and prints the whole; each point is kept as it is made."""
-    check_page(page)
+    check_page(page, json)
     if against is not None and json is not None and against.resolve() == json.resolve():
         raise WorkloadError(f"--against and --json are both {json}, where this sweep is kept; give another --json")
     saved = None if against is None else load_saved_sweep(against)
@@ -67,7 +67,7 @@ def write_sweep_page(page: Path, found: Sweep) -> None:
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
     """Looks for the largest batch of each model and row, and prints them, or those that were found before Ctrl-C."""
-    check_page(page)
+    check_page(page, json)
     with stderr().status("starting") as status:
         found = largest_batches(asked, limit, progress=status.update)
     if not found:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,25 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
     assert (tmp_path / "x.json").read_bytes() == before
     code, _, err = halfstep("bench", "regression", "--batch-size", "2,8", *SMALL, *files)
     assert (code, "another sweep" in err, "measured again" in err) == (2, True, False)
+
+
+def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    source = tmp_path / "own.py"
+    source.write_text(
+        "from halfstep.workloads.regression import Regression\n\n\n"
+        "def mine(data=None, batch='2'):\n    return Regression(batch=int(batch))\n"
+    )
+    (tmp_path / "a").mkdir()
+    command = ["bench", f"{source}:mine", "--batch-size", "2", *SMALL[4:], "--json", tmp_path / "x.json"]
+    assert halfstep(*command, "--data", tmp_path / "a")[0] == 0
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert "--data ~/a" in text
+    assert f"--data {tmp_path}" not in text
+    assert '"data": "a (' in text
+    (tmp_path / "b").mkdir()
+    code, _, err = halfstep(*command, "--data", tmp_path / "b")
+    assert (code, "another sweep (data: a (" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +119,8 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
         (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),
         (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),
         (["regression", "--batch-size", "4", "--low", "e4m3"], "e4m3"),
+        (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; give two"),
+        (["matmul", "--json", "x", "--page", "x"], "--page and --json are both x; give two files"),
         (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: there is no folder"),
     ],
 )
