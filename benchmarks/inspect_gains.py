@@ -71,6 +71,26 @@ def _single(m: nn.Module, x: Tensor) -> Tensor:
     return m.c(nn.functional.linear(m.a(x), m.fixed))
 
 
+@torch.library.custom_op("halfstep_gains::product", mutates_args=())
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """Returns a product in the format of what it is given."""
+    with torch.autocast("cpu", enabled=False):
+        return x @ w
+
+
+def _product_backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+    return product(grad, ctx.weight.t()), None  # type: ignore[attr-defined]
+
+
+product.register_autograd(
+    _product_backward, setup_context=lambda ctx, inputs, output: setattr(ctx, "weight", inputs[1])
+)
+
+
+def _custom(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(product(m.a(x).float(), m.fixed.float()))
+
+
 def measured(
     code: str,
     level: str,
@@ -111,6 +131,7 @@ def _loss(session: halfstep.Session, x: Tensor) -> Tensor:
 def _plants() -> Iterator[tuple[str, tuple[Saving | None, float]]]:
     full = [halfstep.Rule("b", halfstep.FULL)]
     yield "ran full, in fp32", measured("ran full", "O2", _plain, _plain, rows=256, rules=full)
+    yield "ran full, as a custom op", measured("ran full", "O2", _custom, _custom, rows=256)
     yield "ran full, in fp64", measured("ran full", "O0", _double, _single, rows=256)
     yield "cast again", measured("cast again", "O1", _cast_twice, _cast_once)
     yield "wide stream", measured("wide stream", "O2", _wide, _narrow, rows=512)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 
-import typer
+try:
+    import typer
 
-from halfstep.cli.bench import bench
-from halfstep.cli.check import check
-from halfstep.cli.doctor import doctor
-from halfstep.cli.inspect import inspect
-from halfstep.cli.levels import levels
-from halfstep.cli.ops import ops
-from halfstep.cli.report import report
-from halfstep.cli.run import ScriptRaised, run
-from halfstep.cli.whatif import whatif
-from halfstep.errors import HalfstepError, ScriptError
-from halfstep.pages import DIAGNOSIS, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
+    from halfstep.cli.bench import bench
+    from halfstep.cli.check import check
+    from halfstep.cli.doctor import doctor
+    from halfstep.cli.inspect import inspect
+    from halfstep.cli.levels import levels
+    from halfstep.cli.ops import ops
+    from halfstep.cli.report import report
+    from halfstep.cli.run import ScriptRaised, run
+    from halfstep.cli.whatif import whatif
+    from halfstep.errors import HalfstepError, ScriptError
+    from halfstep.pages import DIAGNOSIS, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
+except KeyboardInterrupt:  # what the package imports before this module, above all torch, is out of reach here
+    print("halfstep: interrupted", file=sys.stderr)
+    sys.exit(130)  # 128 + SIGINT, as shells have it
 
 USAGE_ERROR = 2
 

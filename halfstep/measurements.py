@@ -276,13 +276,14 @@ class Saving:
     """Something that costs time in a step: where, what was seen, what to do, the edits, and the seconds that it saves.
 
     `seconds` were measured with the operations of that place alone, in the formats that they have now and would have.
+    None: they could not be measured, and `evidence` says why.
     """
 
     code: str
     place: str
     evidence: str
     advice: str
-    seconds: float
+    seconds: float | None
     cure: tuple[Edit, ...] = ()
 
 
@@ -328,7 +329,8 @@ class Inspection:
             f"  {row.seconds * 1e3:.3g} ms in {row.calls} x {row.operator} ({row.phase}, {row.formats})" for row in rows
         ]
         for each in self.savings:
-            lines.append(f"{each.code} at {each.place} costs {each.seconds * 1e3:.3g} ms: {each.evidence}")
+            costs = "" if each.seconds is None else f" costs {each.seconds * 1e3:.3g} ms"
+            lines.append(f"{each.code} at {each.place}{costs}: {each.evidence}")
             lines.append(f"  do: {each.advice}")
             lines += [f"  edit: {spell(each.cure)}"] if each.cure else []
         return "\n".join(lines if self.savings else [*lines, "nothing was found that would save time"])

@@ -59,6 +59,12 @@ def is_custom(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace not in ("aten", "prim", "prims")
 
 
+def autocast_outside(device_type: str) -> torch.dtype | None:
+    """Returns the format of autocast where an operation that came to a dispatch mode was called; None: it was off."""
+    with enable_reentrant_dispatch():
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 @functools.cache
 def is_composite(func: Any) -> bool:
     """Tells whether an operation is made of others; it reaches a mode whole under torch.inference_mode."""

@@ -6,6 +6,8 @@ import functools
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -72,20 +74,43 @@ def _read(path: Path, processor: str, model: str, torch: str) -> Saved | None:
     return found
 
 
+def check_savable() -> None:
+    """Makes the folder for what is saved, before it is measured.
+
+    Raises:
+        HalfstepError: the file cannot be written.
+    """
+    with _writing() as path:
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
 def save(found: Saved) -> Path:
     """Writes what was measured, in one move, and returns where.
 
     Raises:
         HalfstepError: the file cannot be written.
     """
-    path = saved_path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _writing() as path:
         file, name = tempfile.mkstemp(dir=path.parent, prefix=_NAME)
-        with os.fdopen(file, "wb") as part:
-            part.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-        os.replace(name, path)
-    except OSError as error:
-        raise HalfstepError(f"{path} cannot be written: {error.strerror or error}") from None
+        try:
+            with os.fdopen(file, "wb") as part:
+                part.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink()
+            raise
     _read.cache_clear()
     return path
+
+
+@contextmanager
+def _writing() -> Iterator[Path]:
+    try:
+        path = saved_path()
+    except RuntimeError:
+        raise HalfstepError("there is no home folder to save to; set XDG_CONFIG_HOME to a folder") from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield path
+    except OSError as error:
+        raise HalfstepError(f"{path} cannot be written: {error.strerror or error}") from None

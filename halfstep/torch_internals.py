@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -129,6 +129,7 @@ FLASH_ATTENTION_CPU: OpOverload = _name("torch.ops.aten._scaled_dot_product_flas
 FLASH_ATTENTION_CPU_BACKWARD: OpOverload = _name(
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 )
+CUSTOM_OPERATIONS: Mapping[str, Any] = _name("torch._library.custom_ops.OPDEFS")  # by name, those that Python defines
 
 # Dispatch modes.
 mode_stack: Callable[[], list[TorchDispatchMode]] = _name(

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import NormalDist, mean, median, stdev
 
 import msgspec
 
-from halfstep.bench.results import read_bench
+from halfstep.bench.bench import settings_of
+from halfstep.bench.results import read_bench, read_sweep
 from halfstep.errors import WorkloadError
-from halfstep.measurements import BenchChange, BenchResult, BenchRun
+from halfstep.measurements import BenchChange, BenchResult, BenchRun, Point, Sweep
+from halfstep.workloads.workload import Workload
 
 BLOCKS, FEWEST = 10, 12  # parts that a run is cut into, and steps without which there is no telling
 _BLOCK = 3  # steps of a part at least
@@ -35,10 +37,28 @@ def load_saved(path: Path) -> BenchResult:
         raise WorkloadError(f"--against {path} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise _no_result(path, str(error)) from None
+    _check_times(path, saved)
+    return saved
+
+
+def load_saved_sweep(path: Path) -> Sweep:
+    """Reads a file that a sweep wrote with --json.
+
+    Raises:
+        WorkloadError: there is none, it is something else, or has no point.
+    """
+    saved = read_sweep(path, "--against")
+    if saved is None or not saved.points:
+        raise WorkloadError(f"--against {path} has no point of a sweep; name a file that a sweep wrote with --json")
+    for point in saved.points:
+        _check_times(path, point.result)
+    return saved
+
+
+def _check_times(path: Path, saved: BenchResult) -> None:
     for run in saved.runs:
         if not all(0 < each < math.inf for each in run.times_ms):
             raise _no_result(path, f"{run.name} has a step of no time")
-    return saved
 
 
 def _no_result(path: Path, why: str) -> WorkloadError:
@@ -63,24 +83,70 @@ def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, o
         raise WorkloadError(f"--against has other settings: {said}; compare the same")
 
 
-def compare(saved: BenchResult, result: BenchResult) -> tuple[BenchChange, ...]:
+def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]]) -> None:
+    """Refuses a saved sweep that has none of these points, or has one of other settings.
+
+    Raises:
+        WorkloadError: what differs.
+    """
+    before = _by_place(saved)
+    both = [(before[model, work.batch], work) for model, work in points if (model, work.batch) in before]
+    if not both:
+        there, here = ", ".join(map(_place, before)), ", ".join(_place((model, work.batch)) for model, work in points)
+        raise WorkloadError(f"--against has {there}, this is {here}; compare the same")
+    for point, workload in both:
+        check_comparable(point.result, workload.name, settings_of(workload))
+
+
+def compare_sweeps(saved: Sweep, now: Sweep) -> tuple[BenchChange, ...]:
+    """Returns the changes of all rows, each with its model and batch size in its name.
+
+    A row is called slower or faster where that is beyond what chance does to any row of 19 in 20 whole sweeps. Points
+    that are not measured yet are left out; a sweep is whole if it has as many as it was asked for.
+    """
+    before, after = _by_place(saved), _by_place(now)
+    whole = len(now.points) == now.total
+    rows = sum(len(point.result.runs) for place, point in after.items() if place in before)
+    found: list[BenchChange] = []
+    for place in dict.fromkeys([*after, *(before if whole else ())]):
+        old, new = ((points[place].result if place in points else None) for points in (before, after))
+        some = old or new
+        assert some is not None  # it is in one of them
+        none = replace(some, runs=())
+        changes = compare(old or none, new or none, rows=max(1, rows))
+        found += [replace(change, name=f"{_place(place)}, {change.name}") for change in changes]
+    return tuple(found)
+
+
+_Place = tuple[str, int]
+
+
+def _by_place(sweep: Sweep) -> dict[_Place, Point]:
+    return {(point.model, point.batch): point for point in sweep.points}
+
+
+def _place(place: _Place) -> str:
+    return "{}, batch {}".format(*place)
+
+
+def compare(saved: BenchResult, result: BenchResult, *, rows: int = 1) -> tuple[BenchChange, ...]:
     """Returns for each row of a result, and each that worked in a saved one, what changed since then.
 
     A row's time counts in units of a yardstick that ran beside it, step by step, in the same process: torch.amp in the
     same format, or O0, where both results have it; so a machine that is slower today changes nothing. Without one it
-    counts in milliseconds.
+    counts in milliseconds. Of `rows` that are compared at a time, chance alone changes none in 19 of 20 times.
     """
     before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
         before = {name: replace(run, peak_bytes=None) for name, run in before.items()}
     names = [*now, *(name for name, run in before.items() if name not in now and run.error is None)]
-    return tuple(_change(name, before, now) for name in names)
+    return tuple(_change(name, before, now, rows) for name in names)
 
 
 Rows = Mapping[str, BenchRun]
 
 
-def _change(name: str, before: Rows, now: Rows) -> BenchChange:
+def _change(name: str, before: Rows, now: Rows, rows: int) -> BenchChange:
     if name not in before:
         return BenchChange(name, "new", None)
     if name not in now:
@@ -91,18 +157,19 @@ def _change(name: str, before: Rows, now: Rows) -> BenchChange:
     if _finite(old) and not _finite(new):
         return BenchChange(name, "diverged", None)
     yardstick = _yardstick(name, before, now)
-    pairs = [_ratios(rows, name, yardstick) for rows in (before, now)]
+    pairs = [_ratios(runs, name, yardstick) for runs in (before, now)]
     grown = None
     if old.peak_bytes and new.peak_bytes:
         share = new.peak_bytes / old.peak_bytes
         grown = share if abs(share - 1) > _MEMORY else 1.0
     if min(map(len, pairs)) < FEWEST:
         return BenchChange(name, "too few steps", yardstick, memory=grown)
-    first, second = (_centre(values, rows[name].processes) for values, rows in zip(pairs, (before, now), strict=True))
+    first, second = (_centre(values, runs[name].processes) for values, runs in zip(pairs, (before, now), strict=True))
     difference = second.value - first.value
-    error = _quantile(first.freedom + second.freedom) * math.hypot(first.error, second.error)
+    freedom, unit = first.freedom + second.freedom, math.hypot(first.error, second.error)
+    error = _quantile(freedom) * unit
     time, low, high = (math.exp(each) for each in (difference, difference - error, difference + error))
-    changed = abs(difference) > max(LEAST, error)
+    changed = abs(difference) > max(LEAST, _quantile(freedom, rows) * unit)
     verdict = "alike" if not changed else "slower" if difference > 0 else "faster"
     return BenchChange(name, verdict, yardstick, time, low, high, grown)
 
@@ -157,10 +224,14 @@ def _blocks(values: Sequence[float]) -> list[float]:
     return [median(values[a:b]) for a, b in pairwise(edges)]
 
 
-def _quantile(freedom: int) -> float:
-    """Returns how many standard errors 95 in 100 differences by chance lie within: Student's t, to a hundredth.
+def _quantile(freedom: int, rows: int = 1) -> float:
+    """Returns how many standard errors all of `rows` differences by chance lie within, 95 times in 100.
+
+    Student's t, expanded in the freedom (Abramowitz and Stegun, 26.7.5); to a twentieth from a freedom of 6 on.
 
     >>> [round(_quantile(freedom), 2) for freedom in (4, 8, 18, 1000)]
-    [2.81, 2.31, 2.1, 1.96]
+    [2.77, 2.31, 2.1, 1.96]
     """
-    return 1.96 / (1 - 1.21 / freedom)
+    z = NormalDist().inv_cdf(1 - 0.025 / rows)
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, start=1))

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from halfstep.bench.sweep import SCHEMA
+from halfstep.bench.sweep import SCHEMA, data_name
 from halfstep.errors import WorkloadError
 from halfstep.measurements import BenchResult, Sweep
 
 
-def read_sweep(path: Path) -> Sweep | None:
-    """Returns the sweep that a file holds; None where there is none.
+def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
+    """Returns the sweep that a file holds; None where there is none. `option` is what named the file.
 
     Raises:
         WorkloadError: the file cannot be read, is no sweep, or is one of another version of halfstep.
     """
     if path.exists() and not path.is_file():
-        raise WorkloadError(f"{path} is not a file, and a sweep keeps its points in one; name a file with --json")
+        raise WorkloadError(f"{path} is not a file, and a sweep keeps its points in one; name a file with {option}")
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -35,12 +36,15 @@ def read_sweep(path: Path) -> Sweep | None:
             found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
             if "points" not in fields:
                 raise KeyError("points")
+            data = found.asked.get("data", "none")
+            if Path(data).is_absolute():  # until 2026-11-23 files had the path
+                found = replace(found, asked={**found.asked, "data": data_name(Path(data))})
             return found
         why = f"its schema is {schema}, this halfstep's is {SCHEMA}"
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
-        f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with --json"
+        f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with {option}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -75,7 +76,7 @@ class Asked:
             "rows": ", ".join(row.name for row in self.rows),
             "steps": str(self.steps),
             "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
-            "data": "none" if self.data is None else str(self.data.resolve()),
+            "data": "none" if self.data is None else data_name(self.data.resolve()),
             "seed": str(self.seed),
             "device": machine.device,
             "processor": machine.processor,
@@ -97,6 +98,11 @@ class Asked:
             str(self.device), row.level, row.low.name, row.peer, row.emulated, row.compiled, self.seed, self.steps,
             torch.get_num_threads(),
         )  # fmt: skip
+
+
+def data_name(path: Path) -> str:
+    """Returns the name of data and a digest of where it is, which tells of no home folder."""
+    return f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:12]})"
 
 
 def sweep(

@@ -16,6 +16,7 @@ from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.repeat import repeat
 from halfstep.bench.sweep import Asked
 from halfstep.bench.variants import Entry, compiled, entries
+from halfstep.cli.against import end, print_changes
 from halfstep.cli.compute import KINDS, run_compute
 from halfstep.cli.options import (
     Data,
@@ -35,7 +36,6 @@ from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.machine import read_facts
 from halfstep.measurements import BenchResult
-from halfstep.report.against import against_table
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
 from halfstep.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
@@ -43,9 +43,6 @@ from halfstep.workloads.workload import Workload
 
 DEFAULT = "char_lm"
 COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
-FAILED = 1
-WORSE = 3
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 Name = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
@@ -74,8 +71,9 @@ Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
-        help="Hold the result against this file of --json; ends with 3 where a row is worse, fails or is gone, with 1 "
-        "where none can be judged. On a quiet machine 150 steps tell 5%; on a shared one add --processes 8 to both.",
+        help="Hold the result, or a sweep, against this file of --json; ends with 3 where a row is worse, fails "
+        "or is gone, with 1 where none can be judged. On a quiet machine 150 steps tell 5%; on a shared one add "
+        "--processes 8 to both.",
     ),
 ]
 
@@ -111,25 +109,28 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         check_writable(json)
         run_compute(workload, place, command=_command(), json=json, page=page)
         return
+    name = DEFAULT if workload is None else workload
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
     check_writable(json)
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
-        if seeds != 1 or against is not None or processes != 1:
-            raise WorkloadError("a sweep takes one seed and no --against; leave out --seeds, --processes and --against")
+        if seeds != 1 or processes != 1:
+            raise WorkloadError("a sweep takes one seed and one process of each row; leave out --seeds and --processes")
         if model and workload is not None:
             raise WorkloadError(
                 f"--model {model} and the workload {workload} both say what is trained; give one of them"
             )
         asked = Asked(
-            tuple(names(model)) or (workload or DEFAULT,), sizes(batch_size), _compiled(rows, compile), steps, place,
+            tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), steps, place,
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
         if largest_batch is not None:
+            if against is not None:
+                raise WorkloadError("--largest-batch is held against nothing; leave out --against")
             run_largest(asked, bytes_of(largest_batch), json=json, page=page)
         else:
-            run_sweep(asked, json=json, page=page)
+            run_sweep(asked, json=json, page=page, against=against)
         return
-    job = load_workload(workload or DEFAULT, parse_settings(settings), data=data)
+    job = load_workload(name, parse_settings(settings), data=data)
 
     def run(progress: Progress) -> BenchResult:
         if processes == 1:
@@ -139,7 +140,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         again = ["--levels", levels, "--low", low, "--steps", str(steps), "--seeds", str(seeds), "--device", device]
         again += [*([] if peer else ["--no-peer"]), *(["--data", str(data)] if data is not None else [])]
         again += [each for setting in settings for each in ("--set", setting)]
-        return repeat([workload or DEFAULT, *again], processes, command=_command(), progress=progress)
+        return repeat([name, *again], processes, command=_command(), progress=progress)
 
     _side_by_side(job, run, json=json, against=against)
 
@@ -155,19 +156,13 @@ def _side_by_side(
         result = run(progress)
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
-    changes = () if saved is None else compare(saved, result)
-    if saved is not None:
-        screen.print(against_table(changes, file=str(against), saved=saved.machine))
+    changes = None
+    if saved is not None and against is not None:
+        changes = compare(saved, result)
+        print_changes(changes, against, saved.machine)
     if json is not None:
         write_json(json, bench_json(result))
-    if all(run.error is not None for run in result.runs):
-        raise typer.Exit(FAILED)
-    if not result.complete:
-        raise typer.Exit(INTERRUPTED)
-    if any(change.is_worse for change in changes):
-        raise typer.Exit(WORSE)
-    if saved is not None and not any(change.is_judged for change in changes):
-        raise typer.Exit(FAILED)
+    end(result.runs, changes, complete=result.complete)
 
 
 def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
@@ -189,4 +184,5 @@ def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
 
 
 def _command() -> str:
-    return shlex.join(["halfstep", *sys.argv[1:]])
+    """Returns the command as it was typed, but for the home folder, since results are published."""
+    return shlex.join(["halfstep", *sys.argv[1:]]).replace(f"{Path.home()}/", "~/")

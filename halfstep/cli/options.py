@@ -147,13 +147,15 @@ def html_pages(asked: str) -> ModuleType:
     return pages
 
 
-def check_page(path: Path | None) -> None:
+def check_page(path: Path | None, json: Path | None) -> None:
     """Refuses a page that could not be made or written, before what it is to show is measured.
 
     Raises:
-        WorkloadError: as `html_pages` and `check_writable`.
+        WorkloadError: as `html_pages` and `check_writable`, or the page would take the place of the results.
     """
     if path is not None:
+        if json is not None and path.resolve() == json.resolve():
+            raise WorkloadError(f"--page and --json are both {path}; give two files")
         check_writable(path, "--page")
         html_pages("--page")
 

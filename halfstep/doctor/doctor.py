@@ -11,9 +11,10 @@ import torch
 from halfstep.doctor.choices import Rates, bf16_is_fast, compare, fp16_is_fast, wide_backward
 from halfstep.doctor.rates import CONVOLUTION, NATIVE, PRODUCT, by_kind, measure
 from halfstep.doctor.settings import read_settings, read_tools
+from halfstep.errors import HalfstepError
 from halfstep.machine import model_name, read_facts, read_machine, read_processor, table_row
 from halfstep.measurements import Choice, Examination
-from halfstep.saved import Saved, save
+from halfstep.saved import Saved, check_savable, save
 
 RATES_SECONDS, WIDE_SECONDS, SETTINGS_SECONDS = 11.0, 6.0, 1.0
 _WORTH = 1.1  # a format that is faster by less is not recommended for speed
@@ -25,8 +26,12 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
     `keep` saves what sessions decide by, for sessions to come on this machine (`halfstep.saved.saved_path()`).
 
     Raises:
-        HalfstepError: what was measured cannot be saved.
+        HalfstepError: what is measured cannot be saved.
     """
+    if keep:
+        if device.type != "cpu":
+            raise HalfstepError(f"what is saved is of the processor, and this is {device}; add --device cpu to --save")
+        check_savable()
     start = perf_counter()
     tell("products, convolutions, attention, copies and casts")
     rates = measure(device, seconds=RATES_SECONDS)

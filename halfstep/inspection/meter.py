@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.diagnose.streams import Streams
 from halfstep.formats import LOW_DTYPES
 from halfstep.inspection.flops import flops
-from halfstep.modes import as_called
+from halfstep.modes import as_called, autocast_outside, is_custom
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.schemas import is_view
 from halfstep.timing import synchronize
@@ -46,7 +46,8 @@ class Call:
     """An operation of the step: what ran, where (`note`), and what it took.
 
     `parameter` names the parameter that a cast reads, "" where it is none. `args` are those of the call, with shapes in
-    place of tensors; kept for products and what reads a parameter.
+    place of tensors; kept for products, custom operations and what reads a parameter. `autocast` is the format of what
+    a custom operation met outside; None: it was off, or the operation is torch's.
     """
 
     func: Any
@@ -59,6 +60,7 @@ class Call:
     parameter: str = ""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def is_cast(self) -> bool:
@@ -100,7 +102,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
-        kept = done or parameter
+        kept = done or parameter or is_custom(func)
         call = Call(
             func,
             note,
@@ -112,6 +114,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
             parameter,
             tuple(tree_map(Shape.of, args)) if kept else (),
             tree_map(Shape.of, kwargs) if kept else None,
+            autocast_outside(self._device.type) if is_custom(func) else None,
         )
         self.calls.append(call)
         return result

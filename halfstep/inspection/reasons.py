@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from halfstep.diagnose.words import in_model
 from halfstep.edits import Edit, OpChange, Policy, Rule
 from halfstep.errors import PlanError
 from halfstep.inspection.meter import Call, Meter
+from halfstep.modes import is_custom
+from halfstep.observe.recorder import Note
+from halfstep.observe.schemas import is_collective
 from halfstep.plan.matching import Site, find_sites
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats, resolve
@@ -43,6 +47,16 @@ class Step:
     def seconds(self) -> float:
         """The time in operations."""
         return sum(call.seconds for call in self.meter.calls)
+
+    @cached_property
+    def _custom(self) -> dict[Note, Call]:
+        calls = self.meter.calls
+        return {call.note: call for call in calls if is_custom(call.func) and not is_collective(call.func)}
+
+    def custom_of(self, call: Call) -> Call | None:
+        """Returns the custom operation that a call is, or is the backward pass of; None: neither."""
+        forward = call.note.forward
+        return (self._custom.get(forward) if forward is not None else None) or self._custom.get(call.note)
 
     def heavy(self) -> dict[str | None, list[Call]]:
         """Returns the products of each module that has its share of the FLOPs."""

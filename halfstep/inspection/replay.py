@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
+from halfstep.cast.tree import cast_floats
 from halfstep.inspection.meter import Call, Shape
 from halfstep.timing import take_turns
 from halfstep.torch_internals import tree_leaves, tree_map
@@ -26,13 +30,30 @@ def gain(call: Call, change: Change) -> float:
     Below 0 where fewer turns save anything, so that what is within their noise is no gain; 0 where the call cannot be
     made so.
     """
-    device = next(each.device for each in tree_leaves(call.args) if isinstance(each, Shape))
     try:
-        made = {name: _again(call, how) for name, how in (("now", _same), ("then", change))}
-        for each in made.values():
-            each()
+        return _gain(call, lambda: _again(call, change))
     except (RuntimeError, IndexError):
         return 0.0
+
+
+def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
+    """Returns as `gain` what a custom operation saves if its inputs are cast before it, as an op change has it.
+
+    Raises:
+        Exception: whatever the operation raises, on random numbers or of the format.
+    """
+
+    def cast_first(*args: Any, **kwargs: Any) -> object:
+        return call.func(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
+
+    return _gain(call, lambda: _again(replace(call, func=cast_first, autocast=None), _same))
+
+
+def _gain(call: Call, make: Callable[[], Callable[[], object]]) -> float:
+    device = _device(call)
+    made = {"now": _again(call, _same), "then": make()}
+    for each in made.values():
+        each()
     least = 2 if call.seconds > LONG else TURNS
     times = take_turns(made, device=device, seconds=SECONDS, least=least)
     saved = [now - then for now, then in zip(times["now"], times["then"], strict=False)]
@@ -41,8 +62,11 @@ def gain(call: Call, change: Change) -> float:
 
 def taken(call: Call) -> float:
     """Returns the median seconds of a call made again and again."""
-    device = next(each.device for each in tree_leaves(call.args) if isinstance(each, Shape))
-    return median(take_turns({"now": _again(call, _same)}, device=device, seconds=SECONDS)["now"])
+    return median(take_turns({"now": _again(call, _same)}, device=_device(call), seconds=SECONDS)["now"])
+
+
+def _device(call: Call) -> torch.device:
+    return next(each.device for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, Shape))
 
 
 def narrowed(wide: torch.dtype, dtype: torch.dtype) -> Change:
@@ -79,9 +103,11 @@ def _again(call: Call, change: Change) -> Callable[[], object]:
         return _tensor(change(each), generator) if isinstance(each, Shape) else each
 
     args, kwargs = tree_map(tensor, call.args), tree_map(tensor, call.kwargs)
+    low = call.autocast
+    autocast = nullcontext() if low is None else TorchAutocast(_device(call).type, dtype=low)
 
     def run() -> object:
-        with torch.no_grad():
+        with torch.no_grad(), autocast:
             return call.func(*args, **kwargs)
 
     return run

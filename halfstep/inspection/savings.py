@@ -12,6 +12,7 @@ import torch
 from halfstep.diagnose.streams import Stream
 from halfstep.diagnose.words import place_of
 from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.inspection.custom import custom_full
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.reasons import AS_CALLED, Reason, Step, kept_full
 from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
@@ -36,10 +37,10 @@ _DOUBLE: Reason = (
 
 def savings(step: Step, again: Again) -> tuple[Saving, ...]:
     """Returns what would save at least `_WORTH` of a step, the largest first; `again` meters the step once more."""
-    found = [saving for look in (_full, _cast_again, _not_aligned) for saving in look(step)]
+    found = [saving for look in (_full, custom_full, _cast_again, _not_aligned) for saving in look(step)]
     found += _wide_streams(step, again)
-    worth = [saving for saving in found if saving.seconds >= _WORTH * step.seconds]
-    return tuple(sorted(worth, key=lambda saving: -saving.seconds))
+    worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
+    return tuple(sorted(worth, key=lambda saving: -(saving.seconds or 0.0)))
 
 
 def _full(step: Step) -> Iterator[Saving]:
@@ -48,6 +49,8 @@ def _full(step: Step) -> Iterator[Saving]:
     for module, calls in step.heavy().items():
         for name, wide in _WIDE.items():
             full = [call for call in calls if wide in call.inputs and not _is_wide_backward(call)]
+            if wide is torch.float32:
+                full = [call for call in full if step.custom_of(call) is None]  # see `custom_full`
             if not full:
                 continue
             kept = kept_full(step, module, full[0])

@@ -91,8 +91,10 @@ def _lines(found: Inspection) -> Iterator[str]:
     if not found.savings:
         yield "Nothing found that would save a hundredth of the step."
     for saving in found.savings:
-        share = saving.seconds / found.seconds
-        yield f"{saving.code} at {saving.place}: {1e3 * saving.seconds:,.2f} ms to save, {share:.0%} of the step"
+        saved = "no gain measured"
+        if saving.seconds is not None:
+            saved = f"{1e3 * saving.seconds:,.2f} ms to save, {saving.seconds / found.seconds:.0%} of the step"
+        yield f"{saving.code} at {saving.place}: {saved}"
         yield f"  seen: {saving.evidence}"
         yield f"  do:   {saving.advice}"
         for edit in saving.cure:

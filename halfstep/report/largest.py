@@ -16,16 +16,21 @@ HEADER = ["model", "", "largest batch", "x O0"]
 
 def largest_rows(found: Sequence[Largest]) -> list[list[str]]:
     """Returns the cells of the table, a row for each model and configuration."""
-    full = {each.model: each.batch for each in found if each.name == "O0"}
+    full = _baselines(found)
     return [
         [
             each.model,
             each.name,
             ABSENT if each.batch is None else f"{each.batch:,}",
-            _times(each.batch, full.get(each.model)),
+            _times(each.batch, full[each.model].batch if each.model in full else None),
         ]
         for each in found
     ]
+
+
+def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
+    """Returns the O0 of each model that batches count in: the first, which is compiled where all rows are."""
+    return {each.model: each for each in reversed(found) if each.name.split()[0] == "O0"}
 
 
 def _times(batch: int | None, full: int | None) -> str:
@@ -41,15 +46,18 @@ def largest_words(found: Sequence[Largest]) -> list[str]:
 
 def largest_headline(found: Sequence[Largest]) -> str:
     """Returns one sentence: which configuration takes the most examples beside O0."""
-    full = {each.model: each.batch for each in found if each.name == "O0" and each.batch}
-    shares = [(each.batch / full[each.model], each) for each in found if each.batch and each.model in full]
-    best = max(shares, key=lambda share: share[0], default=None)
-    if best is None:
+    full = _baselines(found)
+    shares = [
+        (each.batch / taken, each, full[each.model].name)
+        for each in found
+        if each.batch and each.model in full and (taken := full[each.model].batch)
+    ]
+    if not shares:
         return _without_o0(found)
-    if best[0] <= 1:
-        return "No level takes a larger batch than O0."
-    share, each = best
-    return f"{each.model} at {each.name} takes {each.batch} examples per batch, {share:.2f} times those of O0."
+    share, each, baseline = max(shares, key=lambda found: found[0])
+    if share <= 1:
+        return f"No level takes a larger batch than {baseline}."
+    return f"{each.model} at {each.name} takes {each.batch} examples per batch, {share:.2f} times those of {baseline}."
 
 
 def _without_o0(found: Sequence[Largest]) -> str:
@@ -57,7 +65,8 @@ def _without_o0(found: Sequence[Largest]) -> str:
     best = max((each for each in found if each.batch), key=lambda each: each.batch or 0, default=None)
     if best is None:
         return "No batch fits at any level."
-    why = "; O0 does not fit" if any(each.name == "O0" and each.batch == 0 for each in found) else ""
+    short = next((each.name for each in _baselines(found).values() if each.batch == 0), None)
+    why = "" if short is None else f"; {short} does not fit"
     return f"{best.model} at {best.name} takes {best.batch} examples per batch{why}."
 
 

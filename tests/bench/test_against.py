@@ -6,13 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from halfstep.bench.against import check_comparable, compare, load_saved
+from halfstep.bench.against import (
+    check_comparable,
+    check_comparable_sweep,
+    compare,
+    compare_sweeps,
+    load_saved,
+    load_saved_sweep,
+)
 from halfstep.bench.repeat import repeat, together
 from halfstep.errors import WorkloadError
 from halfstep.machine import Machine
-from halfstep.measurements import BenchChange, BenchResult, BenchRun
+from halfstep.measurements import BenchChange, BenchResult, BenchRun, Point, Sweep
 from halfstep.report.against import against_table
-from halfstep.report.json import bench_json
+from halfstep.report.json import bench_json, sweep_json
+from halfstep.workloads.load import load_workload
 
 MACHINE = Machine("cpu", "P", 1, 1, (), "s", "3", "2", "0", None)
 
@@ -208,3 +216,60 @@ def test_memory_that_was_counted_another_way_is_not_compared():
 def test_a_process_that_fails_is_one_error_with_what_it_said():
     with pytest.raises(WorkloadError, match=r"a process of the benchmark ended with code 2; it said: .*no workload"):
         repeat(["no workload"], 2, command="", progress=lambda what, done, total: None)
+
+
+def sweep(*results, total=None):
+    """A sweep over batch sizes 1, 2, 3 and so on; None leaves one out."""
+    points = [Point("m", batch, None, each) for batch, each in enumerate(results, start=1) if each is not None]
+    return Sweep(1, {}, len(results) if total is None else total, tuple(points))
+
+
+def test_a_sweep_is_held_row_by_row_at_each_model_and_batch():
+    before = sweep(simulated(0), simulated(2))
+    changes = compare_sweeps(before, sweep(simulated(1), simulated(3, slower=1.2)))
+    assert {change.name: change.verdict for change in changes} == {
+        "m, batch 1, O0": "alike", "m, batch 1, O1 bf16": "alike", "m, batch 1, torch.amp bf16": "alike",
+        "m, batch 2, O0": "alike", "m, batch 2, O1 bf16": "slower", "m, batch 2, torch.amp bf16": "alike",
+    }  # fmt: skip
+    assert {change.yardstick for change in changes} == {"torch.amp bf16", "O0"}
+    assert str(against_table(changes, file="f", saved=MACHINE).renderables[-1]) == "worse: m, batch 2, O1 bf16."
+
+
+def test_of_sweeps_of_the_same_code_at_most_one_in_twenty_calls_any_row_different():
+    """Twelve points of three rows; with what is noise to one row alone it is twelve in twenty."""
+    alarms = 0
+    for number in range(40):
+        first, second = (
+            sweep(*(simulated(1000 * number + 20 * half + i, scatter=0.1, apart=0.01) for i in range(12)))
+            for half in (0, 1)
+        )
+        alarms += any(change.verdict != "alike" for change in compare_sweeps(first, second))
+    assert alarms <= 2
+
+
+def test_points_of_one_sweep_alone_are_new_or_gone_and_of_a_broken_one_not_judged():
+    before = sweep(simulated(0), simulated(2), None)
+    now = sweep(simulated(1), None, simulated(3), total=2)
+    found = {change.name: change.verdict for change in compare_sweeps(before, now) if change.verdict != "alike"}
+    rows = ("O0", "O1 bf16", "torch.amp bf16")
+    assert found == {f"m, batch {at}, {row}": word for at, word in ((3, "new"), (2, "gone")) for row in rows}
+    broken = compare_sweeps(before, replace(now, total=3))
+    assert "gone" not in {change.verdict for change in broken}
+
+
+def test_another_sweep_is_refused_before_anything_is_measured(tmp_path):
+    work = load_workload("regression", {"batch": "2"})
+    with pytest.raises(WorkloadError, match=r"--against has m, batch 1, this is m, batch 2; compare the same"):
+        check_comparable_sweep(sweep(simulated(0)), [("m", work)])
+    with pytest.raises(WorkloadError, match="workload 'w', this is 'regression'"):
+        check_comparable_sweep(sweep(simulated(0), simulated(0)), [("m", work)])
+    path = tmp_path / "x.json"
+    with pytest.raises(WorkloadError, match="has no point of a sweep"):
+        load_saved_sweep(path)
+    path.write_text(bench_json(simulated(0)))
+    with pytest.raises(WorkloadError, match=r"KeyError: 'schema'.*name another file with --against"):
+        load_saved_sweep(path)
+    path.write_text(sweep_json(sweep(simulated(0))))
+    assert len(load_saved_sweep(path).points) == 1
+    with pytest.raises(WorkloadError, match="is not a result of this halfstep's bench"):
+        load_saved(path)

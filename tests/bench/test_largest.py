@@ -19,7 +19,7 @@ from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.measurements import Largest
-from halfstep.report.largest import largest_charts, largest_headline, largest_table
+from halfstep.report.largest import largest_charts, largest_headline, largest_rows, largest_table
 from halfstep.workloads.load import load_model
 from tests.bench.test_sweep import Played
 
@@ -100,6 +100,24 @@ def test_each_row_has_its_largest_batch_and_the_report_says_so(played):
 )
 def test_the_sentence_says_so_where_o0_is_not_there_to_compare_with(batches, said):
     assert largest_headline([Largest("m", name, MIB, batch) for name, batch in batches.items()]) == said
+
+
+def test_where_all_is_compiled_batches_count_in_those_of_the_compiled_o0():
+    def found(**batches):
+        return [Largest("m", name.replace("_", " "), MIB, batch) for name, batch in batches.items()]
+
+    def shares(rows):
+        return [cells[-1] for cells in largest_rows(rows)]
+
+    compiled = found(O0_compiled=20, O2_bf16_compiled=30)
+    assert shares(compiled) == ["1.00", "1.50"]
+    said = "m at O2 bf16 compiled takes 30 examples per batch, 1.50 times those of O0 compiled."
+    assert largest_headline(compiled) == said
+    both = found(O0=10, O0_compiled=20, O2_bf16=15)
+    assert shares(both) == ["1.00", "2.00", "1.50"]
+    assert shares(found(O0=0, O0_compiled=20)) == ["-", "-"]
+    assert largest_headline(found(O0_compiled=0, O1_compiled=4)).endswith("; O0 compiled does not fit.")
+    assert largest_headline(found(O0_compiled=4, O1_compiled=4)) == "No level takes a larger batch than O0 compiled."
 
 
 def test_another_failure_is_a_row_with_an_error(played, monkeypatch):

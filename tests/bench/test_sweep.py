@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -22,6 +23,7 @@ from halfstep.bench.variants import Entry, compiled
 from halfstep.bench.worker import answers
 from halfstep.errors import DataError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
+from halfstep.measurements import Sweep
 from halfstep.report.json import sweep_json
 from halfstep.workloads.load import load_model
 
@@ -202,7 +204,16 @@ def test_a_point_that_failed_is_measured_again_unless_memory_ran_out(error, agai
 
 
 def test_a_sweep_of_other_data_is_another():
-    assert replace(ASKED, data=Path("/a")).words() != replace(ASKED, data=Path("/b")).words()
+    named = [replace(ASKED, data=Path(path)).words()["data"] for path in ("/home/a/cifar10", "/home/b/cifar10")]
+    assert named[0] != named[1]
+    assert all(re.fullmatch(r"cifar10 \([0-9a-f]{12}\)", name) for name in named)
+
+
+def test_a_file_that_has_the_path_of_its_data_is_read_as_one_that_has_its_name(played, tmp_path):
+    folder, path = tmp_path / "data", tmp_path / "sweep.json"
+    words = replace(ASKED, data=folder).words()
+    path.write_text(sweep_json(Sweep(1, {**words, "data": str(folder.resolve())}, 2)))
+    assert read_sweep(path).asked == words
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.__main__ import USAGE_ERROR
 from halfstep.bench.results import read_bench
+from halfstep.cli.against import FAILED, INTERRUPTED, WORSE
 from halfstep.errors import DataError
 from halfstep.machine import AMX_FP16, AVX2
 
@@ -218,6 +220,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
             "halfstep: --device 'tpu' is unknown; choose one of auto, cpu, cuda",
         ),
         (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["bench", ""], "halfstep: unknown workload ''"),
         (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; give the folder aclImdb"),
         (["bench", "regression", "--data", "."], "halfstep: regression reads no data, but . was given; leave it out"),
         (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
@@ -324,3 +327,25 @@ def test_a_result_is_held_against_a_saved_one(halfstep, tmp_path):
     )
     assert code == 3
     assert "O1 bf16 (gone)" in out
+
+
+def test_the_page_about_against_has_each_exit_code():
+    page = (Path(__file__).parents[2] / "docs" / "slower.md").read_text(encoding="utf-8")
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert list(map(int, codes)) == [0, WORSE, FAILED, USAGE_ERROR, INTERRUPTED]
+
+
+def test_ctrl_c_while_commands_are_imported_is_one_line():
+    code = """
+import sys, halfstep
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "halfstep.cli.bench":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+import halfstep.__main__
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "halfstep: interrupted\n")

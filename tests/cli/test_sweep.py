@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +37,70 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
     played.log.clear()
     code, again, err = halfstep("bench", "regression", "--batch-size", "2,4", *SMALL, *files)
     assert (code, again, played.log) == (0, out, [])
-    assert "has 2 of 2 points, which are not measured again" in err.replace("\n", " ")
+    assert "has 2 of 2 points, which are not measured again" in " ".join(err.split())
     assert (tmp_path / "x.json").read_bytes() == before
     code, _, err = halfstep("bench", "regression", "--batch-size", "2,8", *SMALL, *files)
     assert (code, "another sweep" in err, "measured again" in err) == (2, True, False)
+
+
+def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    source = tmp_path / "own.py"
+    source.write_text(
+        "from halfstep.workloads.regression import Regression\n\n\n"
+        "def mine(data=None, batch='2'):\n    return Regression(batch=int(batch))\n"
+    )
+    (tmp_path / "a").mkdir()
+    command = ["bench", f"{source}:mine", "--batch-size", "2", *SMALL[4:], "--json", tmp_path / "x.json"]
+    assert halfstep(*command, "--data", tmp_path / "a")[0] == 0
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert "--data ~/a" in text
+    assert f"--data {tmp_path}" not in text
+    assert '"data": "a (' in text
+    (tmp_path / "b").mkdir()
+    code, _, err = halfstep(*command, "--data", tmp_path / "b")
+    assert (code, "another sweep (data: a (" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected", "said"),
+    [
+        (lambda said, worker: said, 0, "nothing differs beyond the noise."),
+        (lambda said, worker: said | {"ms": said["ms"] and 2 * said["ms"]}, 3, "worse: regression, batch 4, O2 bf16."),
+        (lambda said, worker: said | {"loss": float("nan")}, 3, "worse: regression, batch 4, O2 bf16 (diverged)."),
+    ],
+)
+def test_a_sweep_is_held_against_a_saved_one(edit, expected, said, halfstep, played, tmp_path, monkeypatch):
+    command = ["bench", "regression", "--batch-size", "2,4", *SMALL, "--steps", 20]
+    saved = tmp_path / "saved.json"
+    assert halfstep(*command, "--json", saved)[0] == 0
+    step = Played.step
+
+    def edited(worker):
+        found = step(worker)
+        here = worker.name == "O2" and worker.task.settings["batch"] == "4" and "loss" in found
+        return edit(found, worker) if here else found
+
+    monkeypatch.setattr(Played, "step", edited)
+    code, out, _ = halfstep(*command, "--json", tmp_path / "now.json", "--against", saved)
+    assert (code, out.splitlines()[-1]) == (expected, said)
+
+
+def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(halfstep, played, tmp_path):
+    saved = tmp_path / "saved.json"
+    few = ["bench", "regression", *SMALL]
+    assert halfstep(*few, "--batch-size", "2", "--json", saved)[0] == 0
+    code, out, _ = halfstep(*few, "--batch-size", "2,4", "--against", saved)
+    assert code == 1  # none can be judged in two steps
+    assert "regression, batch 4, O0 (new)" in out
+    played.log.clear()
+    for arguments, said in (
+        (["--batch-size", "2", "--json", saved], "are both"),
+        (["--batch-size", "8"], "--against has regression, batch 2, this is regression, batch 8; compare the same"),
+        (["--largest-batch", "1GiB"], "leave out --against"),
+    ):
+        code, _, err = halfstep(*few, *arguments, "--against", saved)
+        assert (code, said in err, played.log) == (2, True, [])
 
 
 @pytest.mark.parametrize(
@@ -58,6 +119,8 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
         (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),
         (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),
         (["regression", "--batch-size", "4", "--low", "e4m3"], "e4m3"),
+        (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; give two"),
+        (["matmul", "--json", "x", "--page", "x"], "--page and --json are both x; give two files"),
         (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: there is no folder"),
     ],
 )

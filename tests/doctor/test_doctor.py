@@ -1,6 +1,7 @@
 """What the doctor measures and recommends: each figure from times that are given, each setting from one that is set."""
 
 import dataclasses
+import errno
 import json
 
 import pytest
@@ -296,3 +297,31 @@ def test_a_folder_that_cannot_be_written_is_one_error(config):
     config.parent.write_text("a file where the folder should be")
     with pytest.raises(HalfstepError, match="cannot be written"):
         saved.save(saved.Saved("x", "y", "z", True, True, (), "2026-01-01"))
+
+
+def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, monkeypatch):
+    measured = []
+    with pytest.raises(HalfstepError, match="is of the processor, and this is cuda; add --device cpu"):
+        doctor.examine(torch.device("cuda"), tell=measured.append, keep=True)
+    config.parent.parent.mkdir(parents=True, exist_ok=True)
+    config.parent.write_text("no folder")
+    with pytest.raises(HalfstepError, match="cannot be written"):
+        doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(saved, "saved_path", homeless)
+    with pytest.raises(HalfstepError, match="no home folder to save to; set XDG_CONFIG_HOME"):
+        doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)
+    assert measured == []
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(config, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saved.os, "replace", full)
+    with pytest.raises(HalfstepError, match="No space left"):
+        saved.save(saved.Saved("x", "y", "z", True, True, (), "2026-01-01"))
+    assert list(config.parent.iterdir()) == []

@@ -1,0 +1,36 @@
+"""The end of `halfstep bench`: what changed since a saved result, and the exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import typer
+
+from halfstep.cli.screen import stdout
+from halfstep.machine import Machine
+from halfstep.measurements import BenchChange, BenchRun
+from halfstep.report.against import against_table
+
+FAILED = 1
+WORSE = 3
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def print_changes(changes: Sequence[BenchChange], file: Path, saved: Machine) -> None:
+    """Prints what changed since the result in a file."""
+    stdout().print(against_table(changes, file=str(file), saved=saved))
+
+
+def end(runs: Iterable[BenchRun], changes: Sequence[BenchChange] | None, *, complete: bool) -> None:
+    """Ends a command with what its rows, and their changes since a saved result (None: there is none), amount to."""
+    if not complete:
+        raise typer.Exit(INTERRUPTED)
+    if all(run.error is not None for run in runs):
+        raise typer.Exit(FAILED)
+    if changes is None:
+        return
+    if any(change.is_worse for change in changes):
+        raise typer.Exit(WORSE)
+    if not any(change.is_judged for change in changes):
+        raise typer.Exit(FAILED)
