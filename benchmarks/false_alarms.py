@@ -1,7 +1,9 @@
 """Whether healthy models are left in peace: absorbed overflows that a check and a probe report of them in fp16.
 
-    pip install transformers timm torchvision diffusers
+    pip install torch==2.13.0 torchvision==0.28.0 transformers timm diffusers
     python benchmarks/false_alarms.py [--only NAME ...] [--json FILE]
+
+A torchvision needs the torch of its own version and build: another one has pip replace torch, or cannot be imported.
 
 Each model has random weights and is made of a small config: nothing is downloaded. It is checked at O1 and O2 in fp16
 (emulated where the device has no units for it), then trained for two steps that a probe observes with `absorbed=True`.
