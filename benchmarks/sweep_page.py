@@ -1,6 +1,6 @@
 """Writes the page of a sweep that was saved with `halfstep bench --json FILE`, on whatever machine it was made.
 
-    python benchmarks/sweep_page.py benchmarks/results/sweep-resnet-2026-11-23-xeon-2-cores.json [PAGE.html] [--static]
+    python benchmarks/sweep_page.py benchmarks/results/sweep-resnet-2026-11-23-epyc-2-cores.json [PAGE.html] [--static]
 
 The page has the library that draws its charts inside (4.8 MB). With `--static` it has the charts as that library drew
 them in Chromium and no script, and is small enough to be kept beside the results.
@@ -62,7 +62,7 @@ def main() -> None:
         parser.error(f"there is no {options.results}")
     if options.static and find_browser() is None:
         parser.error("--static draws the charts in Chromium, which is not installed here")
-    check_page(page)
+    check_page(page, options.results)
     write_sweep_page(page, found)
     if options.static:
         page.write_text(static(page), encoding="utf-8")

@@ -21,14 +21,15 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     """Returns one sentence: what to train with here, and the figures that say so, over all results.
 
     It is the fastest row whose loss stayed finite and, where it was trained long enough to tell, near that of O0; it is
-    held against the fastest O0, compiled or not. Results in which memory ran out are counted, not compared.
+    held against the fastest O0, compiled or not. O3, which has no masters, comes last where it was not trained so long.
+    Results in which memory ran out are counted, not compared.
     `losses` adds at which loss it ended; of one result.
     """
     rows = _compared(results)
     if not rows:
         return _without_o0(results)
     speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in rows.items()}
-    best = max(list(speeds)[1:], key=lambda name: speeds[name])
+    best = max(list(speeds)[1:], key=lambda name: (not any(_is_risky(*each) for each in rows[name]), speeds[name]))
     full = max((name for name in speeds if name.split()[0] == "O0" and name != best), key=lambda name: speeds[name])
     pairs = [(run, other) for (_, run), (_, other) in zip(rows[best], rows[full], strict=True)]
     fast = _range([(run.vs_o0 or 1.0) / (other.vs_o0 or 1.0) for run, other in pairs])
@@ -110,10 +111,19 @@ def _learns(result: BenchResult, run: BenchRun) -> bool:
     full, ends = _baseline(result), _ends(run)
     if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
-    if full is None or not ends or not _ends(full) or (len(run.losses) or result.steps) < JUDGED:
+    if full is None or not ends or not _ends(full) or _steps(result, run) < JUDGED:
         return True
     wanted = fmean(_ends(full))
     return fmean(ends) <= wanted + WORSE_LOSS * abs(wanted)
+
+
+def _is_risky(result: BenchResult, run: BenchRun) -> bool:
+    """Tells whether a run had no masters, and was too short to show what that does to the loss."""
+    return run.level == "O3" and _steps(result, run) < JUDGED
+
+
+def _steps(result: BenchResult, run: BenchRun) -> int:
+    return len(run.losses) or result.steps
 
 
 def _ends(run: BenchRun) -> Sequence[float]:

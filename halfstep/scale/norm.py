@@ -41,7 +41,7 @@ class Clip:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._epsilon = torch.tensor(1e-6, device=device)
+        self._epsilon = torch.tensor(1e-6, dtype=torch.float32, device=device)
         self._last: tuple[float, Tensor] | None = None
 
     def factor(self, norm: Tensor, max_norm: float) -> Tensor:

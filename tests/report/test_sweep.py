@@ -11,6 +11,7 @@ from docs.browser import Browser, find_browser
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Point, Spread, Sweep
 from halfstep.report.html import charts_html
+from halfstep.report.recommend import recommendation
 from halfstep.report.sweep import sweep_charts, sweep_facts, sweep_headline, sweep_rows, sweep_table, title, words
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32",), "Linux", "3.13", "2.13", "0.1", None)
@@ -171,3 +172,17 @@ def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(tmp_path):
         assert count("#loss-resnet50 .scatterlayer .trace") == 3  # what failed has no losses
         assert count(".figures tbody tr") == 12
         assert browser.run("document.querySelector('h1').textContent") == sweep_headline(sweep)
+
+
+def test_o3_without_masters_is_recommended_only_where_its_loss_was_seen():
+    runs = (
+        run_of("O0", 20.0, 1.0, 10),
+        run_of("O1 bf16", 10.0, 2.0, 9),
+        run_of("O3 bf16", 5.0, 4.0, 5),
+    )
+    short, alone = point_of("m", 1, *runs).result, point_of("m", 1, runs[0], runs[2]).result
+    assert recommendation([short]).startswith("Train at O1 bf16: 2.00 times")
+    assert recommendation([alone]).startswith("Train at O3 bf16: 4.00 times")
+    assert recommendation([replace(short, runs=tuple(replace(run, losses=(1.0,) * 50) for run in runs))]).startswith(
+        "Train at O3 bf16"
+    )
