@@ -213,7 +213,7 @@ def test_a_sweep_of_other_data_is_another():
         ({"models": ()}, "a sweep needs a model"),
         ({"rows": ()}, "a sweep needs a model"),
         ({"steps": 0}, "a sweep needs a model"),
-        ({"batches": (0,)}, "batch=0 should be above 0"),
+        ({"batches": (0,)}, "batch=0 must be above 0"),
         ({"settings": {"batch": "3"}}, "give one of them"),
         ({"settings": {"depth": "3"}}, "regression has no setting depth"),
     ],

@@ -52,7 +52,7 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
         (["--model", "resnet19"], "unknown model 'resnet19'"),
         (
             ["regresion", "--batch-size", "4"],
-            "unknown model 'regresion'; did you mean 'regression'? known are resnet18",
+            "unknown model 'regresion'; did you mean 'regression'? choose one of resnet18",
         ),
         (["--model", "resnet18"], "cifar_resnet: no data given"),
         (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),
