@@ -70,7 +70,7 @@ class GPT(nn.Module):
 class CharLM(Workload):
     """Next-character prediction on the first 90% of the text, validated on the last 10%.
 
-    `length` is the number of characters a window, `eval_windows` the number of evenly spaced validation windows.
+    `length` is the number of characters in a window, `eval_windows` the number of evenly spaced validation windows.
     """
 
     name: ClassVar[str] = "char_lm"
@@ -86,7 +86,7 @@ class CharLM(Workload):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.d % self.heads:
-            raise WorkloadError(f"char_lm: d={self.d} is not divisible by heads={self.heads}; choose d as a multiple")
+            raise WorkloadError(f"char_lm: d={self.d} is not divisible by heads={self.heads}; set d to a multiple")
 
     def build(self, seed: int) -> nn.Module:
         """Returns the GPT."""
@@ -96,21 +96,21 @@ class CharLM(Workload):
         )
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
-        """Returns AdamW with nanoGPT's settings: weight decay on matrices alone."""
+        """Returns AdamW with nanoGPT's settings: weight decay on matrices only."""
         matrices = [p for p in model.parameters() if p.dim() >= 2]
         others = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.99), fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns a linear warm-up over the first 5% (at most 100 steps), then a cosine down to a tenth."""
+        """Returns the factor: a linear warm-up over the first 5% (at most 100 steps), then a cosine from 1 to 0.1."""
         warm = max(1, min(100, steps // 20))
         if step < warm:
             return (step + 1) / warm
         return 0.1 + 0.45 * (1 + cos(pi * (step - warm) / max(1, steps - warm)))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yields windows at random places of the training text."""
+        """Yields windows from random places in the training text."""
         train, _ = self._split
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -123,7 +123,7 @@ class CharLM(Workload):
         return (self._windows(held_out, some) for some in chunks(starts, self.batch))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the cross entropy in nats a character."""
+        """Returns the cross entropy in nats per character."""
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def _windows(self, ids: Tensor, starts: Tensor) -> Batch:
@@ -148,16 +148,18 @@ class CharLM(Workload):
         if len(ids) - cut <= self.length:
             raise DataError(
                 f"char_lm: the text has {len(ids)} characters, too few for windows of {self.length};"
-                f" give a text of more than {10 * (self.length + 1)} characters or a smaller length"
+                f" pass a text of more than {10 * (self.length + 1)} characters, or set a smaller length"
             )
         return ids[:cut], ids[cut:]
 
 
 def read_text(path: Path | None) -> bytes:
-    """Returns a text, plain or gzip: the file, the only such file of a folder, or the Tiny Shakespeare of the package.
+    """Returns the text of a .txt or .txt.gz file; without `path` the Tiny Shakespeare in the package.
+
+    `path` is the file, or a folder that holds exactly one.
 
     Raises:
-        DataError: there is no such file, the folder has none or several, or the file is empty or broken.
+        DataError: the file does not exist, is empty or broken, or the folder holds none or several.
     """
     if path is None:
         packed = resources.files("halfstep.workloads").joinpath("data", "tinyshakespeare.txt.gz").read_bytes()
@@ -166,15 +168,13 @@ def read_text(path: Path | None) -> bytes:
         found = sorted(p for p in path.iterdir() if p.name.endswith((".txt", ".txt.gz")))
         if len(found) != 1:
             names = ", ".join(p.name for p in found) or "none"
-            raise DataError(
-                f"char_lm: {path} should hold one .txt or .txt.gz file, it has {names}; name the file itself"
-            )
+            raise DataError(f"char_lm: {path} must hold one .txt or .txt.gz file, it has {names}; pass the file itself")
         path = found[0]
     if not path.is_file():
         raise DataError(
-            f"char_lm: no file {path}; give a text file, or no data for the Tiny Shakespeare in the package"
+            f"char_lm: no file {path}; pass a text file, or no data to use the Tiny Shakespeare in the package"
         )
     text = read_bytes(path, "char_lm")
     if not text:
-        raise DataError(f"char_lm: {path} is empty; give a text, or no data for the Tiny Shakespeare in the package")
+        raise DataError(f"char_lm: {path} is empty; pass a text, or no data to use the Tiny Shakespeare in the package")
     return text

@@ -1,4 +1,4 @@
-"""ResNet-18, -50 and -101 for 32x32 images (He et al., 2015, arXiv:1512.03385, with a 3x3 stem) on CIFAR-10."""
+"""ResNet-18, -50 and -101 on CIFAR-10 (He et al., 2015, arXiv:1512.03385; with a 3x3 stem for 32x32 images)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CLASSES = 10
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 HOW_TO_GET = (
-    "give a folder that holds torchvision's cifar-10-batches-py"
+    "pass a folder that holds torchvision's cifar-10-batches-py"
     " (python -c \"import torchvision; torchvision.datasets.CIFAR10('data', download=True)\", then --data data),"
     " or an .npz file with x_train, y_train, x_test, y_test (pixels uint8, N x 32 x 32 x 3)"
 )
 
 
 class Basic(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """A residual block of two 3x3 convolutions."""
 
     expansion = 1
 
@@ -46,7 +46,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 1x1, a 3x3 and a widening 1x1 convolution around a shortcut."""
+    """A residual block of a 1x1, a 3x3 and a widening 1x1 convolution."""
 
     expansion = 4
 
@@ -67,7 +67,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, four stages that halve the image and double the width, mean pooling and a linear layer."""
+    """A stem, four stages (the last three halve the image and double the width), mean pooling and a linear layer."""
 
     def __init__(self, block: type[Basic | Bottleneck], counts: tuple[int, ...], *, width: int, classes: int) -> None:
         super().__init__()
@@ -120,10 +120,10 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CifarResNet(Workload):
-    """Image classification with random crops and flips under SGD with momentum.
+    """Image classification with random crops and flips, trained by SGD with momentum.
 
-    `depth` is 18, 50 or 101; `width` the channels of the first stage (64 in the paper, 16 here, which a CPU trains in
-    minutes); `eval_images` the number of test images that `evaluate` takes.
+    `depth` is 18, 50 or 101. `width` is the number of channels in the first stage: 64 in the paper, 16 by default, so
+    that a CPU trains it in minutes. `eval_images` is the number of test images that `evaluate` uses.
     """
 
     name: ClassVar[str] = "cifar_resnet"
@@ -152,12 +152,12 @@ class CifarResNet(Workload):
         )
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns a linear warm-up over the first 10%, then a cosine down to zero."""
+        """Returns the factor: a linear warm-up over the first 10%, then a cosine from 1 to 0."""
         warm = max(1, steps // 10)
         return (step + 1) / warm if step < warm else 0.5 * (1 + cos(pi * (step - warm) / max(1, steps - warm)))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yields shuffled training images, cropped out of a margin of 4 pixels and flipped at random."""
+        """Yields shuffled training images, padded by 4 pixels, then cropped and flipped at random."""
         images = self._images
         generator = torch.Generator().manual_seed(seed)
         for chosen in shuffled(len(images.x_train), self.batch, seed):
@@ -174,7 +174,7 @@ class CifarResNet(Workload):
         return ((normalize(x), y) for x, y in pairs)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the cross entropy in nats an image."""
+        """Returns the cross entropy in nats per image."""
         return F.cross_entropy(outputs, targets)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -187,13 +187,13 @@ class CifarResNet(Workload):
 
 
 def normalize(pixels: Tensor) -> Tensor:
-    """Returns uint8 pixels (N, 3, H, W) as fp32 with CIFAR-10's mean 0 and standard deviation 1 a channel."""
+    """Returns uint8 pixels (N, 3, H, W) as fp32, normalized by CIFAR-10's mean and deviation per channel."""
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     return (pixels.float() / 255 - mean) / std
 
 
 def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns normalized images, each moved by up to 4 pixels (zeros move in) and flipped with probability one half."""
+    """Returns normalized images, each shifted by up to 4 pixels (zeros fill in) and flipped with probability 0.5."""
     count = len(pixels)
     padded = F.pad(normalize(pixels), (4, 4, 4, 4))
     top, left = torch.randint(9, (2, count), generator=generator)
@@ -209,10 +209,10 @@ def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def read_images(path: Path | None) -> Images:
-    """Returns CIFAR-10 from torchvision's folder or from an .npz file; `path` is either, or a folder that holds one.
+    """Returns CIFAR-10, read from torchvision's folder or an .npz file: `path`, or found in the folder `path`.
 
     Raises:
-        DataError: nothing of the kind is there, or a file is not in its layout.
+        DataError: there is no such data, or a file has the wrong layout.
     """
     if path is None or not path.exists():
         raise DataError(f"cifar_resnet: {'no data given' if path is None else f'{path} does not exist'}; {HOW_TO_GET}")
@@ -253,13 +253,13 @@ def _read_batches(folder: Path) -> Images:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Loads what CIFAR's pickles hold, dicts and numpy arrays, and runs nothing else that a file may ask for."""
+    """Unpickles dicts and numpy arrays, as in CIFAR-10's files, and refuses anything else, which could run code."""
 
     allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode"})
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in self.allowed or module.split(".")[0] not in ("numpy", "_codecs"):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 batch")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a CIFAR-10 batch")
         return super().find_class(module, name)
 
 
@@ -273,7 +273,7 @@ def _read_pickle(path: Path) -> Split:
 
 
 def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:
-    """Returns both splits as tensors; `shape` is that of an image in the file."""
+    """Returns both splits as tensors; `shape` is the shape of one image in the file."""
     return Images(*_tensors(path, "train", train, shape), *_tensors(path, "test", test, shape))
 
 
@@ -282,17 +282,17 @@ def _tensors(path: Path, split: str, arrays: Split, shape: tuple[int, ...]) -> t
     if pixels.dtype != np.uint8 or pixels.shape[1:] != shape:
         wanted = " x ".join(map(str, ("N", *shape)))
         came = f"{pixels.dtype} of {' x '.join(map(str, pixels.shape))}"
-        raise DataError(f"cifar_resnet: {path}: {split} pixels should be uint8 of {wanted}, they are {came}")
+        raise DataError(f"cifar_resnet: {path}: {split} pixels must be uint8 of {wanted}, got {came}")
     if len(pixels) == 0:
         raise DataError(f"cifar_resnet: {path}: the {split} split holds no images; {HOW_TO_GET}")
     if labels.shape not in ((len(pixels),), (len(pixels), 1)) or labels.dtype.kind not in "iu":
         raise DataError(
-            f"cifar_resnet: {path}: {split} labels should be an integer for each of {len(pixels)} images, they are"
+            f"cifar_resnet: {path}: {split} labels must be one integer for each of {len(pixels)} images, got"
             f" {labels.dtype} of {' x '.join(map(str, labels.shape)) or 'no dimension'}"
         )
     if labels.min() < 0 or labels.max() >= CLASSES:
         raise DataError(
-            f"cifar_resnet: {path}: {split} labels should be 0 to {CLASSES - 1}, they are {labels.min()} to"
+            f"cifar_resnet: {path}: {split} labels must be from 0 to {CLASSES - 1}, got {labels.min()} to"
             f" {labels.max()}"
         )
     images = pixels if shape[0] == 3 else pixels.transpose(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Sentiment of film reviews with an LSTM, a sigmoid and `nn.BCELoss` (data: Maas et al., ACL 2011)."""
+"""Predicts the sentiment of film reviews with an LSTM, a sigmoid and `nn.BCELoss` (data: Maas et al., ACL 2011)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from halfstep.workloads.workload import Batch, Workload, chunks, seeded, shuffle
 PAD, UNKNOWN = 0, 1
 LABELS = {"0": 0.0, "1": 1.0, "neg": 0.0, "pos": 1.0}
 HOW_TO_GET = (
-    "give the folder aclImdb of https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz, or a folder with a"
+    "pass the folder aclImdb of https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz, or a folder with a"
     " train and a test file (names ending in train.tsv and test.tsv, plain or .gz) of one review per line: 0 or 1, a "
     "tab, the text"
 )
@@ -61,10 +61,10 @@ class Reviews(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImdbLSTM(Workload):
-    """Binary classification of reviews cut to their last `length` words, where the verdict stands.
+    """Binary classification of reviews, cut to their last `length` words, which usually hold the verdict.
 
-    `words` is the largest size of the vocabulary, which is taken from the training reviews; `eval_reviews` the number
-    of test reviews that `evaluate` takes.
+    `words` is the largest size of the vocabulary, which is taken from the training reviews. `eval_reviews` is the
+    number of test reviews that `evaluate` uses.
     """
 
     name: ClassVar[str] = "imdb_lstm"
@@ -87,7 +87,7 @@ class ImdbLSTM(Workload):
         return torch.optim.Adam(model.parameters(), lr=self.lr, fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns a cosine from 1 down to a twentieth."""
+        """Returns the factor: a cosine from 1 to 0.05."""
         return 0.05 + 0.475 * (1 + cos(pi * step / steps))
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -106,12 +106,12 @@ class ImdbLSTM(Workload):
         return zip(chunks(reviews.x_test[:count], 250), chunks(reviews.y_test[:count], 250), strict=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the binary cross entropy of probabilities, in nats a review."""
+        """Returns the binary cross entropy of the probabilities, in nats per review."""
         loss: Tensor = nn.BCELoss()(outputs, targets)
         return loss
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the fraction of reviews on the right side of one half."""
+        """Returns the fraction of reviews classified correctly, with a threshold of 0.5."""
         return ((outputs > 0.5) == (targets > 0.5)).float().mean()
 
     @cached_property
@@ -129,7 +129,7 @@ class ImdbLSTM(Workload):
 
 
 def tokenize(text: str) -> list[str]:
-    """Returns the lower-case words and sentence marks of a review, without its line-break tags.
+    """Returns the lower-case words and punctuation marks (.,!?) of a review, without its line-break tags.
 
     >>> tokenize("Don't go!<br />Really")
     ["don't", 'go', '!', 'really']
@@ -138,7 +138,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def vocabulary(tokens: Iterable[list[str]], limit: int) -> dict[str, int]:
-    """Returns ids, from 2 on, of the `limit` most frequent words; equally frequent ones by the alphabet.
+    """Returns ids, from 2 on, for the `limit` most frequent words; ties are ordered alphabetically.
 
     >>> vocabulary([["b", "a", "b"], ["c"]], 2)
     {'b': 2, 'a': 3}
@@ -149,7 +149,7 @@ def vocabulary(tokens: Iterable[list[str]], limit: int) -> dict[str, int]:
 
 
 def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """Returns the ids (N, length) of the last `length` words, 1 for an unknown word, 0 in front of short reviews.
+    """Returns the ids (N, length) of the last `length` words: 1 for unknown words, short reviews padded left with 0.
 
     >>> encode([["a", "x"], ["x", "x", "a", "a"]], {"a": 2}, 3).tolist()
     [[0, 2, 1], [1, 2, 2]]
@@ -162,12 +162,12 @@ def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Ten
 
 
 def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
-    """Returns the training and the test reviews of aclImdb's folder, or of two files of one review per line.
+    """Returns the training and test reviews from an aclImdb folder, or from two files with one review per line.
 
-    `path` is the folder itself or one that holds it as `aclImdb` or `imdb`.
+    `path` is the folder of the reviews, or a folder that holds it as `aclImdb` or `imdb`.
 
     Raises:
-        DataError: nothing of the kind is there, a file is broken or holds no review, or a line is not in its layout.
+        DataError: there are no reviews, a file is broken or empty, or a line has the wrong layout.
     """
     if path is None or not path.is_dir():
         raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is not a folder'}; {HOW_TO_GET}")
@@ -195,7 +195,7 @@ def _read_lines(path: Path) -> list[Review]:
         label, tab, review = line.partition("\t")
         if not tab or label not in LABELS:
             raise DataError(
-                f"imdb_lstm: line {number} of {path} should be 0 or 1, a tab, the text; it begins {line[:20]!r}"
+                f"imdb_lstm: line {number} of {path} must be 0 or 1, a tab, the text; it begins {line[:20]!r}"
             )
         reviews.append((LABELS[label], review))
     if not reviews:

@@ -1,4 +1,4 @@
-"""Finds a workload by name, or a user's own as `path.py:function`, and gives it its settings."""
+"""Loads a workload by name, or from a user's `path.py:function`, with settings given as text."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
     """Returns the workload `name` with settings given as text, as on a command line.
 
-    `name` is one of `WORKLOADS` or `path.py:function`; the function gets the settings as text keyword arguments (and
-    `data`, where it takes one and one is given) and returns a `Workload`.
+    `name` is one of `WORKLOADS` or `path.py:function`. The function gets the settings as keyword arguments, as text,
+    and `data` if that is not None; it must return a `Workload`.
 
     Raises:
-        WorkloadError: no such workload, file, function or setting, a value of another type than the setting's, or data
-            for a workload that reads none.
-        DataError: the data for a user's function is not there.
+        WorkloadError: there is no such workload, file, function or setting, a value has the wrong type, or `data` was
+            passed to a workload that reads no data.
+        DataError: `data` for a user's function does not exist.
 
     >>> load_workload("char_lm", {"d": "64", "layers": "2"}).layers
     2
@@ -51,15 +51,15 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
     values: dict[str, Any] = {key: _parse(name, key, text, types[key]) for key, text in settings.items()}
     if data is not None and not kind.reads_data:
         readers = ", ".join(other.name for other in WORKLOADS.values() if other.reads_data)
-        raise WorkloadError(f"{name} reads no data, but {data} was given; leave it out, or choose one of {readers}")
+        raise WorkloadError(f"{name} reads no data, but got data={data}; leave it out, or choose one of {readers}")
     return kind(data=data, **values)
 
 
 def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
-    """Returns the workload of a model in `MODELS`, or of a workload's name; `settings` go before the model's own.
+    """Returns the workload that `name` means, a model in `MODELS` or a workload; `settings` override the model's own.
 
     Raises:
-        WorkloadError, DataError: as `load_workload`.
+        WorkloadError, DataError: as in `load_workload`.
 
     >>> load_model("resnet50", {"width": "8"}).depth
     50
@@ -72,10 +72,10 @@ def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Pa
 
 
 def parse_settings(pairs: list[str]) -> dict[str, str]:
-    """Returns `key=value` texts as a dict.
+    """Returns a dict of the settings in `key=value` strings.
 
     Raises:
-        WorkloadError: a text has no `=`, or a key comes twice.
+        WorkloadError: a string has no `=` or no key, or a key occurs twice.
 
     >>> parse_settings(["d=64", "lr=1e-3"])
     {'d': '64', 'lr': '1e-3'}
@@ -84,9 +84,9 @@ def parse_settings(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise WorkloadError(f"setting {pair!r} is not key=value; write for example --set batch=32")
+            raise WorkloadError(f"setting {pair!r} is not key=value; write, for example, --set batch=32")
         if key in settings:
-            raise WorkloadError(f"setting {key!r} is given twice, as {settings[key]!r} and {value!r}; give it once")
+            raise WorkloadError(f"setting {key!r} is set twice, to {settings[key]!r} and {value!r}; set it once")
         settings[key] = value
     return settings
 
@@ -102,13 +102,13 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
     except (ValueError, KeyError):
         allowed = " or none" if type(None) in kinds else ""
         raise WorkloadError(
-            f"{workload}: {key}={text!r} is not of type {base.__name__}; give a {base.__name__}{allowed}"
+            f"{workload}: {key}={text!r} is not of type {base.__name__}; set it to a {base.__name__}{allowed}"
         ) from None
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> WorkloadError:
     hint = near_miss(name, known) or ";"
-    return WorkloadError(f"unknown {what} {name!r}{hint} known are {', '.join(known)} and path.py:function")
+    return WorkloadError(f"unknown {what} {name!r}{hint} choose one of {', '.join(known)}, or path.py:function")
 
 
 def _refuse_unknown(workload: str, settings: Mapping[str, str], allowed: list[str]) -> None:
@@ -121,19 +121,19 @@ def _load_file(name: str, settings: dict[str, str], data: Path | None) -> Worklo
     path_text, _, function = name.rpartition(":")
     path = Path(path_text)
     if not path.is_file() or path.suffix != ".py":
-        raise WorkloadError(f"{name!r}: no Python file {path_text!r}; give path.py:function")
+        raise WorkloadError(f"{name!r}: no Python file {path_text!r}; pass path.py:function")
     make = getattr(_import(path), function, None)
     if not callable(make):
         raise WorkloadError(
-            f"{path} has no function {function!r}; define one that returns a halfstep.workloads.Workload"
+            f"{path} has no function {function!r}; define it there, and let it return a halfstep.workloads.Workload"
         )
     parameters = inspect.signature(make).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _refuse_unknown(name, settings, [key for key in parameters if key != "data"])
         if data is not None and "data" not in parameters:
-            raise WorkloadError(f"{name} takes no data; give the function a parameter `data`, or leave --data out")
+            raise WorkloadError(f"{name} takes no data; add a parameter `data` to the function, or leave --data out")
     if data is not None and not data.exists():
-        raise DataError(f"{name}: {data} does not exist; give the folder or file that the workload reads")
+        raise DataError(f"{name}: {data} does not exist; pass the folder or file that the workload reads")
     try:
         made = make(**settings, **({} if data is None else {"data": data}))
     except HalfstepError:
@@ -141,9 +141,7 @@ def _load_file(name: str, settings: dict[str, str], data: Path | None) -> Worklo
     except Exception as error:
         raise WorkloadError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, Workload):
-        raise WorkloadError(
-            f"{name} returned {type(made).__name__}; return an object of a halfstep.workloads.Workload subclass"
-        )
+        raise WorkloadError(f"{name} returned {type(made).__name__}; it must return a halfstep.workloads.Workload")
     return made
 
 
@@ -151,7 +149,7 @@ def _import(path: Path) -> Any:
     module_name = f"halfstep_workload_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise WorkloadError(f"{path} cannot be imported as Python")
+        raise WorkloadError(f"{path} cannot be imported as Python; pass a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look their module up while the class is made
     try:

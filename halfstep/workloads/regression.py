@@ -1,4 +1,4 @@
-"""The regression that NVIDIA's talk on automatic mixed precision adds two lines to, with synthetic data."""
+"""The regression on synthetic data from NVIDIA's talk on automatic mixed precision."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Workload):
-    """Two linear layers with ReLU between them under SGD on fixed random data.
+    """Two linear layers with a ReLU between them, trained by SGD on fixed random data.
 
-    Batch, widths, data, loss and optimizer are those of the talk. Its code has a single `nn.Linear(D_in, D_out)`: that
-    is `layers=1`. Each layer more is a hidden one of `d_in` units before it.
+    Batch, widths, data, loss and optimizer are those of the talk. The talk's single `nn.Linear(D_in, D_out)` is
+    `layers=1`; each further layer is a hidden one of `d_in` units before it.
     """
 
     name: ClassVar[str] = "regression"
@@ -30,7 +30,7 @@ class Regression(Workload):
     layers: int = 2
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the layers in order, or a single `nn.Linear`."""
+        """Returns the layers as an `nn.Sequential`, or one layer as an `nn.Linear`."""
         return seeded(seed, self._network)
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
@@ -38,7 +38,7 @@ class Regression(Workload):
         return torch.optim.SGD(model.parameters(), lr=self.lr, fused=fused)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yields the one batch of the talk, x and y both standard normal, again and again."""
+        """Yields the same batch again and again, as in the talk: x and y are standard normal."""
         batch = self._draw(seed)
         while True:
             yield batch

@@ -1,4 +1,4 @@
-"""What a workload is: a small real training job with nothing about precision in it."""
+"""The base class of workloads: small real training jobs that say nothing about precision."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(ABC):
-    """A training job whose settings are its fields, so that equal fields and seeds give equal weights and batches.
+    """A training job whose settings are its fields: equal fields and seeds give equal weights and batches.
 
-    `data` is the folder or file that the job reads (None: where the workload looks by itself); `batch` is the number of
-    examples per step, `lr` the peak learning rate and `max_norm` the largest gradient norm (None: not clipped). A job
-    that reads no data says so with `reads_data`.
+    `data` is the folder or file that the job reads (None: the workload's default). `batch` is the number of examples
+    per step, `lr` the peak learning rate, `max_norm` the gradient norm to clip to (None: no clipping). A job that reads
+    no data sets `reads_data = False`.
     """
 
     name: ClassVar[str]
@@ -36,7 +36,7 @@ class Workload(ABC):
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
-                raise WorkloadError(f"{self.name}: {field.name}={value} should be above 0")
+                raise WorkloadError(f"{self.name}: {field.name}={value} must be above 0")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -52,30 +52,30 @@ class Workload(ABC):
 
     @abstractmethod
     def validation(self) -> Iterable[Batch]:
-        """Yields the (inputs, targets) that `evaluate` measures on, the same at every call."""
+        """Yields the batches (inputs, targets) for `evaluate`, the same at every call."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of a batch; called outside the model, on fp32 outputs."""
+        """Returns the mean loss of a batch; called outside the model, with fp32 outputs."""
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
-        """Returns the optimizer of the job; `fused` asks for torch's fused kernels."""
+        """Returns the optimizer of the job; `fused` selects torch's fused kernels."""
         return torch.optim.AdamW(model.parameters(), lr=self.lr, fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns what `lr` is multiplied with at `step` (from 0) of `steps`."""
+        """Returns the factor of `lr` at `step` (from 0) of `steps`."""
         return 1.0
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Returns the fraction of a batch that is right, as a 0-dim tensor; None where the job knows no accuracy."""
+        """Returns the accuracy on a batch, a fraction as a 0-dim tensor; None if the job has no accuracy."""
         return None
 
     def examples(self) -> int | None:
-        """Returns how many training examples an epoch has; None where the job has no epochs."""
+        """Returns the number of training examples in an epoch; None if the job has no epochs."""
         return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Returns the mean validation loss of `model` and, where the job knows one, its accuracy between 0 and 1."""
+        """Returns the mean validation loss of `model` and, if the job has one, the accuracy between 0 and 1."""
         losses: list[Tensor] = []
         rights: list[Tensor] = []
         weights: list[int] = []
@@ -93,7 +93,7 @@ class Workload(ABC):
         finally:
             model.train(was_training)
         if not weights:
-            raise WorkloadError(f"{self.name}: validation() yields nothing to measure on; let it yield a batch")
+            raise WorkloadError(f"{self.name}: validation() yielded no batch; it must yield at least one")
         figures = {"loss": weighted_mean(losses, weights)}
         return {**figures, "accuracy": weighted_mean(rights, weights)} if rights else figures
 
@@ -105,7 +105,7 @@ def to_device_of(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def weighted_mean(values: list[Tensor], weights: list[int]) -> float:
-    """Returns the mean of 0-dim tensors, weighted and summed in float64.
+    """Returns the weighted mean of 0-dim tensors, computed in float64.
 
     >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
     2.0
@@ -114,14 +114,14 @@ def weighted_mean(values: list[Tensor], weights: list[int]) -> float:
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    """Returns `make()` with torch's CPU generator at `seed` and the caller's generator as it was."""
+    """Returns `make()`, run with torch's CPU generator seeded; restores the generator's state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
 def chunks(values: Tensor, size: int) -> list[Tensor]:
-    """Returns `values` cut along the first dimension into pieces of `size`, the last one shorter.
+    """Returns `values` split along the first dimension into pieces of `size`; the last one may be shorter.
 
     >>> [len(piece) for piece in chunks(torch.zeros(5), 2)]
     [2, 2, 1]
@@ -130,16 +130,16 @@ def chunks(values: Tensor, size: int) -> list[Tensor]:
 
 
 def shuffled(count: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """Yields indices of full batches, a new permutation of `count` each epoch, without end.
+    """Yields the indices of full batches without end, in a new random order each epoch.
 
     Raises:
-        WorkloadError: there are fewer examples than one batch takes.
+        WorkloadError: `count` is smaller than `batch`.
 
     >>> [len(i) for i, _ in zip(shuffled(10, 4, 0), range(3))]
     [4, 4, 4]
     """
     if count < batch:
-        raise WorkloadError(f"batch={batch} is more than the {count} training examples; choose a smaller batch")
+        raise WorkloadError(f"batch={batch} is more than the {count} training examples; set a smaller batch")
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(count, generator=generator)

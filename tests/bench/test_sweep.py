@@ -224,7 +224,7 @@ def test_a_file_that_has_the_path_of_its_data_is_read_as_one_that_has_its_name(p
         ({"models": ()}, "a sweep needs a model"),
         ({"rows": ()}, "a sweep needs a model"),
         ({"steps": 0}, "a sweep needs a model"),
-        ({"batches": (0,)}, "batch=0 should be above 0"),
+        ({"batches": (0,)}, "batch=0 must be above 0"),
         ({"settings": {"batch": "3"}}, "give one of them"),
         ({"settings": {"depth": "3"}}, "regression has no setting depth"),
     ],

@@ -112,7 +112,7 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
         (["--model", "resnet19"], "unknown model 'resnet19'"),
         (
             ["regresion", "--batch-size", "4"],
-            "unknown model 'regresion'; did you mean 'regression'? known are resnet18",
+            "unknown model 'regresion'; did you mean 'regression'? choose one of resnet18",
         ),
         (["--model", "resnet18"], "cifar_resnet: no data given"),
         (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),

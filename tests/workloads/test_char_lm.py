@@ -116,14 +116,14 @@ def test_a_folder_without_one_text_is_an_error_that_names_what_it_has(tmp_path, 
 
 
 def test_a_missing_text_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"no file .*nowhere\.txt; give a text file, or no data"):
+    with pytest.raises(DataError, match=r"no file .*nowhere\.txt; pass a text file, or no data"):
         read_text(tmp_path / "nowhere.txt")
 
 
 @pytest.mark.parametrize("name", ["text.txt", "text.txt.gz"])
 def test_an_empty_text_is_an_error(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
-    with pytest.raises(DataError, match=rf"{name} is empty; give a text"):
+    with pytest.raises(DataError, match=rf"{name} is empty; pass a text"):
         CharLM(data=tmp_path).build(0)
 
 

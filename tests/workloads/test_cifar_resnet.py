@@ -100,7 +100,7 @@ def test_a_file_that_is_no_whole_npz_is_named(npz, cut):
         "one array": (npz.parent / "one.npy").read_bytes(),
     }  # fmt: skip
     npz.write_bytes(content[cut])
-    with pytest.raises(DataError, match=r"cifar\.npz is not a complete \.npz file \(.*give a folder"):
+    with pytest.raises(DataError, match=r"cifar\.npz is not a complete \.npz file \(.*pass a folder"):
         read_images(npz)
 
 
@@ -109,17 +109,17 @@ def test_a_file_that_is_no_whole_npz_is_named(npz, cut):
     [
         (
             {"x_test": np.zeros((2, 3, 32, 32), np.uint8)},
-            r"cifar\.npz: test pixels should be uint8 of N x 32 x 32 x 3, they are uint8 of 2 x 3 x 32 x 32",
+            r"cifar\.npz: test pixels must be uint8 of N x 32 x 32 x 3, got uint8 of 2 x 3 x 32 x 32",
         ),
-        ({"x_train": np.zeros((10, 32, 32, 3))}, "train pixels should be uint8 of .*, they are float64 of 10 x 32"),
+        ({"x_train": np.zeros((10, 32, 32, 3))}, "train pixels must be uint8 of .*, got float64 of 10 x 32"),
         ({"x_test": np.zeros((0, 32, 32, 3), np.uint8)}, "the test split holds no images"),
         (
             {"y_test": np.zeros(3, np.int64)},
-            "test labels should be an integer for each of 2 images, they are int64 of 3",
+            "test labels must be one integer for each of 2 images, got int64 of 3",
         ),
-        ({"y_test": np.zeros(2)}, "test labels should be an integer for each of 2 images, they are float64 of 2"),
-        ({"y_train": np.full(10, 10)}, "train labels should be 0 to 9, they are 10 to 10"),
-        ({"y_train": np.full(10, -1)}, "train labels should be 0 to 9, they are -1 to -1"),
+        ({"y_test": np.zeros(2)}, "test labels must be one integer for each of 2 images, got float64 of 2"),
+        ({"y_train": np.full(10, 10)}, "train labels must be from 0 to 9, got 10 to 10"),
+        ({"y_train": np.full(10, -1)}, "train labels must be from 0 to 9, got -1 to -1"),
         ({"y_train": np.array([None] * 10)}, r"cifar\.npz is not a complete \.npz file \(Object arrays"),
     ],
 )
@@ -137,7 +137,7 @@ def test_labels_may_be_a_column(npz):
 def test_labels_of_another_count_in_the_batches_are_an_error(torchvision_folder):
     content = {b"data": pixels(2, 5).reshape(2, 3072), b"labels": [1]}
     (torchvision_folder / "test_batch").write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(DataError, match="test labels should be an integer for each of 2 images"):
+    with pytest.raises(DataError, match="test labels must be one integer for each of 2 images"):
         read_images(torchvision_folder)
 
 

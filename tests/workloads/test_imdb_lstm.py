@@ -56,7 +56,7 @@ def test_an_original_folder_without_files_is_an_error(tmp_path):
 @pytest.mark.parametrize("line", [b"2\ttext", b"1 text", b"text", b"\ttext"])
 def test_a_bad_line_is_named_by_its_number(plain, line):
     (plain / "train.tsv").write_bytes(b"1\tfine\n\n" + line)
-    with pytest.raises(DataError, match=r"line 3 of .*train\.tsv should be 0 or 1, a tab, the text"):
+    with pytest.raises(DataError, match=r"line 3 of .*train\.tsv must be 0 or 1, a tab, the text"):
         read_reviews(plain)
 
 
@@ -64,13 +64,13 @@ def test_a_bad_line_is_named_by_its_number(plain, line):
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
 def test_a_file_without_reviews_is_named(plain, name, content):
     (plain / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name} holds no reviews; give the folder"):
+    with pytest.raises(DataError, match=rf"{name} holds no reviews; pass the folder"):
         read_reviews(plain)
 
 
 def test_a_line_that_is_not_utf8_is_named_by_file_and_number(plain):
     (plain / "test.tsv").write_bytes(b"1\tfine\n0\tcaf\xe9\n")
-    with pytest.raises(DataError, match=r"test\.tsv should be text in UTF-8, but byte 0xe9 in line 2 is not"):
+    with pytest.raises(DataError, match=r"test\.tsv must be UTF-8 text, but byte 0xe9 in line 2 is not"):
         read_reviews(plain)
 
 
@@ -78,7 +78,7 @@ def test_a_review_of_the_original_folder_that_is_not_utf8_is_named(tmp_path):
     for place in ("train/neg", "train/pos", "test/neg", "test/pos"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "0_1.txt").write_bytes(b"caf\xe9" if place == "test/pos" else b"fine")
-    with pytest.raises(DataError, match=r"test.pos.0_1\.txt should be text in UTF-8"):
+    with pytest.raises(DataError, match=r"test.pos.0_1\.txt must be UTF-8 text"):
         read_reviews(tmp_path)
 
 

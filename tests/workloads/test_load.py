@@ -41,19 +41,19 @@ def test_a_workload_comes_by_name_with_its_settings(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("char_ml", {}, r"unknown workload 'char_ml'; did you mean 'char_lm'\? known are char_lm, cifar_resnet"),
+        ("char_ml", {}, r"unknown workload 'char_ml'; did you mean 'char_lm'\? choose one of char_lm, cifar_resnet"),
         (
             "regression",
             {"depth": "3"},
             "regression has no setting depth; it has batch, lr, max_norm, d_in, d_out, layers",
         ),
         ("regression", {"data": "x"}, "regression has no setting data; it has"),
-        ("regression", {"batch": "1.5"}, "regression: batch='1.5' is not of type int; give a int\\b"),
+        ("regression", {"batch": "1.5"}, "regression: batch='1.5' is not of type int; set it to a int\\b"),
         ("regression", {"lr": "fast"}, "lr='fast' is not of type float"),
         ("regression", {"lr": "none"}, "lr='none' is not of type float"),
-        ("regression", {"max_norm": "x"}, "max_norm='x' is not of type float; give a float or none"),
-        ("regression", {"batch": "-1"}, "regression: batch=-1 should be above 0"),
-        ("nowhere.py:f", {}, r"no Python file 'nowhere\.py'; give path\.py:function"),
+        ("regression", {"max_norm": "x"}, "max_norm='x' is not of type float; set it to a float or none"),
+        ("regression", {"batch": "-1"}, "regression: batch=-1 must be above 0"),
+        ("nowhere.py:f", {}, r"no Python file 'nowhere\.py'; pass path\.py:function"),
     ],
 )
 def test_what_does_not_exist_is_an_error_that_says_what_does(name, settings, message):
@@ -72,7 +72,7 @@ def test_a_users_function_gets_its_settings_and_data(own, tmp_path):
     [
         ("missing", {}, "has no function 'missing'"),
         ("number", {}, "has no function 'number'"),
-        ("wrong", {}, "returned int; return an object of a halfstep.workloads.Workload subclass"),
+        ("wrong", {}, "returned int; it must return a halfstep.workloads.Workload"),
         ("boom", {}, r"own\.py:boom raised RuntimeError: no model today"),
         ("small", {"batch": "x"}, r"own\.py:small raised ValueError: invalid literal"),
         ("small", {"width": "3"}, "has no setting width; it has batch"),
@@ -84,7 +84,7 @@ def test_a_users_function_that_does_not_fit_is_an_error(own, function, settings,
 
 
 def test_data_that_a_users_function_cannot_take_is_an_error(own, tmp_path):
-    with pytest.raises(WorkloadError, match="takes no data; give the function a parameter `data`"):
+    with pytest.raises(WorkloadError, match="takes no data; add a parameter `data` to the function"):
         load_workload(f"{own}:bare", data=tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_an_error_in_a_users_file_says_which(tmp_path):
     [
         (["d"], "'d' is not key=value"),
         (["=3"], "'=3' is not key=value"),
-        (["d=1", "d=2"], "'d' is given twice, as '1' and '2'"),
+        (["d=1", "d=2"], "'d' is set twice, to '1' and '2'"),
     ],
 )
 def test_settings_are_key_and_value_once_each(pairs, message):

@@ -1,4 +1,4 @@
-"""Runs scripts written for NVIDIA's apex, which had mixed precision in `apex.amp` until May 2025."""
+"""Runs scripts written for NVIDIA's apex, which offered mixed precision as `apex.amp` until May 2025."""
 
 from halfstep.adapters.apex.install import install, sessions, uninstall
 

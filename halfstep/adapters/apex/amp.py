@@ -1,6 +1,6 @@
-"""What stands for `apex.amp`: its functions and arguments, each carried out by a Session.
+"""The stand-in for `apex.amp`: the same functions and arguments, carried out by a Session.
 
-There is one state for all of them, as apex had. What was kept of apex and what was mended is in docs/apex.md.
+As in apex, all functions share one state. docs/apex.md lists what works as in apex and what was fixed.
 """
 
 from __future__ import annotations
@@ -72,21 +72,22 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Starts mixed precision training as `apex.amp.initialize` did; returns what it was given, in the same shape.
+    """Starts mixed precision training as `apex.amp.initialize` did; returns the models and optimizers as passed.
 
-    `models` and `optimizers` are one each or lists. `opt_level` sets the five options after it, each of which a value
-    other than None overrides; a `loss_scale` is a number, also as text, or "dynamic". `cast_model_outputs` is fp32
-    unless given. Each of `num_losses` has a scale of its own. With `enabled=False` nothing is done, here and in the
-    other functions. `verbosity=0` prints nothing. The last two bound a dynamic scale.
+    `models` is a model or a list, `optimizers` an optimizer or a list. `opt_level` sets the defaults of the next five
+    options; a value other than None overrides a default. `loss_scale` is "dynamic" or a number, also as text. Outputs
+    are fp32 unless `cast_model_outputs` is set. Each of the `num_losses` losses has its own scale. With `enabled=False`
+    this and the other functions of amp do nothing. `verbosity=0` prints nothing. `min_loss_scale` and `max_loss_scale`
+    bound a dynamic scale.
 
     Raises:
-        RuntimeError: an option that contradicts the level, a model that is wrapped or not fp32, or an optimizer that
-            was given to an earlier call.
-        TypeError: models or optimizers are neither one nor a list.
-        ValueError: a value that is none.
+        RuntimeError: an option contradicts the level, a model is wrapped or not fp32, or an optimizer was passed to an
+            earlier call.
+        TypeError: `models` or `optimizers` has the wrong type.
+        ValueError: an option has a value that is not allowed.
     """
     if not isinstance(verbosity, int):
-        raise ValueError(f"verbosity is {verbosity!r}; give 0 to print nothing, 1 or 2")
+        raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, or 1 or 2")
     STATE.verbosity = verbosity
     if not enabled:
         STATE.opt_properties, STATE.loss_scalers, STATE._current = disabled(), [], None
@@ -104,7 +105,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     }
     properties = _properties(opt_level, {name: value for name, value in overrides.items() if value is not None})
     if type(num_losses) is not int or num_losses < 1:
-        raise ValueError(f"num_losses is {num_losses!r}; give how many losses there are, 1 or more")
+        raise ValueError(f"num_losses is {num_losses!r}; pass the number of losses, 1 or more")
     plan = make_plan(
         properties,
         chosen,
@@ -124,7 +125,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
 
 
 def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
-    """Returns the options of a call, and prints them as apex did."""
+    """Returns the options of one call of `initialize`, and prints them as apex did."""
     properties = Properties(opt_level, STATE._low, warn_or_err)
     maybe_print(f"Selected optimization level {BRIEFS[opt_level]}", rank0=True)
     maybe_print("Defaults for this optimization level are:", rank0=True)
@@ -144,7 +145,7 @@ def _as_list(value: Any, kind: type, what: str) -> list[Any]:
     if any(type(item).__name__ == "FP16_Optimizer" for item in items):
         raise RuntimeError(
             "An incoming optimizer is an instance of FP16_Optimizer. If you are using the new Amp API via "
-            "amp.initialize, pass in the ordinary optimizer: weights and gradients are taken care of."
+            "amp.initialize, pass the ordinary optimizer: amp keeps the fp32 masters and scales the gradients."
         )
     wrong = [item for item in items if not isinstance(_own(item), kind)]
     if wrong:
@@ -153,12 +154,12 @@ def _as_list(value: Any, kind: type, what: str) -> list[Any]:
 
 
 def _own(optimizer: Any) -> Any:
-    """Returns what steps in the end: the optimizer inside a wrapper such as LARC, else the object itself."""
+    """Returns the optimizer inside a wrapper such as LARC; returns any other object unchanged."""
     return optimizer if isinstance(optimizer, (Optimizer, nn.Module)) else getattr(optimizer, "optim", optimizer)
 
 
 def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the models that are not all fp32; refuses them, unless they are said to be meant, and wrapped ones."""
+    """Returns the low-precision models, unless they must be refused; always refuses wrapped models."""
     loaded_low = []
     for model in models:
         if isinstance(model, nn.DataParallel) or type(model).__name__ == "DistributedDataParallel":
@@ -185,7 +186,7 @@ def _check_optimizers(optimizers: list[Optimizer]) -> list[Optimizer]:
     for optimizer in optimizers:
         if any(optimizer is each for trained in STATE.sessions() for each in trained.session.optimizers):
             raise RuntimeError(
-                f"A given {type(optimizer).__name__} has been passed to amp.initialize already: call it once, with "
+                f"This {type(optimizer).__name__} was already passed to amp.initialize; call amp.initialize once, with "
                 "all models and optimizers that train together."
             )
     return optimizers
@@ -200,16 +201,16 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Gives the loss, in fp32, times its scale; the backward pass that starts from it inside leaves true gradients.
+    """Yields the fp32 loss times its scale; a backward pass from it inside the block leaves unscaled gradients.
 
-    `optimizers` is one or several (list or tuple) from one `initialize`. With `delay_unscale` gradients stay scaled,
-    as more are to be added. Overflow is looked for once, by the step: `delay_overflow_check` has nothing to delay, and
-    `model` was never used.
+    `optimizers` is an optimizer, or a list or tuple of optimizers passed to one call of `initialize`. With
+    `delay_unscale` gradients stay scaled, so that later backward passes can add to them. `delay_overflow_check` has no
+    effect, since the step itself checks for overflow. `model` has no effect, as in apex.
 
     Raises:
         RuntimeError: `initialize` was not called, or not with these optimizers.
-        IndexError: there are fewer losses than `loss_id` says.
-        TypeError: the loss is no tensor.
+        IndexError: `loss_id` is out of the range that `num_losses` sets.
+        TypeError: the loss is not a tensor.
     """
     if not hasattr(STATE, "opt_properties"):
         raise RuntimeError(NOT_INITIALIZED)
@@ -220,7 +221,7 @@ def scale_loss(
     trained = STATE.of([_own(each) for each in given])
     number = _number_of(loss_id, trained.num_losses)
     if not isinstance(loss, Tensor):
-        raise TypeError(f"amp.scale_loss was given a loss of type {type(loss).__name__}; give it the loss tensor")
+        raise TypeError(f"amp.scale_loss got a loss of type {type(loss).__name__}; pass the loss tensor")
     with trained.session.scaling(loss, loss_id=number, unscale=not delay_unscale) as scale:
         yield loss.float() * scale.to(loss.device)
 
@@ -230,6 +231,6 @@ def _number_of(loss_id: int, num_losses: int) -> int:
         return range(num_losses)[loss_id]
     except (IndexError, TypeError):
         raise IndexError(
-            f"loss_id is {loss_id!r}, and amp.initialize was asked for num_losses={num_losses}: give 0 to "
-            f"{num_losses - 1}, or more losses there"
+            f"loss_id is {loss_id!r}, but amp.initialize was called with num_losses={num_losses}; pass a loss_id from "
+            f"0 to {num_losses - 1}, or a larger num_losses"
         ) from None

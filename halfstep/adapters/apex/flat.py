@@ -1,4 +1,4 @@
-"""`apex_C`: several tensors of one dtype as one, and apart again."""
+"""`apex_C`: joins tensors of one dtype into one flat tensor, and splits it again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the elements of tensors of one dtype in a row.
+    """Returns a 1-D tensor of the elements of all tensors, which must have one dtype.
 
     Raises:
-        SetupError: they are of several dtypes, or there are none.
+        SetupError: the tensors have several dtypes, or the list is empty.
     """
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) != 1:
-        raise SetupError(f"flatten is given tensors of {len(dtypes)} dtypes; give one or more, all of one dtype")
+        raise SetupError(f"flatten got tensors of {len(dtypes)} dtypes; pass one or more tensors, all of one dtype")
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -28,11 +28,11 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns views of `flat` in the shapes of `tensors`.
 
     Raises:
-        SetupError: `flat` has not as many elements as they.
+        SetupError: `flat` and `tensors` have different numbers of elements.
     """
     sizes = [t.numel() for t in tensors]
     if flat.numel() != sum(sizes):
         raise SetupError(
-            f"unflatten is given {flat.numel()} elements for tensors of {sum(sizes)}; give what flatten made"
+            f"unflatten got {flat.numel()} elements for tensors of {sum(sizes)}; pass the result of flatten"
         )
     return tuple(part.view(t.shape) for part, t in zip(torch.split(flat, sizes), tensors, strict=True))

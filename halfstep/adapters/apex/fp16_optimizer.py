@@ -1,4 +1,4 @@
-"""`apex.fp16_utils.FP16_Optimizer`: masters and loss scale around an optimizer of a network that was cast by hand."""
+"""`apex.fp16_utils.FP16_Optimizer`: fp32 masters and a loss scale for the optimizer of a network cast by hand."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ _ENTRIES = ("optimizer_state_dict", "fp32_from_fp16", "session")
 
 
 class FP16_Optimizer:  # apex's name
-    """Steps the optimizer of a low network (`network_to_half`, `FP16Model`) on fp32 masters, with a loss scale.
+    """Steps the optimizer of a network cast to low precision, such as an `FP16Model`, with masters and a loss scale.
 
-    It is a halfstep session over the optimizer's parameters: the low ones, all fp16 or all bf16, have masters that
-    start from their values, and fp32 ones stay. After `backward` true fp32 gradients lie in `p.grad`. The network
-    itself runs as it was cast. With `verbose` a skipped step is printed, which waits for the device at each step.
+    It opens a halfstep session over the optimizer's parameters. Low parameters must be all fp16 or all bf16; each gets
+    a master that starts from its value. fp32 parameters stay as they are. After `backward`, `p.grad` holds unscaled
+    fp32 gradients. The network itself runs as it was cast. With `verbose` skipped steps are printed, which waits for
+    the device at each step.
 
-    Mended: a static scale skips non-finite steps too, `state_dict` holds what an exact resume needs, and closures work.
+    Unlike apex, a static scale skips non-finite steps too, `state_dict` allows an exact resume, and closures work.
 
     Raises:
-        SetupError: the parameters are in fp16 and in bf16, or `init_optimizer` is no optimizer.
-        PlanError: a number of the loss scale is out of its range.
+        SetupError: the parameters are a mix of fp16 and bf16, or `init_optimizer` is not an optimizer.
+        PlanError: an argument of the loss scale is out of range.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class FP16_Optimizer:  # apex's name
         verbose: bool = True,
     ) -> None:
         if not isinstance(init_optimizer, Optimizer):
-            raise SetupError(f"FP16_Optimizer is given {type(init_optimizer).__name__}; give it a torch optimizer")
+            raise SetupError(f"FP16_Optimizer got {type(init_optimizer).__name__}; pass a torch optimizer")
         if dynamic_loss_args is not None and not dynamic_loss_scale:
-            raise SetupError("FP16_Optimizer got dynamic_loss_args with a static scale; give dynamic_loss_scale=True")
+            raise SetupError("FP16_Optimizer got dynamic_loss_args with a static scale; pass dynamic_loss_scale=True")
         scaling = (
             _from_arguments(dynamic_loss_args or {})
             if dynamic_loss_scale
@@ -85,22 +86,22 @@ class FP16_Optimizer:  # apex's name
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the next backward pass; reads the device."""
+        """The loss scale of the next backward pass; waits for the device."""
         return float(self._session.runtime.scales.of(0).value)
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped; reads the device."""
+        """Whether the last step was skipped; waits for the device."""
         return self._skipped is not None and bool(self._skipped)
 
     @property
     def state(self) -> Any:
-        """The optimizer's."""
+        """The wrapped optimizer's state."""
         return self.optimizer.state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, with the network's own parameters."""
+        """The wrapped optimizer's param groups, which hold the network's own parameters."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # apex's name
@@ -108,34 +109,35 @@ class FP16_Optimizer:  # apex's name
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Runs the backward pass of the loss times the scale, and makes the gradients true ones.
+        """Runs the backward pass of the scaled loss, and unscales the gradients.
 
-        With `update_master_grads=False` they stay scaled, for more backward passes before `update_master_grads()`.
+        With `update_master_grads=False` the gradients stay scaled until `update_master_grads()`, so that further
+        backward passes can add to them.
         """
         loss = loss.float()
         with self._session.scaling(loss, unscale=update_master_grads) as scale:
             (loss * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def update_master_grads(self) -> None:
-        """Makes the gradients of backward passes before true ones."""
+        """Unscales the gradients that earlier backward passes left scaled."""
         self._session.unscale_()
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]]:
-        """Returns the true gradients by param group, None where there is none."""
+        """Returns the unscaled gradients, a list for each param group; None for a parameter without gradient."""
         return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in self.param_groups]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clips the true gradients in place, and returns their norm before, infinite or NaN where the step will skip.
+        """Clips the unscaled gradients in place; returns their norm before clipping.
 
-        Mended: apex returned -1 then, for which it had to wait for the device.
+        If the step will be skipped, the norm is infinite or NaN; apex returned -1, which waited for the device.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         return clip_grad_norm_(params, max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates masters and weights unless a gradient is not finite; returns what the `closure` returns.
+        """Updates masters and weights unless a gradient is not finite; returns the result of `closure`.
 
-        The closure, if any, is called once, and calls `backward` of this object.
+        A closure is called once, and must call `backward` of this FP16_Optimizer.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
@@ -148,26 +150,26 @@ class FP16_Optimizer:  # apex's name
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave: weights, masters, optimizer state and loss scale.
+        """Restores weights, masters, optimizer state and loss scale from a result of `state_dict`.
 
         Raises:
-            StateError: it is not such a state, or one of another network or scale.
+            StateError: the state is incomplete, or belongs to another network or loss scaling.
         """
         missing = [name for name in _ENTRIES if not isinstance(state_dict, Mapping) or name not in state_dict]
         if missing:
             raise StateError(
-                f"the state of FP16_Optimizer has no {', '.join(map(repr, missing))}; give what its state_dict() "
-                "returned here; one that apex itself wrote holds an object of apex's code: load its "
-                "'optimizer_state_dict' into the optimizer"
+                f"the state of FP16_Optimizer lacks {', '.join(map(repr, missing))}; pass a result of "
+                "halfstep's FP16_Optimizer.state_dict(); from a checkpoint written by apex, load only the "
+                "'optimizer_state_dict', into the optimizer itself"
             )
         self._session.load_state_dict(state_dict["session"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self._held.load_state_dict(state_dict["fp32_from_fp16"])
 
     def close(self) -> None:
-        """Gives the optimizer back as it was, with the trained weights in their low dtype.
+        """Restores the ordinary optimizer; the trained weights stay in their low dtype.
 
-        A wrapper of DistributedDataParallel around the network reduces no gradients any more: wrap it again.
+        A DistributedDataParallel wrapper around the network no longer reduces gradients: wrap the network again.
         """
         self._session.close()
         for p in self._low:
@@ -192,8 +194,8 @@ def _only_dtype(low: list[Parameter]) -> torch.dtype:
     kinds = {p.dtype for p in low}
     if len(kinds) > 1:
         raise SetupError(
-            f"the optimizer's parameters are of {' and '.join(sorted(map(str, kinds)))}; cast the network to one of "
-            "them, and leave in fp32 what is to stay full"
+            f"the optimizer's low-precision parameters are of {' and '.join(sorted(map(str, kinds)))}; cast the "
+            "network to one of these dtypes, and to fp32 what should stay full"
         )
     return next(iter(kinds), torch.float16)
 
@@ -202,5 +204,5 @@ def _from_arguments(given: Mapping[str, Any]) -> Scaling:
     known = ("init_scale", "scale_factor", "scale_window")
     strange = sorted(set(given) - set(known))
     if strange:
-        raise SetupError(f"dynamic_loss_args has {', '.join(map(repr, strange))}; it takes {', '.join(known)}")
+        raise SetupError(f"dynamic_loss_args got {', '.join(map(repr, strange))}; pass only {', '.join(known)}")
     return dynamic_scaling(**given)

@@ -1,6 +1,6 @@
-"""`apex.fp16_utils`: networks cast by hand, masters kept by hand, and the loss scalers and optimizer that go with them.
+"""`apex.fp16_utils`: casts networks, copies masters, and exports the matching loss scalers and optimizer.
 
-Functions that made fp16 in apex take a `dtype` here, so that a loop can go to bf16 by one argument.
+Functions that cast to fp16 in apex take a `dtype` here, so that one argument switches a loop to bf16.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class tofp16(nn.Module):  # apex's name
         self.dtype = dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the input in the dtype."""
+        """Returns the input cast to `dtype`."""
         return input.to(self.dtype)
 
 
 class FP16Model(nn.Module):
-    """Runs a network in fp16, or another `dtype`, but its affine batch norms in fp32; floating inputs are cast.
+    """Runs a network in fp16 or another `dtype`, except affine batch norms in fp32; casts floating-point inputs.
 
-    Mended: apex cast all inputs and took no keywords; masks and token ids stay here as they are.
+    Unlike apex, it leaves masks and token ids as they are, and takes keyword arguments.
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype = torch.float16) -> None:
@@ -62,7 +62,7 @@ class FP16Model(nn.Module):
         self.dtype = dtype
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Returns what the network returns."""
+        """Casts the inputs and returns the result of the network."""
         return self.network(
             *(self._cast(value) for value in inputs), **{name: self._cast(value) for name, value in kwargs.items()}
         )
@@ -72,7 +72,7 @@ class FP16Model(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
-    """Makes the affine batch norms in `module` fp32, with their statistics, and returns it."""
+    """Casts affine batch norms in `module`, with their statistics, to fp32; returns `module`."""
     for each in module.modules():
         if isinstance(each, BatchNormBase) and each.affine:
             each.float()
@@ -80,7 +80,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating parameters and buffers of `module` itself, not of those inside it."""
+    """Casts the floating-point parameters and buffers of `module` itself, not of its submodules."""
     for p in module.parameters(recurse=False):
         if p.is_floating_point():
             p.data = p.data.to(dtype)
@@ -92,7 +92,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts a network but for its affine batch norms, and returns it."""
+    """Casts a network except its affine batch norms, and returns it."""
     for module in network.modules():
         if isinstance(module, BatchNormBase) and module.affine:
             continue
@@ -103,15 +103,15 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
-    """Returns the network in fp16, or another `dtype`, behind a cast of its input; affine batch norms stay fp32."""
+    """Casts a network to fp16 or `dtype`, except affine batch norms; returns it behind a cast of its input."""
     return nn.Sequential(tofp16(dtype), BN_convert_float(network.to(dtype)))
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Parameter], list[Parameter]]:
-    """Returns the trained parameters of a model and fp32 masters of them, in a list of one if `flat_master`.
+    """Returns a model's trainable parameters and their fp32 masters; with `flat_master` one joined master, in a list.
 
     Raises:
-        SetupError: the parameters cannot lie in one flat master: they are of several dtypes or devices, or none.
+        SetupError: with `flat_master`, the parameters have several dtypes or devices, or there are none.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     if not flat_master:
@@ -120,8 +120,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         kinds = {(p.dtype, p.device) for p in params}
         if len(kinds) != 1:
             raise SetupError(
-                f"flat_master=True with parameters of {len(kinds)} kinds of dtype and device; give a model of one kind "
-                "(batch norms that were kept in fp32 are another), or flat_master=False"
+                f"flat_master=True expects parameters of one dtype on one device, got {len(kinds)} kinds; pass a model "
+                "of one kind (batch norms kept in fp32 are a second kind), or flat_master=False"
             )
         masters = [Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())]
     for master in masters:
@@ -133,9 +133,9 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Parameter], master_params: Sequence[Parameter], flat_master: bool = False
 ) -> None:
-    """Copies the gradients of the model to its masters, as they are, scaled or not; a missing one is missing there too.
+    """Copies gradients from model parameters to masters, without unscaling them.
 
-    In a flat master a missing gradient is 0.
+    A parameter without gradient gives a master without gradient, or zeros in a flat master.
     """
     if flat_master:
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
@@ -150,7 +150,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Parameter], master_params: Sequence[Parameter], flat_master: bool = False
 ) -> None:
-    """Copies the values of the masters to the model, rounded to its dtypes."""
+    """Copies the values of the masters to the model parameters, rounded to their dtypes."""
     if flat_master:
         parts = torch.split(master_params[0], [p.numel() for p in model_params])
         for p, part in zip(model_params, parts, strict=True):
@@ -162,7 +162,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """Returns a number, or the first element of a tensor or list, as a float; reads the device."""
+    """Returns a number, or the first element of a tensor or list, as a float; waits for the device."""
     if isinstance(t, Tensor):
         return float(t.reshape(-1)[0])
     return float(t[0] if isinstance(t, Sequence) else t)
@@ -172,6 +172,6 @@ def _require_pairs(model_params: Sequence[Parameter], master_params: Sequence[Pa
     shapes = [tuple(p.shape) for p in model_params], [tuple(p.shape) for p in master_params]
     if shapes[0] != shapes[1]:
         raise SetupError(
-            f"{len(model_params)} parameters come with {len(master_params)} masters of other shapes; give the two "
-            "lists that prep_param_lists returned, and flat_master as it was given there"
+            f"the shapes of {len(model_params)} parameters and {len(master_params)} masters differ; pass the two lists "
+            "that prep_param_lists returned, with the same flat_master"
         )

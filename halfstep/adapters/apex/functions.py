@@ -1,4 +1,4 @@
-"""Functions that a script gives a list of their own, and code that runs without casts."""
+"""Registers or decorates functions that a script puts on one of the cast lists, and turns casts off and on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TORCH = (torch, torch.nn.functional, torch.Tensor)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Has a function of a module or class run in the low format from the next `initialize` or `init` on.
+    """Registers a function of a module or class to run in low precision from the next `initialize` or `init` on.
 
     Raises:
         ValueError: the module has no such function, or is neither a module nor a class that can be imported by name.
@@ -48,41 +48,41 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Has a function of a module or class run in fp32 from the next `initialize` or `init` on.
+    """Registers a function of a module or class to run in fp32 from the next `initialize` or `init` on.
 
     Raises:
-        ValueError: as `register_half_function`.
+        ValueError: the same cases as for `register_half_function`.
     """
     _register("deny", module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Has a function of a module or class run in the widest format of its arguments from the next `initialize` on.
+    """Registers a function of a module or class to run in its widest argument's format from the next `initialize` on.
 
     Raises:
-        ValueError: as `register_half_function`.
+        ValueError: the same cases as for `register_half_function`.
     """
     _register("promote", module, name)
 
 
 def half_function(function: Function) -> Function:
-    """Has the decorated function run in the low format inside a model at O1, or after `init`."""
+    """Decorates a function to run in low precision inside a model at O1, or after `init`."""
     return _decorated("allow", function)
 
 
 def float_function(function: Function) -> Function:
-    """Has the decorated function run in fp32 inside a model at O1, or after `init`."""
+    """Decorates a function to run in fp32 inside a model at O1, or after `init`."""
     return _decorated("deny", function)
 
 
 def promote_function(function: Function) -> Function:
-    """Has the decorated function run in the widest format of its arguments inside a model at O1, or after `init`."""
+    """Decorates a function to run in its widest argument's format inside a model at O1, or after `init`."""
     return _decorated("promote", function)
 
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Runs what is inside as written, models at O1 too; nests, and an error inside changes nothing."""
+    """Turns casts off inside the block, also in models at O1; can be nested, and restores casts after an error too."""
     with ExitStack() as stack:
         for casting in STATE.castings():
             stack.enter_context(casting.as_written())
@@ -96,10 +96,10 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Handle:
-    """Casts all ops of this thread by O1's lists from now on, in models or not, until `_deactivate` of the result.
+    """Casts all ops of this thread by O1's lists, in models and outside, until the result's `_deactivate` is called.
 
-    With `allow_banned` binary_cross_entropy runs in fp32; else it refuses low inputs. What was apex's older API takes
-    the other arguments and has no use for them: `initialize` scales losses, and no copy of a weight is kept.
+    With `allow_banned` binary_cross_entropy runs in fp32; without, it refuses low-precision inputs. The other arguments
+    of apex's older API have no effect: `initialize` sets up loss scaling, and no low copies of weights are kept.
     """
     STATE.handle._deactivate()
     STATE.handle = Handle()
@@ -115,18 +115,18 @@ def init(
 
 def _register(category: OpList, module: Any, name: str) -> None:
     if not isinstance(name, str) or not callable(getattr(module, name, None)):
-        raise ValueError(f"No function named {name} in module {module}.")
+        raise ValueError(f"No function named {name} in module {module}; pass a function's name and its module or class")
     STATE._registered.append(OpChange(category, _spelled(module, name)))
     if STATE.castings():
         warnings.warn(
-            f"{name} was registered after amp.initialize: it is cast from the next amp.initialize on; "
-            "register functions before it",
+            f"{name} was registered after amp.initialize, so it is cast only after the next amp.initialize; "
+            "register functions before amp.initialize",
             stacklevel=3,
         )
 
 
 def _spelled(module: Any, name: str) -> str:
-    """Returns a function's name as a Plan has it: that of a torch op, else where it is."""
+    """Returns the name of a function in a Plan: a torch op's name, or "module:function"."""
     if any(module is each for each in _TORCH):
         try:
             find(name)
@@ -139,14 +139,14 @@ def _spelled(module: Any, name: str) -> str:
     if isinstance(module, type) and "<locals>" not in module.__qualname__:
         return f"{module.__module__}:{module.__qualname__}.{name}"
     raise ValueError(
-        f"{name!r} was registered of {module!r:.60}; give a module, or a class that can be imported by its name, or "
+        f"{name!r} cannot be registered in {module!r:.60}; pass a module or a class that can be imported by name, or "
         "decorate the function with amp.half_function, float_function or promote_function"
     )
 
 
 def _decorated(category: OpList, function: Function) -> Function:
     if not callable(function):
-        raise TypeError(f"{function!r} was to be decorated for amp; give a function, or register a module's by name")
+        raise TypeError(f"amp's decorators expect a function, got {function!r}; pass a function, or register by name")
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

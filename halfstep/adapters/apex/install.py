@@ -1,4 +1,4 @@
-"""Puts `apex` into `sys.modules`, so that scripts written for it run, and takes it out again."""
+"""Puts a stand-in for `apex` into `sys.modules`, so that scripts written for apex run, and removes it again."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ MODULES = MappingProxyType(
         "apex_C": ("flat",),
     }
 )
-"""Modules that scripts import, parents first, and the files of this package whose `__all__` each of them has."""
+"""Modules that scripts import, parents first, each with the files of this package whose `__all__` it exports."""
 
 _UNDO = ExitStack()
 
 
 def install(low: Format | torch.dtype | str | None = None) -> None:
-    """Makes `import apex` work, and `from apex import amp`: modules of halfstep's stand where apex has none.
+    """Makes `import apex` and `from apex import amp` work: halfstep supplies the modules.
 
-    Beside a real apex it adds the modules and names that this lacks. `low` is the format of O1, and of the weights at
-    O2 and O3 where a script gives no `cast_model_type`: fp16, as apex had it and as None stands for, or bf16. A second
-    call changes it for what is initialized from then on; `uninstall` takes everything out again.
+    If apex itself is installed, only missing modules and names are added. `low` is fp16 (as in apex; None means fp16)
+    or bf16: the format of O1, and of the weights at O2 and O3 unless a script passes `cast_model_type`. A second call
+    changes the format for later calls of `amp.initialize`; `uninstall` removes everything again.
 
     Raises:
-        FormatError: an unknown format.
-        PlanError: a format that cannot be trained in.
+        FormatError: the format is unknown.
+        PlanError: the format is neither fp16 nor bf16.
     """
     fmt = FP16 if low is None else as_format(low)
     one_of("low of the stand-in apex", fmt.name, tuple(each.name for each in LOW_FORMATS))
@@ -79,18 +79,18 @@ def install(low: Format | torch.dtype | str | None = None) -> None:
 
 
 def sessions() -> list[Session]:
-    """Returns the sessions of `amp.initialize` that are open, for who wants to tell how a script trained."""
+    """Returns the open sessions of `amp.initialize`, which tell how a script trained."""
     return [trained.session for trained in STATE.sessions()]
 
 
 def uninstall() -> None:
-    """Takes out what `install` put in, and closes the sessions of `amp.initialize`: their models stay trained."""
+    """Removes what `install` added, and closes the sessions of `amp.initialize`; models keep their trained weights."""
     _UNDO.close()
     STATE.reset()
 
 
 def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
-    """Adds names to a module; one that is not there is made, which `made` notes."""
+    """Adds names to a module; creates a missing module and adds its name to `made`."""
     parent, _, leaf = name.rpartition(".")
     module = None if parent in made else _real(name)
     if module is None:
@@ -105,7 +105,7 @@ def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
 
 
 def _real(name: str) -> ModuleType | None:
-    """Returns a module that is installed; one that cannot be imported here counts as lacking."""
+    """Returns an installed module, or None if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except Exception:

@@ -1,4 +1,4 @@
-"""`apex.parallel.LARC`: a learning rate for each weight that goes with its norm, around any optimizer."""
+"""`apex.parallel.LARC`: wraps any optimizer, and adapts the learning rate of each weight to the weight's norm."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["LARC"]
 
 
 class LARC(Optimizer):
-    """LARC, "Large Batch Training of Convolutional Networks" (You et al. 2017), around an optimizer.
+    """Wraps an optimizer with LARC ("Large Batch Training of Convolutional Networks", You et al. 2017).
 
     The local rate of a weight is `trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w) + eps)`. Before the
-    optimizer's own step the gradient `g` becomes `rate * (g + weight_decay * w)`, and the optimizer adds no decay of
-    its own. With `clip` the rate is `min(rate / lr, 1)`, so that `lr` is the most; without, it multiplies `lr`. A
-    weight or a gradient of norm 0 leaves the gradient as it is, without decay.
+    optimizer's own step the gradient `g` becomes `rate * (g + weight_decay * w)`, and the optimizer's own weight decay
+    is off. With `clip` the rate is `min(rate / lr, 1)`, so that the effective rate is at most `lr`; without `clip` the
+    rate multiplies `lr`. If a weight or its gradient has norm 0, the gradient stays as it is, without decay.
 
-    Groups, state and hooks are those of `optimizer`, so that LR schedulers and sessions take either.
+    Param groups, state and hooks are those of `optimizer`, so that LR schedulers and sessions accept either object.
 
     Raises:
-        TypeError: what came is no optimizer.
-        ValueError: a number is out of its range.
+        TypeError: `optimizer` is not an optimizer.
+        ValueError: `trust_coefficient` or `eps` is negative.
     """
 
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"LARC is given {type(optimizer).__name__}; give it an optimizer, such as torch.optim.SGD")
+            raise TypeError(f"LARC got {type(optimizer).__name__}; pass an optimizer, such as torch.optim.SGD")
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
             if not value >= 0:
                 raise ValueError(f"LARC's {name} must be 0 or more, not {value}")
@@ -56,7 +56,7 @@ class LARC(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's."""
+        """The wrapped optimizer's param groups."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -65,7 +65,7 @@ class LARC(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's."""
+        """The wrapped optimizer's state."""
         return self.optim.state
 
     @state.setter
@@ -73,23 +73,23 @@ class LARC(Optimizer):
         self.optim.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's."""
+        """Returns the wrapped optimizer's state dict."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's."""
+        """Loads a state dict into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops or zeroes the gradients."""
+        """Sets the gradients to None or zero."""
         self.optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the optimizer."""
+        """Adds a param group to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes the gradients those of the local rates, and the optimizer's step on them; returns the closure's loss.
+        """Adapts the gradients by the local rates, and steps the wrapped optimizer; returns the closure's loss.
 
         Raises:
             RuntimeError: a gradient is sparse; nothing was changed.
@@ -100,7 +100,7 @@ class LARC(Optimizer):
                 loss = closure()
         groups = self.optim.param_groups
         if any(p.grad is not None and p.grad.is_sparse for group in groups for p in group["params"]):
-            raise RuntimeError("LARC takes no sparse gradients, which have no decay of all weights; use sparse=False")
+            raise RuntimeError("LARC got a sparse gradient; it decays all weights, so pass sparse=False to the layer")
         decays = [group.get("weight_decay", 0.0) for group in groups]
         try:
             for group, decay in zip(groups, decays, strict=True):
@@ -118,7 +118,7 @@ class LARC(Optimizer):
 
     @torch.no_grad()
     def _adapt(self, p: Tensor, grad: Tensor, lr: float | Tensor, decay: float) -> None:
-        """Makes `grad` the gradient of the local rate, in place and without a read on the host."""
+        """Adapts `grad` by the local rate, in place, without waiting for the device."""
         size, length = (torch.linalg.vector_norm(t.detach(), dtype=_wide(t)) for t in (p, grad))
         rate = self.trust_coefficient * size / (length + size * decay + self.eps)
         if self.clip:
@@ -128,7 +128,7 @@ class LARC(Optimizer):
 
 
 def _wide(t: Tensor) -> torch.dtype:
-    """Returns the dtype that norms are computed in: one in which low values do not overflow."""
+    """Returns the dtype in which norms are computed: wide enough for fp16 and bf16 values not to overflow."""
     if t.is_complex():
         return torch.complex128 if t.dtype is torch.complex128 else torch.complex64
     return torch.float64 if t.dtype is torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils.loss_scaler`: loss scales for loops that unscale, check and skip by themselves."""
+"""`apex.fp16_utils.loss_scaler`: loss scales for training loops that unscale, check and skip themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CEILING = 2.0**24
 
 
 class LossScaler:
-    """A static loss scale. Mended: `has_overflow` looks at the gradients, where apex's said False to all.
+    """A static loss scale. Its `has_overflow` checks the gradients; apex's always returned False.
 
     Raises:
         PlanError: the scale is not a positive number.
@@ -33,20 +33,20 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The scale."""
+        """The current loss scale."""
         return float(self._scale.value)
 
     @property
     def cur_scale(self) -> float:
-        """The scale."""
+        """The current loss scale."""
         return self.loss_scale
 
     def has_overflow(self, params: Iterable[Parameter]) -> bool:
-        """Returns whether a gradient of these parameters is not finite; reads the device."""
+        """Returns whether a gradient of these parameters is not finite; waits for the device."""
         return bool(read([p.grad for p in params if p.grad is not None]).found)
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapts the scale to one step, where it is dynamic."""
+        """Adapts a dynamic scale after a step, given whether the step overflowed; leaves a static scale as it is."""
         self._scale.update(torch.tensor(bool(overflow)))
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
@@ -54,17 +54,17 @@ class LossScaler:
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs the backward pass of the loss times the scale, a product that is computed in fp32."""
+        """Runs the backward pass of the loss times the scale; the product is computed in fp32."""
         (loss.float() * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is divided at an overflow, down to 1, and multiplied after `scale_window` steps without one.
+    """A loss scale, divided by `scale_factor` at an overflow and multiplied by it after `scale_window` clean steps.
 
-    It grows up to 2**24, or to where it starts if that is more.
+    The scale is at least 1, and at most 2**24 or `init_scale`, whichever is larger.
 
     Raises:
-        PlanError: a number is out of its range.
+        PlanError: an argument is out of range.
     """
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -76,10 +76,10 @@ class DynamicLossScaler(LossScaler):
 
 
 def dynamic_scaling(init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> Scaling:
-    """Returns the schedule that apex's words stand for.
+    """Returns the dynamic scaling that apex's arguments describe.
 
     Raises:
-        PlanError: a number is out of its range.
+        PlanError: an argument is out of range.
     """
     return Scaling(
         "dynamic",

@@ -1,8 +1,9 @@
 """`apex.multi_tensor_apply` and `amp_C`: operations on lists of tensors, in torch, with apex's order of arguments.
 
-Each is called as `multi_tensor_applier(op, noop_flag, tensor_lists, ...)` and gets the size of a chunk first, which
-halfstep does not need. `noop_flag` is an integer tensor of one element: 1 says that a value was not finite. Tensors are
-computed in fp32, or in float64 where they are, and stored in their own dtype; nothing is read on the host.
+Each operation is called as `multi_tensor_applier(op, noop_flag, tensor_lists, ...)`. Its first argument, the chunk
+size, has no effect here. `noop_flag` is an integer tensor of one element: 1 means that a value was not finite. Results
+are computed in fp32 (in float64 for float64 tensors) and stored in the tensors' own dtypes; nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 class MultiTensorApply:
-    """Calls an operation of `amp_C` with a size of chunks."""
+    """Calls operations of `amp_C` with a fixed chunk size."""
 
     available = True
     warned = False
@@ -39,7 +40,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
-        """Returns what `op` returns."""
+        """Calls `op` with the chunk size and these arguments; returns its result."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
@@ -48,7 +49,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
-    """Writes the first list times `scale` into the second, and 1 into the flag where an input is not finite."""
+    """Writes the first list times `scale` into the second list; sets the flag to 1 if an input is not finite."""
     for given, out in _rows("multi_tensor_scale", tensor_lists, ("inputs", "outputs")):
         value = _wide(given)
         out.copy_(value * scale)
@@ -64,12 +65,12 @@ def multi_tensor_axpby(
     b: float | Tensor,
     arg_to_check: int = -1,
 ) -> None:
-    """Writes `a * x + b * y` of the first two lists into the third.
+    """Writes `a * x + b * y` into the third list, where x is the first list and y the second.
 
-    The flag becomes 1 where an element is not finite: of x (`arg_to_check` 0), of y (1), or of either (-1).
+    The flag is set to 1 if x (`arg_to_check` 0), y (1) or either (-1) has an element that is not finite.
     """
     if arg_to_check not in (-1, 0, 1):
-        raise SetupError(f"multi_tensor_axpby got arg_to_check={arg_to_check!r}; give 0 for x, 1 for y, -1 for both")
+        raise SetupError(f"multi_tensor_axpby got arg_to_check={arg_to_check!r}; pass 0 for x, 1 for y, -1 for both")
     for x, y, out in _rows("multi_tensor_axpby", tensor_lists, ("x", "y", "outputs")):
         left, right = _wide(x), _wide(y)
         out.copy_(left * a + right * b)
@@ -82,9 +83,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the L2 norm of all elements (fp32, of shape (1,)) and, if `per_tensor`, those of each tensor; else none.
+    """Returns the L2 norm of all elements (fp32, of shape (1,)) and the norm of each tensor (fp32, of shape (N,)).
 
-    The flag becomes 1 where the norm is not finite.
+    Without `per_tensor` the second result is empty. The flag is set to 1 if the norm is not finite.
     """
     tensors = [t for (t,) in _rows("multi_tensor_l2norm", tensor_lists, ("tensors",))]
     device = tensors[0].device if tensors else noop_flag.device
@@ -110,10 +111,11 @@ def multi_tensor_sgd(  # noqa: PLR0913  # apex's
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Makes a step of SGD on lists of gradients, weights and momenta, where the flag is 0.
+    """Makes one step of SGD on lists of gradients, weights and momenta, unless the flag is 1.
 
-    A fourth list gets the new weights too, as low copies. Gradients are multiplied by `scale`; the momentum of a
-    `first_run` is the gradient; weight decay is added to the gradient, or to the update if `wd_after_momentum`.
+    The new weights are also copied into a fourth list, if there is one, in its low-precision dtype. Gradients are
+    multiplied by `scale`. With `first_run` the momentum starts as the gradient. Weight decay is added to the gradient,
+    or with `wd_after_momentum` to the update.
     """
     names = ("gradients", "weights", "momenta", "low weights")[: 4 if len(tensor_lists) == 4 else 3]
     for grad, weight, held, *copies in _rows("multi_tensor_sgd", tensor_lists, names):
@@ -144,12 +146,12 @@ def multi_tensor_adam(  # noqa: PLR0913  # apex's
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Makes the `step`-th step, from 1, of Adam on lists of gradients, weights and two moments, where the flag is 0.
+    """Makes one step of Adam on lists of gradients, weights, means and mean squares, unless the flag is 1.
 
-    `mode` 0 adds weight decay to the gradient, 1 to the update (AdamW).
+    `step` counts from 1. `mode` 0 adds weight decay to the gradient, 1 to the update (AdamW).
     """
     if mode not in (0, 1):
-        raise SetupError(f"multi_tensor_adam got mode={mode!r}; give 0 for L2 weight decay, 1 for AdamW's")
+        raise SetupError(f"multi_tensor_adam got mode={mode!r}; pass 0 for L2 weight decay, 1 for AdamW's")
     of_mean, of_square = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     names = ("gradients", "weights", "means", "mean squares")
     for grad, weight, mean, square in _rows("multi_tensor_adam", tensor_lists, names):
@@ -175,10 +177,10 @@ def update_scale_hysteresis(  # noqa: PLR0913  # apex's
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Adapts a loss scale in place, of which each overflow in a row takes one of `hysteresis` before it backs off.
+    """Adapts a loss scale in place, and returns it; all tensors have one element.
 
-    After `growth_interval` clean steps in a row it grows, unless that is infinite. A clean step restores the
-    hysteresis. Returns `current_scale`; all tensors have one element.
+    The scale backs off at the `hysteresis`-th overflow in a row and at each further one; a clean step restarts that
+    count. It grows after `growth_interval` clean steps in a row, unless the result would be infinite.
     """
     found = found_inf > 0
     left = torch.where(found, hysteresis_tracker - 1, torch.full_like(hysteresis_tracker, hysteresis))
@@ -194,18 +196,18 @@ def update_scale_hysteresis(  # noqa: PLR0913  # apex's
 
 
 def _rows(op: str, tensor_lists: Lists, names: Sequence[str]) -> list[tuple[Tensor, ...]]:
-    """Returns what stands at the same place of each list; refuses lists that do not fit together."""
+    """Returns the tensors at each place of the lists, as a row; refuses lists of different lengths or shapes."""
     lengths = [len(each) for each in tensor_lists]
     if len(lengths) != len(names) or len(set(lengths)) > 1:
         raise SetupError(
-            f"{op} is given {len(lengths)} lists of {lengths} tensors; give {len(names)} of equal length: "
+            f"{op} got {len(lengths)} lists of {lengths} tensors; pass {len(names)} lists of equal length: "
             f"{', '.join(names)}"
         )
     rows = list(zip(*tensor_lists, strict=True))
     for number, row in enumerate(rows):
         shapes = [tuple(t.shape) for t in row]
         if len(set(shapes)) > 1:
-            raise SetupError(f"{op}: the tensors at place {number} have shapes {shapes}; give them one shape")
+            raise SetupError(f"{op}: the tensors at place {number} have shapes {shapes}; pass tensors of one shape")
     return rows
 
 
@@ -219,7 +221,7 @@ def _flag(noop_flag: Tensor, value: Tensor) -> None:
 
 
 def _store(noop_flag: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Writes the new values of tensors unless the flag is 1, in which case every bit stays."""
+    """Writes new values into tensors; if the flag is 1, every tensor keeps its old value."""
     for held, value in pairs:
         skip = (noop_flag != 0).any().to(held.device)
         held.copy_(torch.where(skip, held, value.to(held.dtype)))

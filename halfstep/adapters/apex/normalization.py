@@ -1,4 +1,4 @@
-"""`apex.normalization`: layer and RMS norms of torch behind apex's signatures, and their functional forms."""
+"""`apex.normalization`: torch's layer and RMS norms with apex's signatures, as modules and as functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shape = int | Sequence[int]
 
 
 class _Fused(nn.Module):
-    """apex's arguments; `memory_efficient` is its way to save less for backward, and results do not change."""
+    """A norm with apex's arguments; `memory_efficient`, with which apex saved less for backward, has no effect."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class _Fused(nn.Module):
 
 
 class FusedLayerNorm(_Fused, nn.LayerNorm):
-    """apex's layer norm: torch's."""
+    """torch's LayerNorm with apex's arguments."""
 
 
 class FusedRMSNorm(_Fused, nn.RMSNorm):
-    """apex's RMS norm: torch's, with apex's `eps`."""
+    """torch's RMSNorm with apex's arguments and default `eps`."""
 
 
 class _Mixed(_Fused):
-    """A norm whose outputs have the dtype of its weights, whatever that of the inputs."""
+    """A norm whose outputs have the dtype of its weights, whatever the dtype of the inputs."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class _Mixed(_Fused):
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
-    """A layer norm whose outputs have the dtype of its weights, whatever that of the inputs."""
+    """A layer norm whose outputs have the dtype of its weights, whatever the dtype of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input in the dtype of the weights."""
@@ -76,7 +76,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
-    """An RMS norm whose outputs have the dtype of its weights, whatever that of the inputs."""
+    """An RMS norm whose outputs have the dtype of its weights, whatever the dtype of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalised input in the dtype of the weights."""
@@ -126,7 +126,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """Returns the RMS norm, without a weight where that is None."""
+    """Returns the RMS norm; `weight` may be None."""
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)
     return fused_rms_norm_affine(input, weight, normalized_shape, eps)
@@ -140,7 +140,7 @@ def _normalized(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the norm computed in the wider of the two dtypes and rounded once."""
+    """Computes a norm in the wider dtype of input and weights, and rounds it once to `dtype`."""
     if input.dtype is weights[0].dtype:
         out = norm(input, _shape(normalized_shape), *weights, eps)
     else:

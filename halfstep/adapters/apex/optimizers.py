@@ -1,4 +1,4 @@
-"""`apex.optimizers`: the fused optimizers, which are torch's or halfstep's own behind apex's signatures."""
+"""`apex.optimizers`: optimizers of torch and of halfstep with the signatures of apex's fused ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
 
 
 class _Fused(Optimizer):
-    """What all of apex's optimizers share: `zero_grad` as their `set_grad_none` says, where the call does not."""
+    """The base of all optimizers here: `set_grad_none` is the default of `zero_grad(set_to_none)`."""
 
     def __init__(self, *args: Any, set_grad_none: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,12 +28,12 @@ class _Fused(Optimizer):
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the gradients, or zeroes them where apex's optimizer did."""
+        """Sets the gradients to None or zero; if `set_to_none` is None, `set_grad_none` decides."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class FusedAdam(_Fused, Adam):
-    """apex's Adam: AdamW unless `adam_w_mode=False`; `bias_correction=False` leaves the moments as they are."""
+    """apex's Adam: AdamW unless `adam_w_mode=False`; `bias_correction=False` uses the moments uncorrected."""
 
     updates_as = Adam
 
@@ -54,8 +54,8 @@ class FusedAdam(_Fused, Adam):
         _refuse_amsgrad("FusedAdam", amsgrad)
         if master_weights:
             raise SetupError(
-                "FusedAdam got master_weights=True; give it the fp32 parameters and train at opt_level O2, which keeps "
-                "fp32 masters of the weights that it makes low"
+                "FusedAdam got master_weights=True, which halfstep does not support; pass fp32 parameters and train at "
+                "opt_level O2, which keeps fp32 masters"
             )
         super().__init__(
             params,
@@ -72,14 +72,14 @@ class FusedAdam(_Fused, Adam):
             group.setdefault("bias_correction", bias_correction)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns."""
+        """Calls `closure`, if any, and updates the parameters that have a gradient; returns the closure's result."""
         if all(group["bias_correction"] for group in self.param_groups):
             return super().step(closure)
         return own_step(self, adam.options, adam.eager, closure, counts=True)
 
 
 class FusedSGD(_Fused, SGD):
-    """apex's SGD. `materialize_master_grads` says how apex keeps gradients, which halfstep's step does not need."""
+    """torch's SGD with apex's arguments; `materialize_master_grads`, about how apex stored gradients, has no effect."""
 
     updates_as = SGD
 
@@ -97,8 +97,8 @@ class FusedSGD(_Fused, SGD):
     ) -> None:
         if wd_after_momentum:
             raise SetupError(
-                "FusedSGD got wd_after_momentum=True, which torch's SGD does not have; leave it out, and halfstep adds "
-                "the weight decay to the gradient before the momentum, as torch.optim.SGD does"
+                "FusedSGD got wd_after_momentum=True, which torch's SGD does not have; leave it out to add the weight "
+                "decay to the gradient before the momentum, as torch.optim.SGD does"
             )
         super().__init__(
             params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
@@ -107,7 +107,7 @@ class FusedSGD(_Fused, SGD):
 
 
 class FusedLAMB(_Fused, Lamb):
-    """apex's LAMB: `halfstep.optim.lamb.Lamb`. `max_grad_norm` is that of the gradients of all groups together."""
+    """`halfstep.optim.lamb.Lamb` with apex's arguments; `max_grad_norm` limits the norm over all groups together."""
 
     updates_as = Lamb
 
@@ -143,7 +143,7 @@ class FusedLAMB(_Fused, Lamb):
 
 
 class FusedNovoGrad(_Fused, NovoGrad):
-    """apex's NovoGrad: `halfstep.optim.novograd.NovoGrad`."""
+    """`halfstep.optim.novograd.NovoGrad` with apex's arguments."""
 
     updates_as = NovoGrad
 
@@ -179,7 +179,7 @@ class FusedNovoGrad(_Fused, NovoGrad):
 
 
 class FusedAdagrad(_Fused, Adagrad):
-    """apex's Adagrad: torch's, which steps on fp32 copies of low weights."""
+    """torch's Adagrad with apex's arguments; low-precision weights are updated through fp32 copies."""
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class FusedAdagrad(_Fused, Adagrad):
     ) -> None:
         if adagrad_w_mode:
             raise SetupError(
-                "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out, and the "
-                "weight decay is added to the gradient"
+                "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out to add the "
+                "weight decay to the gradient"
             )
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, set_grad_none=set_grad_none)
 
@@ -201,6 +201,6 @@ class FusedAdagrad(_Fused, Adagrad):
 def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
     if amsgrad:
         raise RuntimeError(
-            f"{name} does not support the AMSGrad variant, as apex's does not; leave amsgrad out, or use "
-            "torch.optim.AdamW(amsgrad=True), which halfstep updates too"
+            f"{name} does not support the AMSGrad variant, and neither does apex's; leave amsgrad out, or use "
+            "torch.optim.AdamW(amsgrad=True), which halfstep supports"
         )

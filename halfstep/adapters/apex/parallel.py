@@ -1,4 +1,4 @@
-"""`apex.parallel`: torch's DistributedDataParallel and SyncBatchNorm behind apex's signatures, Reducer, and LARC."""
+"""`apex.parallel`: torch's DistributedDataParallel and SyncBatchNorm with apex's signatures, Reducer, and LARC."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _BYTES_PER_ELEMENT = 4  # of fp32, in which apex counted its messages
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """apex's wrapper: torch's, on the device of the model, averaging over all processes.
+    """torch's DistributedDataParallel with apex's arguments; averages over all processes, on the model's device.
 
-    `message_size` elements become the size of torch's buckets. `delay_allreduce`, with which apex took models that do
-    not use all of their parameters, becomes `find_unused_parameters`. `retain_allreduce_buffers`,
-    `allreduce_trigger_params`, `num_allreduce_streams` and `allreduce_communicators` tune what torch does by itself and
-    change no number, as `gradient_predivide_factor` does up to rounding: they are taken and have no effect.
+    `message_size`, in elements, sets the size of torch's buckets. `delay_allreduce`, which apex required for models
+    with unused parameters, becomes `find_unused_parameters`. `retain_allreduce_buffers`, `allreduce_trigger_params`,
+    `num_allreduce_streams`, `allreduce_communicators`, `gradient_predivide_factor`, `gradient_average_split_factor` and
+    `prof`, which in apex affect only speed and rounding, have no effect.
 
     Raises:
-        ValueError: `shared_param` is given, which apex no longer takes either.
-        SetupError: what is asked for would change the gradients, which torch does not do; or an argument is not a size.
+        ValueError: `shared_param` is set, which apex no longer takes either.
+        SetupError: `gradient_average` or `allreduce_always_fp32` asks for gradients that torch does not compute, or
+            `message_size` is not a positive number.
     """
 
     def __init__(  # noqa: PLR0913  # apex's
@@ -58,21 +59,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if shared_param is not None:
             raise ValueError(
-                f"DistributedDataParallel got shared_param={shared_param!r}, which apex no longer takes; give "
-                "delay_allreduce=True for models whose parameters are shared or not all used"
+                f"DistributedDataParallel got shared_param={shared_param!r}, which apex no longer takes; pass "
+                "delay_allreduce=True for models with shared or unused parameters"
             )
         if not gradient_average:
             raise SetupError(
-                "DistributedDataParallel got gradient_average=False, and torch's averages over the processes; leave it "
-                "out, and multiply the loss by torch.distributed.get_world_size() for a sum"
+                "DistributedDataParallel got gradient_average=False, but torch always averages over the processes; "
+                "leave it out, and multiply the loss by torch.distributed.get_world_size() to get the sum"
             )
         if allreduce_always_fp32:
             raise SetupError(
-                "DistributedDataParallel got allreduce_always_fp32=True, and torch's reduces gradients in the dtype of "
-                "their weights; leave it out, and use opt_level O1, whose weights and gradients are fp32"
+                "DistributedDataParallel got allreduce_always_fp32=True, but torch reduces gradients in the dtype of "
+                "their weights; leave it out, and use opt_level O1, where weights and gradients are fp32"
             )
         if isinstance(message_size, bool) or not isinstance(message_size, int | float) or not message_size > 0:
-            raise SetupError(f"message_size is {message_size!r}; give the number of elements that a bucket holds")
+            raise SetupError(f"message_size is {message_size!r}; pass the number of elements in a bucket, above 0")
         super().__init__(
             module,
             bucket_cap_mb=max(1, round(message_size * _BYTES_PER_ELEMENT / 2**20)),
@@ -80,22 +81,22 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def disable_allreduce(self) -> None:
-        """Has backward passes add up gradients in each process alone, until `enable_allreduce`."""
+        """Makes backward passes accumulate local gradients, without all-reduce, until `enable_allreduce`."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Has backward passes average gradients over the processes again."""
+        """Makes backward passes average gradients over the processes again."""
         self.require_backward_grad_sync = True
 
 
 class Reducer:
-    """Averages gradients over all processes where a loop asks for it, by `reduce()`.
+    """Averages gradients over all processes when a training loop calls `reduce()`.
 
-    Of a module the parameters are sent from process 0 at once, and the gradients of its parameters are averaged;
-    otherwise `module_or_grads_list` are the gradients themselves.
+    `module_or_grads_list` is a module or a list of gradients. The parameters of a module are broadcast from process 0
+    at once; `reduce()` then averages their gradients.
 
     Raises:
-        TypeError: what came is neither a module nor a list of tensors.
+        TypeError: `module_or_grads_list` is neither a module nor a list of tensors.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Sequence[Tensor]) -> None:
@@ -108,11 +109,11 @@ class Reducer:
         ):
             self.grads = list(module_or_grads_list)
         else:
-            raise TypeError(f"Reducer is given {type(module_or_grads_list).__name__}; give it a module or gradients")
+            raise TypeError(f"Reducer got {type(module_or_grads_list).__name__}; pass a module or a list of gradients")
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the gradients in place; all processes have to call it with gradients of the same parameters."""
+        """Averages the gradients in place; every process must call it, with gradients of the same parameters."""
         if hasattr(self, "module"):
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         else:
@@ -126,9 +127,9 @@ class Reducer:
 def flat_dist_call(
     tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Has `call`, such as `dist.all_reduce`, act in place on the tensors, joined by dtype; all_reduce averages them.
+    """Applies `call`, such as `dist.all_reduce`, in place to the tensors, joined into one per dtype.
 
-    `extra_args` come after the joined tensor.
+    `call` gets the joined tensor, then `extra_args`. After `dist.all_reduce` the sums are divided by the world size.
     """
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         alike = [t for t in tensors if t.dtype is dtype]
@@ -143,21 +144,23 @@ def flat_dist_call(
 def convert_syncbn_model(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> nn.Module:
-    """Returns `module` with torch's SyncBatchNorm in place of each batch norm, which takes any memory format."""
+    """Returns `module` with each batch norm replaced by torch's SyncBatchNorm; `channel_last` has no effect."""
     return SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Returns the group of `group_size` processes, in a row, that this one is in; None for 0, which stands for all.
+    """Splits the processes into groups of `group_size` consecutive ranks; returns the group of this process.
+
+    For `group_size` 0, which means all processes, it returns None.
 
     Raises:
-        SetupError: the size does not part the processes evenly.
+        SetupError: `group_size` does not divide the number of processes.
     """
     if group_size == 0:
         return None
     count = dist.get_world_size()
     if not 0 < group_size <= count or count % group_size:
-        raise SetupError(f"group_size is {group_size} with {count} processes; give a divisor of {count}, or 0 for all")
+        raise SetupError(f"group_size is {group_size} with {count} processes; pass a divisor of {count}, or 0 for all")
     own = None
     for first in range(0, count, group_size):  # each process has to take part in making each group
         ranks = list(range(first, first + group_size))

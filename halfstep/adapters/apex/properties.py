@@ -1,4 +1,4 @@
-"""What the arguments of `apex.amp.initialize` ask for: the table of O0 to O3, its overrides, and the Plan they make."""
+"""Turns the arguments of `apex.amp.initialize` into a Plan: apex's table of O0 to O3, and its overrides."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BRIEFS = MappingProxyType(
         "O3": "O3:  Pure FP16 training.",
     }
 )
-"""What apex printed for each level; logs are searched for it."""
+"""What apex printed for each level; people search logs for it."""
 
 DENIED = (
     "gelu",
@@ -57,14 +57,14 @@ DENIED = (
     "torch.nn.functional:local_response_norm",
     "torch.nn.functional:multilabel_soft_margin_loss",
 )
-"""What apex computed in fp32 and the op table, as torch.autocast, does not."""
+"""Functions that apex computed in fp32, but the op table and torch.autocast do not."""
 
 
 class Properties:
-    """The options of one call of `initialize`; `refuse` is called with what contradicts the level.
+    """The options of one call of `initialize`; calls `refuse` with a message if an option contradicts the level.
 
     Raises:
-        RuntimeError: no such level.
+        RuntimeError: there is no such level.
     """
 
     options: dict[str, Any]
@@ -88,14 +88,14 @@ class Properties:
         return options[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} is read here, and set by an argument of amp.initialize")
+        raise AttributeError(f"{name} is read-only; set it with an argument of amp.initialize")
 
     def override(self, name: str, value: Any) -> None:
-        """Sets an option to what a caller gave.
+        """Sets an option to a caller's value.
 
         Raises:
-            RuntimeError: it contradicts the level.
-            ValueError: it is no value of the option.
+            RuntimeError: the value contradicts the level.
+            ValueError: the option does not allow the value.
         """
         checked = _CHECKS[name](name, value)
         why = _contradiction(self.opt_level, name, checked)
@@ -104,12 +104,12 @@ class Properties:
         self.options[name] = checked
 
     def lines(self) -> list[str]:
-        """Returns what apex printed of the options, a line for each."""
+        """Returns the lines that apex printed of the options, one per option."""
         return [f"{name:22} : {value}" for name, value in self.options.items()]
 
 
 def disabled() -> Properties:
-    """Returns the properties under `enabled=False`."""
+    """Returns the options that `enabled=False` sets."""
     properties = Properties("O0", torch.float16, lambda _: None)
     properties.options.update(enabled=False, opt_level=None, cast_model_type=None, master_weights=None)
     return properties
@@ -117,13 +117,13 @@ def disabled() -> Properties:
 
 def _model_type(name: str, value: Any) -> Any:
     if value is not False and value not in (torch.float32, *LOW_TYPES):
-        raise ValueError(f"{name} is {value!r}; give torch.float16, torch.bfloat16, torch.float32, or False for none")
+        raise ValueError(f"{name} is {value!r}; pass torch.float16, torch.bfloat16, torch.float32 or False (no cast)")
     return value
 
 
 def _switch(name: str, value: Any) -> bool:
     if value not in (True, False, "True", "False"):
-        raise ValueError(f"{name} is {value!r}; give True or False")
+        raise ValueError(f"{name} is {value!r}; pass True or False")
     return value in (True, "True")
 
 
@@ -133,7 +133,7 @@ def _loss_scale(name: str, value: Any) -> str | float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; give a number, also as text, or 'dynamic'") from None
+        raise ValueError(f"{name} is {value!r}; pass a number, also as text, or 'dynamic'") from None
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -146,7 +146,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _contradiction(opt_level: str, name: str, value: Any) -> str | None:
-    """Returns why an option cannot be overridden at a level, None where it can."""
+    """Returns why an option cannot be overridden at a level; None if it can."""
     if name == "patch_torch_functions" and value and opt_level != "O1":
         return "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'."
     if opt_level != "O1":
@@ -179,10 +179,10 @@ def make_plan(
     scaling: Scaling,
     changes: Iterable[OpChange],
 ) -> Plan:
-    """Returns the Plan of these properties; `low` is O1's format, `changes` are registered functions.
+    """Returns the Plan for these properties; `low` is O1's low-precision format, `changes` the registered functions.
 
     Raises:
-        ValueError: the output type is neither fp32 nor the low format.
+        ValueError: `cast_model_outputs` is neither fp32 nor the low format.
     """
     if properties.cast_model_type in LOW_TYPES:
         return _stored_low(properties, models, scaling, cast_model_outputs)
@@ -214,14 +214,14 @@ def _output(dtype: torch.dtype | None, low: torch.dtype) -> PlanOutput:
         return "full"
     if dtype is low:
         return "low"
-    raise ValueError(f"cast_model_outputs is {dtype}; give torch.float32 or the low format, {as_format(low).dtype}")
+    raise ValueError(f"cast_model_outputs is {dtype}; pass torch.float32 or the low format, {as_format(low).dtype}")
 
 
 def make_scaling(loss_scale: str | float, least: float | None, most: float) -> Scaling:
-    """Returns how a loss scale of apex's behaves; `least` and `most` bound one that is dynamic.
+    """Returns the Scaling for a `loss_scale` of apex; `least` and `most` bound a dynamic scale.
 
     Raises:
-        PlanError: the bounds are crossed or out of range.
+        PlanError: `least` is above `most`, or one of them is out of range.
     """
     if loss_scale != "dynamic":
         return Scaling("static", init=float(loss_scale))

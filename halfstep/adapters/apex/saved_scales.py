@@ -1,4 +1,4 @@
-"""`apex.amp.state_dict` and `load_state_dict`: the loss scales, as apex's checkpoints have them."""
+"""`apex.amp.state_dict` and `load_state_dict`: the loss scales, in the layout of apex's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PREFIX = "loss_scaler"
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns each loss scale and the clean steps since its last change, as apex's checkpoints have them.
+    """Returns each loss scale and the clean steps since its last change, in the layout of apex's checkpoints.
 
-    It is empty before `initialize` and under `enabled=False`. `destination` is added to and returned.
+    There are no entries before `initialize` or with `enabled=False`. They go into `destination`, if it is passed.
     """
     found: dict[str, Any] = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(getattr(STATE, "loss_scalers", [])):
@@ -25,19 +25,19 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Goes on from what `state_dict` returned, or apex's own; tells of scales that only one side has.
+    """Restores the loss scales from a result of `state_dict`, of halfstep or of apex.
 
-    A scale that is not dynamic stays as `initialize` was asked for.
+    A static scale stays as `initialize` set it. If the numbers of loss scales differ, a warning is printed.
 
     Raises:
-        RuntimeError: `initialize` was not called, or an entry is none of a loss scale.
+        RuntimeError: `initialize` was not called, or a key is not the name of a loss scale.
         StateError: a loss scale is out of range or incomplete. Nothing is changed in any of these cases.
-        TypeError: it is no such state.
+        TypeError: the state is not a mapping.
     """
     entries = _entries(state_dict)
     if entries and not hasattr(STATE, "opt_properties"):
         raise RuntimeError(
-            "amp.load_state_dict was called before amp.initialize, which makes the loss scales: call it after"
+            "amp.load_state_dict was called before amp.initialize, which makes the loss scales; call it after"
         )
     scalers = getattr(STATE, "loss_scalers", [])
     if len(entries) != len(scalers):
@@ -51,22 +51,20 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             found[number] = scale, unskipped
         elif scalers[number].loss_scale() != scale:
             maybe_print(
-                f"Skipping loss_scaler{number}: its scale is {scale}, and initialize was asked for another, fixed one"
+                f"Skipping loss_scaler{number}: its scale is {scale}, but amp.initialize set another, static one"
             )
     if found and STATE._current is not None:
         STATE._current.load(found)
 
 
 def _entries(state_dict: Any) -> dict[int, tuple[float, int]]:
-    """Returns the scale and the clean steps of each loss, by its number."""
+    """Returns the scale and the clean steps of each loss, by the number of the loss."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"amp.load_state_dict was given {type(state_dict).__name__}; give it what amp.state_dict() returned"
-        )
+        raise TypeError(f"amp.load_state_dict got {type(state_dict).__name__}; pass the result of amp.state_dict()")
     unknown = [str(key) for key in state_dict if not re.fullmatch(_PREFIX + r"\d+", str(key))]
     if unknown:
-        raise RuntimeError(f"Unexpected key(s) in amp's state: {', '.join(unknown)}; it has loss_scaler0, 1, ...")
+        raise RuntimeError(f"Unexpected key(s) in amp's state: {', '.join(unknown)}; expected loss_scaler0, 1, ...")
     for key, entry in state_dict.items():
         if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= entry.keys():
-            raise StateError(f"amp's state has {key}={entry!r}; an entry has the numbers loss_scale and unskipped")
+            raise StateError(f"amp's state has {key}={entry!r}; an entry must have loss_scale and unskipped")
     return {int(key.removeprefix(_PREFIX)): (each["loss_scale"], each["unskipped"]) for key, each in state_dict.items()}

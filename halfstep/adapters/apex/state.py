@@ -1,4 +1,4 @@
-"""What the module-level functions of `apex.amp` have in common: the sessions that they opened, and what they print."""
+"""The state that the functions of `apex.amp` share, such as their open sessions, and the messages they print."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ NOT_INITIALIZED = (
 
 _STASH = "_amp_stash"
 _LAZY = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
-"""What scripts that resume call on an optimizer, so that apex made its masters at once; here they are there by then."""
+"""Methods that resuming scripts call to make apex create the masters; halfstep has created them by then."""
 
 
 class AmpState:
-    """apex's `_amp_state`, as far as scripts read it; the options and scales are there from the first `initialize` on.
+    """The attributes of apex's `_amp_state` that scripts read.
 
-    `opt_properties` has the options, `loss_scalers` a view of each loss scale, `handle` tells whether casts are on.
-    Settings are `verbosity` (0: nothing is printed), `hard_override` (what contradicts a level is printed, not raised)
-    and `allow_incoming_model_not_fp32`.
+    `opt_properties` has the options and `loss_scalers` a view of each loss scale; both exist after the first
+    `initialize`. `handle` tells whether casts are on. Scripts may set `verbosity` (0 prints nothing), `hard_override`
+    (an option that contradicts the level is a printed warning, not an error) and `allow_incoming_model_not_fp32`.
     """
 
     opt_properties: Properties
@@ -66,19 +66,19 @@ class AmpState:
         AmpState.__init__(self)
 
     def sessions(self) -> list[Trained]:
-        """Returns the calls of `initialize` whose sessions are open."""
+        """Returns each call of `initialize` whose session is still open."""
         return [trained for trained in self._trained if not trained.session.closed]
 
     def castings(self) -> list[Casting]:
-        """Returns what casts ops by their list now: the sessions at O1, and `init`."""
+        """Returns the castings that cast ops by list now: of each session at O1, and of `init`."""
         own = [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
         return own if self.handle.casting is None else [*own, self.handle.casting]
 
     def of(self, optimizers: Sequence[Optimizer]) -> Trained:
-        """Returns the call of `initialize` that these optimizers were given to.
+        """Returns the call of `initialize` that these optimizers were passed to.
 
         Raises:
-            RuntimeError: they were given to none, or not to one.
+            RuntimeError: no single call of `initialize` got all of these optimizers.
         """
         if not hasattr(self, "opt_properties"):
             raise RuntimeError(NOT_INITIALIZED)
@@ -88,14 +88,14 @@ class AmpState:
                 return trained
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
         raise RuntimeError(
-            f"amp.scale_loss was given {names}, which one call of amp.initialize did not return; give amp.initialize "
-            "all models and optimizers that train together, in one call"
+            f"amp.scale_loss got {names}, not optimizers that one call of amp.initialize returned; pass all models and "
+            "optimizers that train together to one call of amp.initialize"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _Coming:
-    """A skipped flag, and the scales of some losses before and after the step, on their way to the host."""
+    """The skipped flag of a step, and its losses' scales before and after it, being copied to the host."""
 
     numbers: Tensor
     loss_ids: tuple[int, ...]
@@ -106,9 +106,10 @@ class _Coming:
 
 
 class Trained:
-    """One call of `initialize`: its session, which holds it, and the steps whose overflow is still to be printed.
+    """One call of `initialize`: its session, and the steps whose overflow has not been printed yet.
 
-    It watches the session's steps. On a CUDA device what it prints comes up to a step late, so that nothing waits.
+    The session keeps this object alive, as one of its watchers. On a CUDA device an overflow is printed up to a step
+    late, so that no step waits for the device.
     """
 
     pending: BaseException | None = None
@@ -128,7 +129,7 @@ class Trained:
     def after_step(
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
-        """Notes whether a step was skipped, and the scale of each of its losses before and after."""
+        """Records whether a step was skipped, and the scale of each of its losses before and after the step."""
         if STATE.verbosity > 0 and scales and not _is_capturing(record.skipped):
             now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
             numbers = [number.to(record.skipped.device) for number in (record.skipped.float(), *scales.values(), *now)]
@@ -140,17 +141,17 @@ class Trained:
         """Does nothing."""
 
     def end(self) -> None:
-        """Closes the session, and takes from the optimizers what apex's had."""
+        """Closes the session, and removes apex's attributes from the optimizers."""
         self.session.close()
         for optimizer in self.session.optimizers:
             for name in (_STASH, *_LAZY):
                 vars(optimizer).pop(name, None)
 
     def load(self, scales: Mapping[int, tuple[float, int]]) -> None:
-        """Goes on from the scales of some losses, and the clean steps in a row since each last changed.
+        """Sets the scales of some losses, and the number of clean steps since each scale last changed.
 
         Raises:
-            StateError: a scale is out of range, or they are not dynamic; nothing is changed.
+            StateError: a scale is out of range, or the scales are not dynamic; nothing is changed.
         """
         state: dict[str, Any] = self.session.state_dict()
         for loss_id, (scale, unskipped) in scales.items():
@@ -196,9 +197,9 @@ def _sent(numbers: Tensor, loss_ids: tuple[int, ...]) -> tuple[Tensor, tuple[int
 
 
 class LossScaler:
-    """A view of one loss scale, with the names that apex's had; reading it waits for the device.
+    """A view of one loss scale, with the attribute names of apex; reading the scale waits for the device.
 
-    `_loss_scale` can be set where it is dynamic, as scripts do right after `initialize`; nothing else can.
+    `_loss_scale` of a dynamic scale can be set, as scripts do right after `initialize`; nothing else can be set.
     """
 
     __slots__ = ("_loss_id", "_trained")  # so that setting what halfstep would not heed is an error
@@ -209,11 +210,11 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflows change it."""
+        """Whether overflows change the scale."""
         return self._trained.session.plan.scale.adapts
 
     def loss_scale(self) -> float:
-        """Returns the scale."""
+        """Returns the current loss scale."""
         return self._loss_scale
 
     @property
@@ -231,7 +232,7 @@ class LossScaler:
 
 
 class Handle:
-    """What `init` returned in apex: tells whether casts are on; one with a `casting` ends it with `_deactivate`."""
+    """The result of apex's `init`: `is_active` tells whether casts are on, `_deactivate` ends those of `casting`."""
 
     def __init__(self, casting: Casting | None = None) -> None:
         self.casting = casting
@@ -245,7 +246,7 @@ class Handle:
             self._stack.enter_context(casting.region())
 
     def is_active(self) -> bool:
-        """Returns whether ops are cast by their list: after `init` or at O1, outside of `disable_casts`."""
+        """Returns whether ops are cast by list: after `init` or at O1, outside of `disable_casts`."""
         return self._is_active
 
     @property
@@ -253,26 +254,26 @@ class Handle:
         return any(not casting.is_as_written for casting in STATE.castings())
 
     def _clear_cache(self) -> None:
-        """Does nothing: no copy of a weight is kept that could be an old one."""
+        """Does nothing: no cast copies of weights are cached."""
 
     def _deactivate(self) -> None:
         self.casting = None
         self._stack.close()
 
     def scale_loss(self, loss: Any, optimizer: Any) -> None:
-        """Raises a RuntimeError, as apex did."""
-        raise RuntimeError("The old Amp API is no longer supported: use amp.initialize and amp.scale_loss")
+        """Raises a RuntimeError, as apex did: this is the old amp API."""
+        raise RuntimeError("The old Amp API is no longer supported; use amp.initialize and amp.scale_loss")
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> None:
-        """Raises a RuntimeError: it was of the same old API."""
+        """Raises a RuntimeError: this is the old amp API."""
         self.scale_loss(None, optimizer)
 
 
 def warn_or_err(message: str) -> None:
-    """Refuses what contradicts a level; prints it where `hard_override` is set.
+    """Raises an error with this message, or prints it as a warning if `hard_override` is set.
 
     Raises:
-        RuntimeError: it is not set.
+        RuntimeError: `hard_override` is not set.
     """
     if not STATE.hard_override:
         raise RuntimeError(message)
@@ -280,14 +281,14 @@ def warn_or_err(message: str) -> None:
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:
-    """Prints a message unless `verbosity` is 0, with `rank0` in the first process alone."""
+    """Prints a message unless `verbosity` is 0; with `rank0` only the process of rank 0 prints."""
     quiet = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
     if STATE.verbosity > 0 and not quiet:
         print(message)
 
 
 def master_params(optimizer: Any) -> Iterator[nn.Parameter]:
-    """Yields the parameters of an optimizer: the model's own, with true fp32 gradients after `scale_loss`."""
+    """Yields the parameters of an optimizer: the model's own, with unscaled fp32 gradients after `scale_loss`."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

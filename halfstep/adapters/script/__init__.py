@@ -1,1 +1,1 @@
-"""`halfstep run`: scripts with no mixed precision in them, trained under a plan without a change."""
+"""`halfstep run`: trains unmodified scripts, written without mixed precision, under a plan."""

@@ -1,4 +1,4 @@
-"""Opens the session that a script would have opened had it been written for halfstep, when it can be known for what."""
+"""Opens a session for an unmodified script, as soon as the script shows which models it trains."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from halfstep.session.session import Session, Sink
 from halfstep.stack import begin_pass
 
 BY_HAND = (
-    "the script trains {model} without an optimizer; at {level} the weights are stored in {low}, and an update that it "
-    "makes by hand (p.data -= ...) would miss their fp32 masters: use --level O1, or a torch.optim optimizer"
+    "the script trains {model} without an optimizer; at {level} weights are stored in {low}, and updates by hand "
+    "(p.data -= ...) would not reach their fp32 masters; use --level O1, or a torch.optim optimizer"
 )
 WRAPPED = (
-    "{model} is wrapped in DistributedDataParallel at its first forward; at {level} the weights change their format "
-    "then, which would silently end its gradient reduction: use --level O1, or call halfstep.initialize in the script "
-    "before it wraps"
+    "{model} is already wrapped in DistributedDataParallel at its first forward, and at {level} halfstep would change "
+    "the format of its weights then, which silently ends gradient reduction; use --level O1, or call "
+    "halfstep.initialize in the script before wrapping"
 )
 REPLACED = (
-    "this optimizer has parameters that a newer one has taken over; at {level} halfstep steps only the newest "
-    "optimizer of a parameter: give each its own parameters, or use --level O1 --low bf16"
+    "this optimizer shares parameters with a newer optimizer; at {level} halfstep steps only the newest optimizer of a "
+    "parameter; create each optimizer with its own parameters, or use --level O1 --low bf16"
 )
-NOT_USED = "the script brings {what} and says itself what runs low: the {asked} that halfstep run was given is not used"
-FOR_APEX = "; the low format {low} is that of the stand-in apex"
+NOT_USED = "the script uses {what}, which decides what runs in low precision; halfstep run ignores the {asked}"
+FOR_APEX = "; the low format {low} is used by the stand-in for apex"
 DEFAULT = "O1"
 _LOG = logging.getLogger("halfstep")
 
 
 class Conversion:
-    """Finds what a script trains, and has one session train it; `patches` calls it.
+    """Finds what a script trains, and trains it in one session; the patches of torch call its methods.
 
-    The session is opened at the first call of a model that an optimizer trains: by then the model is on its device, and
-    wrapped. An optimizer that is made later has it opened anew at the next such call, for all models and optimizers
-    there are, with the scales and counts that it had. So no loss is ever scaled by two sessions. A script that brings
-    mixed precision of its own gets none. `sinks` are made for each opening, given the number of this process.
+    The session opens at the first call of a model that an optimizer trains: by then the model is on its device and
+    wrapped. If the script creates another optimizer later, the next such call reopens the session for all models and
+    optimizers, with the same scales and counts. So no loss is ever scaled by two sessions. A script that uses mixed
+    precision itself gets no session. Each opening calls `sinks` with the rank of this process to make its sinks.
 
     Raises:
         PlanError: `plan` or `low` is unknown.
@@ -92,19 +92,19 @@ class Conversion:
         self._skipped: Tensor | None = None  # of the last step
         self.trained: Status | None = None
         self.brings: str | None = None
-        """What mixed precision the script has of its own."""
+        """The mixed precision that the script itself uses, such as "apex.amp"; None if it uses none."""
         self.rank = 0
         self.watch = CallWatch(self._called)
 
     def built(self, optimizer: Optimizer) -> None:
-        """Takes note of an optimizer, which is still being made."""
+        """Records an optimizer, whose `__init__` may still be running."""
         if self.brings is None and not isinstance(optimizer, ByHand):
             self._optimizers.append(weakref.ref(optimizer))
             self._unopened.callback(send_step(optimizer, partial(self._step_unopened, weakref.ref(optimizer))))
             self.watch.start()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        """Makes a step that begins without a session; where its closure opens one, the step is that session's."""
+        """Makes a step that starts without a session; if its closure opens a session, that session makes the step."""
         own = optimizer()
         assert own is not None  # it steps
         closure = args[0] if args else kwargs.get("closure")
@@ -118,7 +118,7 @@ class Conversion:
         return original_step(own)(lambda: loss)
 
     def uses(self, what: str) -> None:
-        """Ends what was begun: the script brings mixed precision of its own."""
+        """Ends the conversion, since the script itself uses mixed precision, named by `what`."""
         if self.brings is None:
             self.brings, self.rank = what, own_number() or 0
             self._tell_what_is_not_used(what)
@@ -126,7 +126,7 @@ class Conversion:
         self.close()
 
     def opened(self, session: Session, what: str) -> None:
-        """Takes note of a session of the script's own, `what` names whose."""
+        """Records a session that the script itself opened; `what` names the API that it used."""
         self.uses(what)
         self.brings, self._own = what, weakref.ref(session)
 
@@ -139,7 +139,7 @@ class Conversion:
             _LOG.warning(notice + (FOR_APEX.format(low=low) if for_apex else ""))
 
     def _called(self, module: nn.Module) -> None:
-        """Opens the session where this module is the first one called that is trained."""
+        """Opens the session if this module is trained and no session has it yet."""
         if module in self._known:
             return
         own = list(module.parameters())
@@ -158,7 +158,7 @@ class Conversion:
         return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
 
     def _open(self, optimizers: Sequence[Optimizer], called: nn.Module) -> None:
-        """Opens the session for these optimizers, in the place of one that is open."""
+        """Opens the session for these optimizers, and closes an open one first."""
         self.watch.stop()
         self._unopened.close()
         kept, replaced = newest(optimizers)
@@ -174,7 +174,7 @@ class Conversion:
                 self._undo.callback(forbid_step(optimizer, REPLACED.format(level=plan.name)))
 
     def _open_by_hand(self, module: nn.Module) -> None:
-        """Opens a session for a model that no optimizer trains, besides those that it has already."""
+        """Opens the session for a model without optimizer, together with such models found before."""
         if self._plan.param == "low":
             self._refused = self._refused or type(module).__name__
             return
@@ -214,7 +214,7 @@ class Conversion:
             session.observe()
 
     def _check(self, roots: Sequence[nn.Module]) -> None:
-        """Refuses models that are wrapped where their weights are yet to become low."""
+        """Refuses wrapped models if the plan stores weights in low precision."""
         wrapped = [each for root in roots for each in root.modules() if isinstance(each, DistributedDataParallel)]
         if wrapped and self._plan.param == "low":
             raise SetupError(WRAPPED.format(model=type(wrapped[0].module).__name__, level=self._plan.name))
@@ -223,7 +223,7 @@ class Conversion:
         self._skipped = record.skipped
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
-        """Goes backward from the session's loss scale, and leaves true gradients in every leaf."""
+        """Runs a backward pass under the session's loss scale, and leaves unscaled gradients in every leaf."""
         session = self._current()
         outputs, directions = paired(tensors, grad_tensors)
         if session is None or outputs is None:
@@ -240,7 +240,7 @@ class Conversion:
             self._skip_by_hand(self._by_hand)
 
     def _skip_by_hand(self, by_hand: ByHand) -> None:
-        """Has the session judge the gradients; an update made by hand from zeros, in place of bad ones, is none."""
+        """Lets the session test the gradients; zeroes them if it skips, so that an update by hand is a no-op."""
         by_hand.step()
         if self._skipped is not None:
             with torch.no_grad():
@@ -249,7 +249,7 @@ class Conversion:
                         p.grad.masked_fill_(self._skipped.to(p.grad.device), 0.0)
 
     def grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Returns true gradients from a backward pass under the session's loss scale."""
+        """Returns unscaled gradients, from a backward pass under the session's loss scale."""
         session = self._current()
         given = kwargs.get("grad_outputs")
         if session is None or session.plan.ops == "none" or paired(outputs, given)[0] is None:
@@ -261,7 +261,7 @@ class Conversion:
             self._inside = False
 
     def _current(self) -> Session | None:
-        """Returns the session that goes backward, if there is one."""
+        """Returns the session that a backward pass goes through, or None."""
         if self._inside:
             return None
         if self._session is not None and self._session.closed:
@@ -273,20 +273,20 @@ class Conversion:
         return self._session
 
     def _adopt(self) -> None:
-        """Takes over what the script may have written to p.data since the last step, of which nothing tells."""
+        """Copies to the masters what the script may have written to `p.data` since the last step, unseen by hooks."""
         session = self._session
         if session is not None and session.plan.param == "low" and not session.closed:
             session.adopt_weights()
 
     def end(self) -> None:
-        """Closes the session, and looks at what was trained in one of the script's own."""
+        """Closes the session; if the script opened one itself, records the status of that one."""
         self.close()
         own = None if self._own is None else self._own()
         if own is not None and own.optimizers:
             self.trained = own.status()
 
     def close(self) -> None:
-        """Closes the session, and keeps its state for one that follows."""
+        """Closes the session, and keeps its state for the next session."""
         self._adopt()
         session, self._session = self._session, None
         try:

@@ -1,4 +1,4 @@
-"""What a backward pass starts from: its outputs, and the direction of the gradient of each."""
+"""What a backward pass starts from: outputs, and a gradient direction (torch's `grad_tensors`) for each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Tensor | None]]:
-    """Returns what a backward pass starts from, with the direction of each gradient (None: 1).
+    """Returns the outputs that a backward pass starts from, and a gradient direction for each (None means 1).
 
-    No outputs at all where it is something that nothing can be multiplied with, or that torch refuses.
+    The outputs are None if they cannot be multiplied by a scale, or if torch refuses them.
     """
     outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [directions] if directions is None or isinstance(directions, Tensor) else list(directions)

@@ -1,4 +1,4 @@
-"""Which models a script trains, as its optimizers and its calls show."""
+"""Finds which models a script trains, from its optimizers and from the modules it calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep.torch_internals import parameters_of
 
 
 class Strays(nn.Module):
-    """Holds what an optimizer updates and no module owns, such as weights of losses; stays in fp32 at every level."""
+    """Holds tensors that an optimizer updates but no module owns, such as loss weights; stays fp32 at every level."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -22,23 +22,23 @@ class Strays(nn.Module):
 
 
 class ByHand(Optimizer):
-    """Stands for the update that a script without an optimizer makes by hand: its own step changes nothing."""
+    """A placeholder optimizer for a script that updates weights by hand; its step changes nothing."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(list(params), {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Leaves the update to the script."""
+        """Does nothing: the script itself makes the update."""
 
 
 def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Returns what optimizers update, in their order, each tensor once."""
+    """Returns the tensors that these optimizers update, in the optimizers' order, each tensor once."""
     found = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return list({id(p): p for p in found}.values())
 
 
 def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
-    """Parts optimizers, oldest first, into those that train now and those that a newer one took a parameter from."""
+    """Splits optimizers, oldest first, into those that train now and those that share a parameter with a newer one."""
     taken: set[int] = set()
     kept: list[Optimizer] = []
     replaced: list[Optimizer] = []
@@ -51,10 +51,10 @@ def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optim
 
 
 def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]:
-    """Returns the outermost modules that own one of these parameters, in the order of the first that each owns.
+    """Returns the outermost modules that own any of these parameters, in the order of the first one each owns.
 
-    Nobody but the garbage collector knows all modules: hooks on registration miss those that were copied or unpickled.
-    What it was told to forget (`gc.freeze`) it knows not; `called` is a module that is there in any case.
+    Only the garbage collector knows all modules: registration hooks miss copied and unpickled modules. The collector
+    does not list frozen objects (`gc.freeze`), so `called` is always among the candidates.
     """
     places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
     kinds = ((each, type(each)) for each in gc.get_objects())
@@ -76,6 +76,6 @@ def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]
 
 
 def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns the parameters that are in none of these modules."""
+    """Returns the parameters that belong to none of these modules."""
     owned = {id(p) for root in roots for p in root.parameters()}
     return [p for p in parameters if id(p) not in owned]

@@ -1,4 +1,4 @@
-"""What `halfstep run` puts in place of torch's functions while a script runs, each with its undo."""
+"""The patches of torch that `halfstep run` applies while a script runs, each with a function that undoes it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a scri
 
 
 class CallWatch:
-    """Tells of each module that is about to be called, while it is on; a call costs nothing while it is off.
+    """While on, calls `called` with each module that is about to be called; while off, it costs nothing.
 
-    A hook would come too late: torch has looked up the module's forward by then, whatever its class is made.
+    A hook would run too late: by then torch has looked up the module's forward, so a change of class has no effect.
     """
 
     def __init__(self, called: Callable[[nn.Module], None]) -> None:
@@ -55,20 +55,20 @@ class CallWatch:
         self._watched = __call__
 
     def start(self) -> None:
-        """Tells of calls from now on."""
+        """Reports calls of modules from now on."""
         self.on = True
         if vars(nn.Module)["__call__"] is self._before:
             nn.Module.__call__ = self._watched  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        """Tells of no more calls; stays as a pass-through where somebody, such as torch.fx, has it in use."""
+        """Stops reporting calls; the patch stays as a pass-through if other code, such as torch.fx, has wrapped it."""
         self.on = False
         if vars(nn.Module)["__call__"] is self._watched:
             nn.Module.__call__ = self._before  # type: ignore[method-assign]
 
 
 def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
-    """Has the listener hear of a script, puts the drop-ins for torch.amp and apex in place, and returns the undo."""
+    """Patches torch to call `listener`, and installs the drop-ins for torch.amp and apex; returns the undo function."""
     with ExitStack() as stack:
         stack.callback(torch_amp.install())
         stack.callback(_put(amp, "initialize", lambda run: _before_apex_amp(run, listener)))
@@ -139,7 +139,7 @@ def _session_made(made: Any, listener: Conversion) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Tells whether code of torch's or halfstep's own, such as a checkpoint, makes an autocast region."""
+    """Returns whether torch or halfstep itself, as in checkpointing, makes an autocast region."""
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))

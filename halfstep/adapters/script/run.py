@@ -1,4 +1,4 @@
-"""Runs a script as `python` does, under a conversion; what ends it ends it as `python` would have."""
+"""Runs a script as `python` does, but under a plan; errors and exits of the script come through unchanged."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a script ran: what a session trained in it, what mixed precision it `brings` of its own, and its end.
+    """How a script ran.
 
-    `trained` is None where no session was opened, by the script itself or for it, `peak` is the most bytes that it took
-    of a GPU, `seconds` is the time of the whole script, `error` what ended it (an exception or SystemExit; None: its
-    last line), `rank` the number of this process.
+    `trained` is the status of its session, None if neither the script nor halfstep opened one. `peak` is the most bytes
+    allocated on a GPU. `brings` names the mixed precision that the script itself uses. `seconds` is the time of the
+    whole script. `error` is what ended it: an exception or SystemExit, None if it ran to its last line. `rank` is the
+    rank of this process.
     """
 
     trained: Status | None
@@ -57,17 +58,17 @@ def run(  # noqa: PLR0913  # what the command has
     observe: bool = False,
     ended: Callable[[Ran], None] = lambda ran: None,
 ) -> None:
-    """Runs a script, or a `module` as `python -m` does, whose models train under a plan (None: O1).
+    """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan (None: O1).
 
-    A script with mixed precision of its own says itself what runs low; `low` is then that of apex's stand-in alone.
-    `sinks` are those of the session, made when it is opened, given the number of the process; `observe` has it look at
-    the tensors of every 50th step. `ended` is called at the end, also where the script raised. All that was changed, of
-    torch and of the script's models, is put back by then.
+    If the script itself uses mixed precision, `plan` has no effect, and `low` is only the format of the stand-in for
+    apex. When the session opens, `sinks` is called with the rank of the process to make its sinks. With `observe` the
+    session observes tensors at every 50th step. `ended` is called at the end, also after an error; by then torch and
+    the script's models are as they were before.
 
     Raises:
         ScriptError: there is no such script.
         PlanError: the plan or format is unknown.
-        BaseException: what the script raised, with no frame of halfstep's in its traceback.
+        BaseException: what the script raised, without frames of halfstep in the traceback.
     """
     _check(script, module=module)
     conversion = Conversion(plan, low, sinks, observe=observe)
@@ -100,7 +101,7 @@ def run(  # noqa: PLR0913  # what the command has
 
 
 def _run_file(path: Path) -> None:
-    """Runs a script in a `__main__` that has what python gives it; runpy would change `sys.argv` to the full path."""
+    """Runs a script in a `__main__` like python's own; runpy would change `sys.argv[0]` to the full path."""
     if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(str(path), run_name="__main__")
         return
@@ -116,11 +117,11 @@ def _run_file(path: Path) -> None:
 
 def _check(script: str, *, module: bool) -> None:
     if not module and not Path(script).exists():
-        missing = ScriptError(f"there is no script {script}; give its path, or -m and the name of a module")
+        missing = ScriptError(f"there is no script {script}; pass the path of a script, or -m and the name of a module")
         missing.exit_code = 2
         raise missing
     if not module and Path(script).is_dir() and not any(Path(script).glob("__main__.py*")):
-        raise ScriptError(f"{script} is a folder without a __main__.py; give the path of the script in it")
+        raise ScriptError(f"{script} is a folder without a __main__.py; pass the path of a script in it")
     if module:
         with _first_in_path(str(Path.cwd())):
             try:
@@ -128,10 +129,10 @@ def _check(script: str, *, module: bool) -> None:
             except (ImportError, ValueError):
                 found = None
         if found is None:
-            raise ScriptError(f"there is no module {script}; give the name that `python -m` takes")
+            raise ScriptError(f"there is no module {script}; pass a name that `python -m` accepts")
         folders = [Path(each) for each in found.submodule_search_locations or ()]  # looked at, not imported
         if folders and all(each.is_dir() and not any(each.glob("__main__.py*")) for each in folders):
-            raise ScriptError(f"{script} is a package without a __main__; give the name of a module in it")
+            raise ScriptError(f"{script} is a package without a __main__; pass the name of a module in it")
 
 
 @contextmanager
@@ -146,7 +147,7 @@ def _first_in_path(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _as_main(script: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
-    """Has the script find its arguments and its neighbours where `python` puts them."""
+    """Sets `sys.argv` and the first entry of `sys.path` for the script, as `python` does."""
     before = sys.argv
     sys.argv = [script, *arguments]
     try:
@@ -157,7 +158,7 @@ def _as_main(script: str, arguments: Sequence[str], *, module: bool) -> Iterator
 
 
 def own(error: BaseException) -> BaseException:
-    """Returns an exception whose traceback, and those of its causes, have no frame of halfstep's or of runpy's."""
+    """Removes the frames of halfstep and runpy from the tracebacks of an exception and its causes; returns it."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

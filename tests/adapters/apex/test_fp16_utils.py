@@ -274,11 +274,11 @@ def test_a_full_network_has_no_masters_and_trains():
     ("options", "error", "said"),
     [
         ({"static_loss_scale": -1.0}, PlanError, "scale init is -1; give a number from"),
-        ({"dynamic_loss_args": {"init_scale": 1.0}}, SetupError, "give dynamic_loss_scale=True"),
+        ({"dynamic_loss_args": {"init_scale": 1.0}}, SetupError, "pass dynamic_loss_scale=True"),
         (
             {"dynamic_loss_scale": True, "dynamic_loss_args": {"window": 2}},
             SetupError,
-            "dynamic_loss_args has 'window'; it takes init_scale, scale_factor, scale_window",
+            "dynamic_loss_args got 'window'; pass only init_scale, scale_factor, scale_window",
         ),
     ],
 )
@@ -290,18 +290,18 @@ def test_bad_scales_get_words_and_leave_the_network(options, error, said):
 
 
 def test_what_does_not_fit_gets_words():
-    with pytest.raises(SetupError, match="FP16_Optimizer is given list; give it a torch optimizer"):
+    with pytest.raises(SetupError, match="FP16_Optimizer got list; pass a torch optimizer"):
         apex.FP16_Optimizer([])
     params = [nn.Parameter(torch.ones(1, dtype=low)) for low in LOW]
     with pytest.raises(SetupError, match=r"are of torch.bfloat16 and torch.float16; cast the network to one"):
         apex.FP16_Optimizer(torch.optim.SGD(params, lr=0.1))
     _, optimizer = fp16_loop(torch.float16)
-    with pytest.raises(StateError, match="has no 'fp32_from_fp16', 'session'; give what its"):
+    with pytest.raises(StateError, match="lacks 'fp32_from_fp16', 'session'; pass a result of"):
         optimizer.load_state_dict({"optimizer_state_dict": {}})
     model = nn.Sequential(nn.Linear(2, 1).half(), nn.BatchNorm1d(1))
-    with pytest.raises(SetupError, match="flat_master=True with parameters of 2 kinds"):
+    with pytest.raises(SetupError, match=r"flat_master=True expects .* got 2 kinds; pass a model"):
         apex.prep_param_lists(model, flat_master=True)
-    with pytest.raises(SetupError, match="4 parameters come with 1 masters of other shapes"):
+    with pytest.raises(SetupError, match="the shapes of 4 parameters and 1 masters differ"):
         apex.model_grads_to_master_grads(list(model.parameters()), [nn.Parameter(torch.ones(1))])
     with pytest.raises(halfstep.PlanError, match="scale init is 0; give a number"):
         apex.LossScaler(0.0)

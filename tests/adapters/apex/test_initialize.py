@@ -177,14 +177,14 @@ def test_casting_to_fp32_leaves_the_model_as_written_under_a_scale(amp):
         ("O2", {"patch_torch_functions": True}, RuntimeError, "selecting opt_level='O1'"),
         ("O1", {"keep_batchnorm_fp32": True}, RuntimeError, "keep_batchnorm_fp32 should be None"),
         ("O1", {"master_weights": True}, RuntimeError, "doesn't make sense"),
-        ("O2", {"keep_batchnorm_fp32": "yes"}, ValueError, "keep_batchnorm_fp32 is 'yes'; give True or"),
-        ("O3", {"master_weights": "no"}, ValueError, "master_weights is 'no'; give True or False"),
-        ("O2", {"cast_model_type": torch.float64}, ValueError, "give torch.float16"),
-        ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; give a number, also as text"),
+        ("O2", {"keep_batchnorm_fp32": "yes"}, ValueError, "keep_batchnorm_fp32 is 'yes'; pass True or"),
+        ("O3", {"master_weights": "no"}, ValueError, "master_weights is 'no'; pass True or False"),
+        ("O2", {"cast_model_type": torch.float64}, ValueError, "pass torch.float16"),
+        ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; pass a number, also as text"),
         ("O2", {"loss_scale": 0}, ValueError, "init is 0; give a number from"),
         ("O1", {"min_loss_scale": "1"}, ValueError, "min_loss_scale is '1' of type str; give a number"),
         ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale is None of type NoneType; give a number"),
-        ("O1", {"verbosity": "1"}, ValueError, "verbosity is '1'; give 0"),
+        ("O1", {"verbosity": "1"}, ValueError, "verbosity is '1'; pass 0"),
         ("O1", {"cast_model_outputs": torch.float64}, ValueError, "cast_model_outputs"),
         ("O1", {"num_losses": 0}, ValueError, "num_losses"),
         ("O1", {"min_loss_scale": 2.0**20, "max_loss_scale": 2.0**10}, ValueError, "above max"),
@@ -285,7 +285,7 @@ def test_a_half_buffer_is_refused_too_and_hard_override_prints_in_place_of_raisi
 def test_options_are_read_and_set_by_arguments_alone(amp):
     model = small()
     amp.initialize(model, sgd(model), verbosity=0)
-    with pytest.raises(AttributeError, match=r"loss_scale is read here, and set by .* amp\.initialize"):
+    with pytest.raises(AttributeError, match=r"loss_scale is read-only; set it with .* amp\.initialize"):
         amp._amp_state.opt_properties.loss_scale = 128.0
     assert amp._amp_state.opt_properties.loss_scale == "dynamic"
 

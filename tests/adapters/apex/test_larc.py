@@ -135,11 +135,11 @@ def test_it_reads_masters_and_true_gradients_in_a_session(stepping):
 
 
 def test_bad_input_gets_words():
-    with pytest.raises(TypeError, match="LARC is given list; give it an optimizer"):
+    with pytest.raises(TypeError, match="LARC got list; pass an optimizer"):
         LARC([])
     sgd = torch.optim.SGD([p := Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match="trust_coefficient must be 0 or more, not -1"):
         LARC(sgd, -1)
     p.grad = torch.tensor([1.0, 0.0]).to_sparse()
-    with pytest.raises(RuntimeError, match="LARC takes no sparse gradients"):
+    with pytest.raises(RuntimeError, match="LARC got a sparse gradient"):
         LARC(sgd).step()

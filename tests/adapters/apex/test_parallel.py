@@ -38,10 +38,10 @@ def test_reduction_is_turned_off_and_on(process_group):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"shared_param": True}, ValueError, "shared_param=True, .* give delay_allreduce=True"),
+        ({"shared_param": True}, ValueError, "shared_param=True, .* pass delay_allreduce=True"),
         ({"gradient_average": False}, SetupError, "gradient_average=False.* multiply the loss by"),
         ({"allreduce_always_fp32": True}, SetupError, "allreduce_always_fp32=True.* opt_level O1"),
-        ({"message_size": 0}, SetupError, "message_size is 0; give the number of elements"),
+        ({"message_size": 0}, SetupError, "message_size is 0; pass the number of elements"),
         ({"message_size": "1e7"}, SetupError, "message_size is '1e7'"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_reducer_averages_gradients(process_group, dtype):
     reducer.reduce()
     assert module.weight.grad.tolist() == [[2.0, 4.0]]
     assert module.bias.grad is None
-    with pytest.raises(TypeError, match="Reducer is given int; give it a module or gradients"):
+    with pytest.raises(TypeError, match="Reducer got int; pass a module or a list of gradients"):
         apex.Reducer(3)
 
 
@@ -101,9 +101,9 @@ def test_flatten_and_unflatten(low):
     assert (flat.tolist(), flat.dtype) == ([1.0, 2.0, 3.0], low)
     assert [t.tolist() for t in unflatten(flat, tensors)] == [[[1.0, 2.0]], 3.0]
     for wrong in ([], [tensors[0], torch.ones(1)]):
-        with pytest.raises(SetupError, match="one or more, all of one dtype"):
+        with pytest.raises(SetupError, match="one or more tensors, all of one dtype"):
             flatten(wrong)
-    with pytest.raises(SetupError, match="given 2 elements for tensors of 3; give what flatten made"):
+    with pytest.raises(SetupError, match="got 2 elements for tensors of 3; pass the result of flatten"):
         unflatten(flat[:2], tensors)
 
 
@@ -111,7 +111,7 @@ def test_groups_of_processes_have_to_part_them_evenly(process_group):
     assert apex.create_syncbn_process_group(0) is None
     assert apex.create_syncbn_process_group(1) is not None
     for size in (2, -1):
-        with pytest.raises(SetupError, match=f"group_size is {size} with 1 processes; give a divisor of 1"):
+        with pytest.raises(SetupError, match=f"group_size is {size} with 1 processes; pass a divisor of 1"):
             apex.create_syncbn_process_group(size)
 
 

@@ -244,13 +244,13 @@ def test_the_order_of_calls_is_explained(amp):
     model, optimizer = amp.initialize(model, optimizer, num_losses=2, verbosity=0)
     loss = loss_of(model, vectors())
     for loss_id in (2, "1"):
-        expected = f"loss_id is {loss_id!r}, and amp.initialize was asked for num_losses=2: give 0 to 1"
+        expected = f"loss_id is {loss_id!r}, but amp.initialize .* num_losses=2; pass a loss_id from 0 to 1"
         with pytest.raises(IndexError, match=expected), amp.scale_loss(loss, optimizer, loss_id=loss_id):
             pass
     for wrong in (3.0, [loss]):
-        with pytest.raises(TypeError, match="give it the loss tensor"), amp.scale_loss(wrong, optimizer):
+        with pytest.raises(TypeError, match="pass the loss tensor"), amp.scale_loss(wrong, optimizer):
             pass
-    with pytest.raises(RuntimeError, match="SGD, which one call"), amp.scale_loss(loss, sgd(model)):
+    with pytest.raises(RuntimeError, match="SGD, not optimizers that one call"), amp.scale_loss(loss, sgd(model)):
         pass
     with pytest.raises(RuntimeError, match="no optimizer"), amp.scale_loss(loss, []):
         pass

@@ -92,9 +92,9 @@ def test_entries_that_are_none_are_refused_before_anything_is_loaded(amp):
         with pytest.raises(StateError, match=words):
             amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": {"loss_scale": entry, "unskipped": 0}})
     for entry in (8.0, {}, {"loss_scale": 8.0}):
-        with pytest.raises(StateError, match="an entry has the numbers loss_scale and unskipped"):
+        with pytest.raises(StateError, match="an entry must have loss_scale and unskipped"):
             amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": entry})
-    with pytest.raises(TypeError, match=r"given NoneType; give it what amp.state_dict\(\) returned"):
+    with pytest.raises(TypeError, match=r"got NoneType; pass the result of amp.state_dict\(\)"):
         amp.load_state_dict(None)
     assert amp.state_dict() == before
 
@@ -126,7 +126,7 @@ def test_a_fixed_scale_stays_as_it_was_asked_for(amp, capsys):
     opened(amp, "O1", loss_scale=128.0, verbosity=1)
     capsys.readouterr()
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
-    assert "fixed one" in capsys.readouterr().out
+    assert "another, static one" in capsys.readouterr().out
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
 
 
