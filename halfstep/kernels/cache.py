@@ -27,7 +27,7 @@ def find(folder: Path, stem: str) -> Path | None:
 
 
 def _is_as_made(path: Path) -> bool:
-    """Returns whether `path` is this user's file and its content matches the hash in its name; never waits on a FIFO."""
+    """Returns whether this is the user's file, and its content matches the hash in its name; never waits on a FIFO."""
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         with open(path, "rb", opener=lambda name, how: os.open(name, how | flags)) as file:
@@ -179,7 +179,7 @@ def refuse_shared(folder: Path) -> None:
 
 
 def _administrators() -> tuple[int, int]:
-    """Returns root's user id, and that of the owner of "/", which is how root appears in a container without root."""
+    """Returns root's user id and that of the owner of "/", as which root appears in a container without root rights."""
     return 0, os.lstat("/").st_uid
 
 

@@ -1,1 +1,1 @@
-"""How updates keep the precision that low weights lack: masters, an own update, and any optimizer on masters."""
+"""How updates keep the precision that low weights lack: masters, halfstep's own update, any optimizer on masters."""
