@@ -37,7 +37,7 @@ def group_factors(
 
 
 def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the L2 norm over all elements, summed in a dtype that no square of a low or fp32 element overflows."""
+    """Returns the L2 norm over all elements, in a dtype in which squares of fp32 elements do not overflow."""
     places: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():

@@ -1,4 +1,4 @@
-"""Any optimizer on fp32 masters, which replace the low parameters while the optimizer's own `step` runs."""
+"""Any optimizer on fp32 masters, which replace low-precision parameters while its own `step` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""True gradients for optimizers and their hooks, which know nothing of loss scales and low weights."""
+"""True gradients for optimizers and their hooks, which know nothing of loss scales and low-precision weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 
 @contextmanager
 def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-    """Within a `with` block, `p.grad` of each parameter is its gradient times `factor`, in fp32 for low parameters.
+    """Within a `with` block, `p.grad` of each parameter is its gradient times `factor`, in fp32 if `p` is low.
 
     At the end the old gradients come back, whatever was assigned to `p.grad` meanwhile, except where `p.grad` is None
     by then: it was dropped on purpose.

@@ -31,8 +31,8 @@ Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 class OnePassStepper:
     """Updates the parameters of an optimizer by its row of the table, without its `step` and without a host sync.
 
-    State has the optimizer's own names and is fp32 for low weights. As in torch, a parameter that no update has reached
-    has no state in `optimizer.state_dict()`, even after skipped steps; state that `prepare` made is included.
+    State has the optimizer's names and is fp32 for low-precision weights. As in torch, a parameter that no update has
+    reached has no state in `optimizer.state_dict()`, even after skipped steps; state that `prepare` made is included.
 
     Step hooks find true fp32 gradients in `p.grad`, and the update uses the gradients that pre-hooks leave there. Hooks
     run on every step, even a skipped one, because only the device knows whether it is skipped.

@@ -60,7 +60,7 @@ def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
 
 
 def fused(options: SgdOptions) -> Kernel | None:
-    """Returns torch's fused kernel, or None with dampening, where its first momentum differs from torch's SGD.
+    """Returns torch's fused kernel, or None with dampening, where its first momentum differs from that of torch's SGD.
 
     With a buffer of zeros, the kernel's first momentum is `(1 - dampening) * gradient`.
     """

@@ -1,4 +1,4 @@
-"""Loads optimizer state from a checkpoint with the bits that it was saved with, also for low weights."""
+"""Loads optimizer state from a checkpoint with the bits that it was saved with, also for low-precision weights."""
 
 from __future__ import annotations
 
