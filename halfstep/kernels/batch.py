@@ -1,4 +1,4 @@
-"""What one call of the update works on: parameters stored alike, under one optimizer's options."""
+"""The input of one update: a batch of parameters that are stored alike, and the options of their optimizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other para
 
 @dataclass(frozen=True)
 class Options:
-    """What the update of every optimizer takes; each adds its own in a subclass (`halfstep.optim.table`).
+    """The options of every optimizer's update; each optimizer adds its own in a subclass (`halfstep.optim.table`).
 
-    Weight decay that is `decoupled` shrinks the weight by `lr * weight_decay` of itself (Loshchilov & Hutter 2019);
-    else `weight_decay` times the weight is added to the gradient.
+    `decoupled` weight decay shrinks the weight by `lr * weight_decay` of itself (Loshchilov & Hutter 2019); otherwise
+    `weight_decay` times the weight is added to the gradient.
     """
 
     lr: float | Tensor
@@ -37,17 +37,17 @@ class Options:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What kernels take besides, in their order."""
+        """The further numbers that kernels take, in the order in which kernels take them."""
         return ()
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Those of `states` that are one number for each weight, 0-dim; only rows that take whole weights have some."""
+        """The names of states that are one number per weight (0-dim); only rows that need whole weights have any."""
         return ()
 
     @property
     def max_norm(self) -> float | None:
-        """What the norm of all gradients of an optimizer is clipped to before the update; None for not at all."""
+        """The norm to which all gradients of an optimizer together are clipped before the update; None: no clipping."""
         return None
 
 
@@ -55,15 +55,15 @@ class Options:
 class Batch:
     """Parameters of one device, layout and dtype, as aligned lists of tensors.
 
-    A batch is used from step to step for as long as its tensors and their memory are the same; `grads` alone change, in
-    a dtype, shape and memory layout that stay. `memory` is where an implementation keeps what it has made of the
-    tensors.
+    A batch is reused from step to step while its tensors and their memory stay the same; only `grads` change, and they
+    keep their dtypes, shapes and memory layouts. In `memory`, an implementation keeps what it derives from the tensors.
 
-    `weights` are the stored weights; `extras` the fp32 masters (layout `copy`) or int16 remainders (`split`), else
-    empty. `grads` are dense, low or full, and still carry the loss scale. `states` holds the optimizer's state tensors
-    by name, in the order of `Options.states` and the dtype of the full weight. Of an optimizer that counts its updates
-    `steps` are the counts, 0-dim and fp32, this one included; of another one with state `fresh` are 0-dim fp32 flags,
-    1 for a parameter that no update has reached yet. Weights that must stay `whole`, as for their norms, are not cut.
+    `weights` are the stored weights; `extras` are the fp32 masters (layout `copy`) or int16 remainders (`split`),
+    otherwise empty. `grads` are dense, in low or full precision, and still carry the loss scale. `states` holds the
+    optimizer's state tensors by name, in the order of `Options.states` and the dtype of the full weight. If the
+    optimizer counts its updates, `steps` are the counts (0-dim fp32) including the present update. If it does not but
+    has state, `fresh` are flags (0-dim fp32), 1 for a parameter that no update has reached yet. With `whole`, weights
+    are not cut into parts, for example because the update needs their norms.
     """
 
     layout: Layout
@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors of the batch are."""
+        """The device of all tensors of the batch."""
         return self.weights[0].device
 
     @property
@@ -97,10 +97,11 @@ class Scratch:
         self._in_graphs: list[Any] = []
 
     def kept(self, key: Hashable, make: Callable[[], T], *, captured: bool = False) -> T:
-        """Returns what `make` returned when `key` first came; keys that have not come for long are forgotten.
+        """Returns what `make` returned for `key`; keys that have not been used for long are forgotten.
 
-        `captured` says that a CUDA graph is being captured, which reads at each replay what it gets here: that stays
-        for good. What is made then is not kept for others: it has no value before the first replay.
+        `captured` says that a CUDA graph is being captured. The graph reads the returned value at each replay, so that
+        value is never dropped. A value made during capture is not returned to later calls: it is undefined before the
+        first replay.
         """
         held = key in self._kept
         value: T = self._kept.pop(key) if held else make()
@@ -115,7 +116,7 @@ class Scratch:
     def views(self, role: str, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns uninitialised flat memory and views of it in the shapes of `like`.
 
-        A role has one user at a time; in dtypes of one size it is the same memory.
+        A role has one user at a time; its views in dtypes of the same size share their memory.
         """
         device = like[0].device
         key = (role, device, dtype, *[t.shape for t in like])
@@ -138,10 +139,10 @@ class Scratch:
 
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
-    """Yields the batch in parts of about `limit` elements, large tensors cut if they may be, every tensor contiguous.
+    """Yields the batch in parts of about `limit` elements, as contiguous tensors; cuts large ones unless `batch.whole`.
 
-    Only views: what is written to a part is written to the batch. A weight that is no dense block of memory stays as it
-    is.
+    Parts are views: what is written to a part is written to the batch. A weight that is not a dense block of memory
+    stays as it is.
     """
     names = list(batch.states)
     part: list[tuple[int, int, int]] = []  # index of the parameter, first and last element; (0, 0) stands for all of it
@@ -176,9 +177,9 @@ def is_wrapped(t: Tensor) -> bool:
 
 
 def resolved(t: Tensor) -> Tensor:
-    """Returns `t` with its elements in memory as they are, which is what kernels read, without torch's bits for that.
+    """Returns `t` without torch's lazy negative and conjugate bits, so that kernels read the right values from memory.
 
-    Autograd hands over gradients as negative or conjugate views.
+    Autograd may return gradients as negative or conjugate views.
     """
     if t.is_conj():
         t = t.resolve_conj()
@@ -186,15 +187,15 @@ def resolved(t: Tensor) -> Tensor:
 
 
 def as_real(t: Tensor) -> Tensor:
-    """Returns `t`, a complex one as real and imaginary parts in a last dimension of 2."""
+    """Returns `t`; a complex tensor becomes a real one with a last dimension of 2, real and imaginary part."""
     return torch.view_as_real(t) if t.is_complex() else t
 
 
 def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
-    """Returns `t` itself where its memory runs as that of a dense `weight` does, else a copy that does.
+    """Returns `t` in the memory order of a dense `weight`: `t` itself if it has that order, otherwise a copy.
 
-    Kernels that walk over raw memory would pair the wrong elements of a `channels_last` weight and a contiguous
-    gradient.
+    Otherwise kernels that walk over raw memory would pair the wrong elements, for example of a `channels_last` weight
+    and a contiguous gradient.
     """
     if t.stride() == weight.stride() or (t.is_contiguous() and weight.is_contiguous()) or not is_dense(weight):
         return t

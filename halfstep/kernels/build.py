@@ -1,6 +1,6 @@
-"""C++ sources of halfstep, compiled at first use with the machine's own compiler and kept for the next process.
+"""Compiles halfstep's C++ sources at first use with the machine's own compiler and keeps them for later processes.
 
-A library is code that this process will run, so it is loaded only from a folder in which no other user can put one.
+A library is code that this process runs, so it is loaded only from a folder in which no other user can put files.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ _GIVEN_UP: set[str] = set()  # compilers that ran out of time in this process, w
 
 
 class _CannotCompileError(Exception):
-    """There will be no library; the text is what the compiler or the system said."""
+    """The library cannot be compiled; the message is that of the compiler or the system."""
 
 
 class _OutOfTimeError(_CannotCompileError):
-    """It takes longer than a first step can wait."""
+    """Compiling takes longer than a first step can wait."""
 
 
 @functools.cache
 def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | None:
-    """Returns the compiled `source`, or None, with one notice that says why, where it cannot be compiled here.
+    """Returns `source` compiled as a library, or None, with one warning that says why, if it cannot be compiled here.
 
-    It has the functions `names`. It is kept in the user's cache folder under a name made of source, headers beside it,
-    flags, compiler and processor, so that a home shared by several machines holds one for each, and of its own bytes,
-    so that a file that was cut or changed is made again: to load one would end the process. Of several processes that
-    need it at once one compiles and the others wait. All of it takes at most some `limit` seconds; a compiler that
-    takes longer is stopped, and not tried again in this process.
+    The library must have the functions `names`. It is kept in the user's cache folder. Its file name is made from the
+    source, the headers beside it, flags, compiler and processor, so that a home shared by several machines holds a
+    library for each, and from the library's own bytes, so that a truncated or changed file is compiled again: loading
+    such a file would crash the process. If several processes need the library at once, one compiles and the others
+    wait. All of this takes about `limit` seconds at most; a compiler that takes longer is stopped, and not tried again
+    in this process.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -70,7 +71,7 @@ def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | N
             raise _CannotCompileError(f"the compiled library has no {', '.join(missing)}")
     except (OSError, _CannotCompileError) as error:
         _LOG.warning(
-            "%s could not compile %s: it runs as torch operations on this CPU, about half as fast. Reason: %s",
+            "%s could not compile %s: its loops run as torch operations on this CPU, about half as fast. Reason: %s",
             compiler,
             source.name,
             str(error).strip()[-2000:],
@@ -84,10 +85,10 @@ class _Field(ctypes.Structure):  # as in update.h
 
 
 def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
-    """Checks that compiled code has its numbers where Python has them: names, places and sizes, in the same order.
+    """Checks that compiled code and Python agree about a memory layout: names, offsets and sizes, in the same order.
 
     Raises:
-        HalfstepError: what `function` of the library returns is not `layout`.
+        HalfstepError: the layout that `function` of the library returns is not `layout`.
     """
     call = getattr(loaded, function)
     call.argtypes, call.restype = (), ctypes.POINTER(_Field)
@@ -96,8 +97,9 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
     if compiled != list(layout):
         told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
         raise HalfstepError(
-            f"halfstep's Python and C++ code disagree about memory: {function} in {loaded._name} is {' '.join(told)}, "
-            f"Python {' '.join(own)}; restart this process if halfstep was reinstalled while it ran, else report it"
+            f"halfstep's Python and C++ code disagree about memory: {function} in {loaded._name} returned "
+            f"{' '.join(told)}, Python expected {' '.join(own)}; restart this process if halfstep was reinstalled "
+            "while it ran, otherwise report this error"
         )
 
 
@@ -105,7 +107,7 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
 def _say_that_there_is_none() -> None:
     _LOG.warning(
         "no C++ compiler found (looked for %s): halfstep's loops for the CPU run as torch operations, about half "
-        "as fast; install g++ to have the fast ones",
+        "as fast; install g++ for full speed",
         ", ".join(_COMPILERS),
     )
 
@@ -119,13 +121,13 @@ def find_compiler() -> str | None:
 
 
 def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
-    """Loads the kept library, or compiles it and keeps it in the first folder that can hold it.
+    """Loads the library from a folder that has it, or compiles it and stores it in the first folder that can hold it.
 
-    All folders are searched before anything is compiled: where the cache folder cannot be used, the library is kept in
-    the temporary one, so that it is compiled once and not at every start.
+    All folders are searched before anything is compiled. If the cache folder cannot be used, the library is kept in the
+    temporary one, so that it is compiled once and not at every start.
 
     Raises:
-        OSError: no folder can hold it, or it cannot be loaded from any.
+        OSError: no folder can hold the library, or it cannot be loaded from any folder.
     """
     stem = f"{source.stem}-{_key(source, compiler, deadline)}"
     folders, refused = private_folders()
@@ -148,26 +150,26 @@ def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
         except TimeoutError as error:
             raise _OutOfTimeError(str(error)) from error
         except OSError as error:
-            refused.append(f"{folder} cannot hold them ({error.strerror or error})")
+            refused.append(f"{folder} cannot hold compiled loops ({error.strerror or error})")
             continue
         loaded = _opened(kept, refused)
         if loaded is not None:
             return loaded
     with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as room:
         kept = put(Path(room), stem, made or _compile(source, compiler, deadline))
-        loaded = _opened(kept, refused, "a folder that is removed with this process")
+        loaded = _opened(kept, refused, "a temporary folder of this process alone")
     if loaded is None:
         raise OSError("; ".join(refused))
     return loaded
 
 
 def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.CDLL | None:
-    """Loads a library, with one notice where it is not kept where it should be; None where it cannot be loaded."""
+    """Loads a library, with one warning if a better folder was refused; returns None if it cannot be loaded."""
     try:
         opened = ctypes.CDLL(str(path))
     except OSError as error:
         said = str(error).rpartition(": ")[2]
-        refused.append(f"libraries in {path.parent} cannot be loaded ({said}); it may be mounted noexec")
+        refused.append(f"libraries in {path.parent} cannot be loaded ({said}); the folder may be mounted noexec")
         return None
     if refused:
         _say_where("; ".join(dict.fromkeys(refused)), where or str(path.parent))
@@ -177,7 +179,7 @@ def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.
 @functools.cache
 def _say_where(refused: str, where: str) -> None:
     _LOG.warning(
-        "compiled loops are kept in %s, since %s. Another way is to set XDG_CACHE_HOME to a folder of your own",
+        "compiled loops are kept in %s, because %s. Instead, you can set XDG_CACHE_HOME to a folder of your own",
         where,
         refused,
     )
@@ -194,7 +196,7 @@ def _key(source: Path, compiler: str, deadline: float = math.inf) -> str:
 
 
 def _compile(source: Path, compiler: str, deadline: float) -> bytes:
-    """Returns the compiled library. What the compiler leaves when it is stopped goes with the folder it works in."""
+    """Returns the bytes of the compiled library. Files that a stopped compiler leaves are removed with its folder."""
     try:
         with tempfile.TemporaryDirectory(prefix="halfstep-", ignore_cleanup_errors=True) as room:
             refuse_shared(Path(room).resolve())
@@ -212,11 +214,13 @@ def _compile(source: Path, compiler: str, deadline: float) -> bytes:
 
 
 def _run(command: list[str], deadline: float, room: str | None = None) -> str:
-    """Returns what a command prints, in whatever encoding, and of much the end; with `room` also what it warns of.
+    """Returns what a command prints, in any encoding, and only the end of long output.
+
+    With `room`, the command's temporary folder, what it prints to stderr is included.
 
     Raises:
-        _CannotCompileError: it failed.
-        _OutOfTimeError: it did not end in time, and was stopped with all that it had started.
+        _CannotCompileError: the command failed.
+        _OutOfTimeError: the command did not end in time, and was stopped with all processes that it had started.
     """
     process = subprocess.Popen(
         command,
@@ -234,7 +238,7 @@ def _run(command: list[str], deadline: float, room: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         _stop(process)
         _GIVEN_UP.add(command[0])
-        raise _OutOfTimeError("it did not finish in time and was stopped") from None
+        raise _OutOfTimeError("the compiler did not finish in time and was stopped") from None
     except BaseException:
         _stop(process)
         raise
@@ -253,7 +257,7 @@ def _read(process: subprocess.Popen[bytes], printed: collections.deque[bytes]) -
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and what it has started, such as the compiler behind ccache, without asking."""
+    """Kills a process and the processes that it has started, such as the compiler behind ccache."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -264,7 +268,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _processor() -> str:
-    """Returns what tells this processor from others for which the compiler makes other code."""
+    """Returns text that differs between processors for which the compiler may generate different code."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

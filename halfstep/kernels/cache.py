@@ -1,4 +1,4 @@
-"""Files that are kept for the next process, in folders in which no other user can put or exchange one."""
+"""Keeps compiled libraries for later processes, in folders in which no other user can add or replace files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _POLL = 0.02  # seconds between two looks at a lock
 
 
 def find(folder: Path, stem: str) -> Path | None:
-    """Returns a whole library of this name that nobody but this user has written, or None."""
+    """Returns the path of an intact library of this name that only this user can have written, or None."""
     return next((path for path in sorted(folder.glob(f"{stem}-*.so")) if _is_as_made(path)), None)
 
 
 def _is_as_made(path: Path) -> bool:
-    """Returns whether this is a file of the user's with the content that its name tells; a FIFO is not waited for."""
+    """Returns whether this is the user's file, and its content matches the hash in its name; never waits on a FIFO."""
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         with open(path, "rb", opener=lambda name, how: os.open(name, how | flags)) as file:
@@ -40,9 +40,10 @@ def _is_as_made(path: Path) -> bool:
 
 
 def put(folder: Path, stem: str, content: bytes) -> Path:
-    """Keeps a library in a folder, in one move, so that no process sees half of it; returns where it is.
+    """Stores a library in a folder atomically, so that no process sees half of it; returns its path.
 
-    First it removes what has the name of one and is none: cut or changed files, and halves that a killed process left.
+    First removes files of this name that are not intact: truncated or changed ones, and parts that a killed process
+    left.
     """
     for path in folder.glob(f"{stem}-*"):
         if not _is_as_made(path):
@@ -67,12 +68,13 @@ def _digest(content: bytes) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path, deadline: float) -> Iterator[None]:
-    """Holds a lock of the system's, which ends with its holder however that dies; goes on without where it has none.
+    """Holds a lock of the operating system, or none on a drive without locks; it is released however the holder dies.
 
-    Not filelock's, which torch brings: on a drive without locks it is a file that a killed holder leaves for ever.
+    Not the lock of `filelock`, which torch installs: on a drive without locks that is a file, which a killed holder
+    leaves for ever.
 
     Raises:
-        TimeoutError: another process has held it until the deadline.
+        TimeoutError: another process has held the lock until the deadline.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
     try:
@@ -82,7 +84,7 @@ def locked(path: Path, deadline: float) -> Iterator[None]:
                 break
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process that compiles it still holds {path}") from None
+                    raise TimeoutError(f"another process that compiles it still holds the lock {path}") from None
                 time.sleep(_POLL)
             except OSError:  # some network drives
                 break
@@ -115,9 +117,9 @@ else:
 
 
 def private_folders() -> tuple[list[Path], list[str]]:
-    """Returns the folders that can be trusted, and why others cannot, with what to do.
+    """Returns the folders that can be trusted, and for each other folder why it cannot be trusted and what to do.
 
-    They are that in the user's cache, and one for this user in the temporary folder.
+    The folders are one in the user's cache, and one for this user in the temporary folder.
     """
     folders, refused = [], []
     for place in (_cache_folder, _temporary_folder):
@@ -138,10 +140,10 @@ def _temporary_folder() -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """Makes a folder for this user alone where there is none, and returns where it is without links.
+    """Makes a folder for this user alone if there is none, and returns its path without links.
 
     Raises:
-        OSError: another user could put a library there, or it cannot be made; the text says what to do.
+        OSError: another user could put a library there, or the folder cannot be made; the message says what to do.
     """
     folder = folder.resolve()
     refuse_shared(folder)  # before a folder is made in the home of another, as under sudo
@@ -154,13 +156,13 @@ def _private(folder: Path) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Refuses a folder that another user could move away and replace, since one above it is theirs or open to them.
+    """Refuses a folder that another user could replace, because that user owns, or can write to, a folder above it.
 
-    Where nobody can, a path that was checked still leads to the same file when it is loaded, also on systems that
-    cannot load an open file. Below a folder that is closed to others nothing needs a look.
+    If nobody can replace it, a checked path still leads to the same file when it is loaded, also on systems that cannot
+    load an open file. Folders below one that is closed to others need no check.
 
     Raises:
-        OSError: with what to do.
+        OSError: another user could replace the folder; the message says what to do.
     """
     administrators = _administrators()
     for above in reversed(folder.parents):
@@ -177,14 +179,14 @@ def refuse_shared(folder: Path) -> None:
 
 
 def _administrators() -> tuple[int, int]:
-    """Returns root's id, and that of who owns "/": in a container without root's rights, whom root is seen as."""
+    """Returns root's user id and that of the owner of "/", as which root appears in a container without root rights."""
     return 0, os.lstat("/").st_uid
 
 
 def _fault(path: Path, status: os.stat_result, *, trusted: tuple[int, ...] = (), is_open: bool = False) -> str:
-    """Returns why another user could change a file or folder, and how to mend it; "" where none could.
+    """Returns why another user could change a file or folder, and how to fix that; "" if no other user could.
 
-    `is_open` says that others may write to it.
+    `is_open` says that write permission for others is accepted.
     """
     if not hasattr(os, "geteuid"):  # Windows: what is in a user's profile is the user's
         return ""

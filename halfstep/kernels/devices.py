@@ -1,4 +1,4 @@
-"""Loops of devices that need a package of their own, imported when the first tensors on one come."""
+"""Kernels of devices that need an extra package, which is imported with the first tensors on such a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def triton_can_read(grads: list[Tensor]) -> bool:
 
 
 def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads gradients that `triton_can_read` took: norm, test and flags."""
+    """Returns norm, non-finite test and flags of gradients that `triton_can_read` accepted."""
     result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
     return result
 
@@ -41,7 +41,7 @@ def triton_fits(batch: Batch, options: Options) -> bool:
 def triton_update(
     kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
 ) -> None:
-    """Makes the update of the optimizer `kernel` of a batch that `triton_fits` took."""
+    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted."""
     _known(batch.device).update(kernel, batch, options, factor, found, scratch)
 
 
@@ -53,17 +53,17 @@ def _known(device: torch.device) -> ModuleType:
 
 @functools.cache
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """Returns `halfstep.kernels.triton`, or None, with one notice that says why, where it cannot run on the device.
+    """Returns `halfstep.kernels.triton`, or None, with one warning that says why, if it cannot run on the device.
 
-    Tries a small kernel, as Triton needs a C compiler and a GPU that it knows, and what a CUDA graph's capture uses, so
-    that it is loaded before one begins.
+    Tries a small kernel, since Triton needs a C compiler and a GPU that it supports. Also runs the operations that the
+    capture of a CUDA graph uses, so that they are loaded before a capture begins.
     """
     try:
         kernels = importlib.import_module("halfstep.kernels.triton")
         kernels.read([torch.ones(1, dtype=torch.float32, device=device)], Scratch())
         filled([0], device)
     except ImportError as error:
-        why = f"Triton cannot be imported ({error}); pip install triton"
+        why = f"Triton cannot be imported ({error}); run: pip install triton"
     except Exception as error:  # whatever a compiler and a driver raise
         why = f"Triton does not run here: {type(error).__name__}: {error}"
     else:

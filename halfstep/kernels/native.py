@@ -1,4 +1,4 @@
-"""The read of the gradients and the update on a CPU, as compiled loops (step.cpp)."""
+"""Reads gradients and updates weights on a CPU with compiled loops (step.cpp)."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class _Common(ctypes.Structure):
 
 
 def check_structures(loops: ctypes.CDLL) -> None:
-    """Checks that a library has the fields of `_Tensors` and `_Common` where they are here.
+    """Checks that a library has the fields of `_Tensors` and `_Common` at the same offsets as Python.
 
     Raises:
-        HalfstepError: it has not.
+        HalfstepError: the library has other fields, or has them at other offsets.
     """
     check_layout(loops, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
 
@@ -54,7 +54,7 @@ def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int
 
 
 class Table:
-    """A batch as the loops take it; the arrays that the structure points to live as long as it does."""
+    """A batch in the form that the loops take; it keeps alive the arrays that its structures point to."""
 
     def __init__(self, batch: Batch) -> None:
         assert len(batch.states) <= _STATES
@@ -77,7 +77,7 @@ class Table:
         self.common = _Common()
 
     def point(self, batch: Batch, options: Options, factor: Tensor | None, found: Tensor) -> tuple[Any, Any]:
-        """Takes up where this step's gradients are, and its numbers; returns both structures as the loops take them."""
+        """Sets the addresses of this step's gradients and the step's numbers; returns both structures for the loops."""
         self.arrays["grads"] = grads = pointers(batch.grads)
         self.tensors.grads = address(grads)
         self.tensors.threads = torch.get_num_threads()
@@ -98,12 +98,12 @@ class Table:
 
 
 def pointers(tensors: list[Tensor]) -> array[int]:
-    """Returns where the tensors begin in memory."""
+    """Returns the memory addresses of the tensors."""
     return array("q", [t.data_ptr() for t in tensors])
 
 
 def address(numbers: array[int] | array[float]) -> int | None:
-    """Returns where the array is in memory; None for an empty one."""
+    """Returns the memory address of the array; None if it is empty."""
     return numbers.buffer_info()[0] if numbers else None
 
 
@@ -119,7 +119,7 @@ def _loops() -> ctypes.CDLL | None:
 
 
 def can_read(grads: list[Tensor]) -> bool:
-    """Returns whether `read` takes these gradients: dense blocks of fp32, bf16 or fp16 on a CPU, and a compiler."""
+    """Returns whether `read` can read these gradients: dense fp32, bf16 or fp16 on a CPU, and the loops compile."""
     for grad in grads:
         if type(grad) is not Tensor or grad.dtype not in _FORMATS or not grad.is_cpu:
             return False
@@ -133,8 +133,8 @@ def can_read(grads: list[Tensor]) -> bool:
 def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the L2 norm over all elements, whether one is infinite or NaN, and the same for each gradient.
 
-    The norm is a 0-dim fp32 tensor whose sums do not depend on the number of threads, the test a 0-dim and a 1-dim bool
-    tensor. The test is exact, whatever the squares do.
+    The norm is a 0-dim fp32 tensor, and its sums do not depend on the number of threads. The test for all gradients is
+    a 0-dim bool tensor, that for each gradient a 1-dim one; both are exact even if squares overflow.
     """
     loops = _loops()
     assert loops is not None
@@ -158,7 +158,7 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(batch: Batch, options: Options) -> bool:
-    """Returns whether `update` takes this batch: dense tensors on a CPU, updated in fp32, and a compiler."""
+    """Returns whether `update` takes this batch: dense tensors on a CPU, updated in fp32, and the loops compile."""
     if isinstance(options.lr, Tensor) and not (
         options.lr.is_cpu and options.lr.dtype in (torch.float32, torch.float64) and options.lr.numel() == 1
     ):
@@ -167,7 +167,7 @@ def fits(batch: Batch, options: Options) -> bool:
 
 
 def table_of(batch: Batch) -> Table | None:
-    """Returns the batch as the loops take it, made once; None where they do not take its tensors."""
+    """Returns the batch in the form that the loops take, made once; None if the loops do not support its tensors."""
     if "native" not in batch.memory:
         dense = batch.layout == "full" or all(is_dense(weight) for weight in batch.weights)
         known = all(grad.dtype in _FORMATS and is_dense(grad) for grad in batch.grads)
@@ -179,7 +179,7 @@ def table_of(batch: Batch) -> Table | None:
 
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes the update of the optimizer `kernel` in one pass over the tensors; where `found` is true nothing happens.
+    """Makes one update by the optimizer `kernel` in one pass over the tensors; does nothing if `found` is true.
 
     Raises:
         LookupError: no compiled loop has this name and takes these numbers and states.
@@ -195,7 +195,7 @@ def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, 
     """Calls a loop for the optimizer `kernel`.
 
     Raises:
-        LookupError: the loop does not know it, or not with such options; nothing was done.
+        LookupError: the loop does not know this optimizer, or not with these options; nothing was done.
     """
     numbers = array("d", options.numbers)
     if not loop(kernel.encode(), *structures, address(numbers), len(numbers), *rest):

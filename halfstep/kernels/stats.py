@@ -30,9 +30,9 @@ _MERGES: dict[Callable[..., Any], Callable[..., Tensor]] = {operator.add: torch.
 
 
 def empty_rows(count: int, device: torch.device) -> Tensor:
-    """Returns `count` rows of statistics of nothing: an int64 tensor of `count` times `WIDTH` zeros.
+    """Returns `count` empty rows of statistics: an int64 tensor of zeros, `count` by `WIDTH`.
 
-    They are on the CPU where `device` has no float64.
+    It is on the CPU if `device` has no float64.
     """
     device = torch.device("cpu") if device.type == "mps" else device
     return torch.zeros(count, WIDTH, dtype=torch.int64, device=device)
@@ -40,13 +40,15 @@ def empty_rows(count: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *, sample: int | None = None) -> None:
-    """Adds what each tensor holds to its row: `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
+    """Adds the statistics of each `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
 
-    Tensors are of any layout; of a sparse one the stored values are counted, and the real and imaginary parts of
-    complex ones as two elements. They are best on the device of `rows`, which must know float64 (MPS does not). A value
-    beyond fp32's exponents, which only fp64 has, counts in entry 0 or 255. `sample` bounds how many elements are read
-    of each tensor: the largest multiple of 64 up to it, at least 64, in runs of 64 neighbours in memory that are spread
-    evenly, without a period that rows could share; of a tensor that has no more elements than that, all are.
+    Tensors may have any layout. For a sparse tensor the stored values are counted; the real and imaginary parts of a
+    complex number count as two elements. Tensors are best on the device of `rows`, which must support float64 (MPS does
+    not). A value beyond fp32's exponents, which only fp64 has, counts in entry 0 or 255.
+
+    `sample` limits how many elements are read of each tensor, to the largest multiple of 64 up to `sample`, at least
+    64. They are read in runs of 64 neighbours in memory, spread evenly, but without a period that the rows of a matrix
+    could share. A tensor with no more elements than that is read whole.
     """
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
     flat = [_flat(t.to(rows.device)) for t in tensors]
@@ -81,7 +83,7 @@ def _stored(t: Tensor) -> Tensor:
 
 
 def _flat(t: Tensor) -> Tensor:
-    """Returns the elements of `t` in one dimension of a dtype that the loops read, in the order of memory."""
+    """Returns the elements of `t` in memory order, as a 1-dim tensor of a dtype that the loops can read."""
     t = t.detach()
     if t.layout is not torch.strided:
         t = _stored(t)
@@ -112,7 +114,7 @@ def _add_native(native: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: T
 
 
 def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
-    """Does what the native loop does with torch operations, on any device."""
+    """Does with torch operations, on any device, what the native loop does."""
     if limit and t.numel() > limit:
         t = t[sampled_places(t.numel(), limit, t.device)]
     for piece in torch.split(t, _PIECE):
@@ -120,9 +122,9 @@ def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
 
 
 def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
-    """Returns the places, of more than `sample` elements in the order of memory, that `add_stats` reads.
+    """Returns the indices that `add_stats` reads of `size` elements in memory order, which must be more than `sample`.
 
-    They are one run of 64 in each of equal stretches, at a place in it that looks random.
+    The elements are divided into equal stretches, and in each stretch one run of 64 is read, at a pseudorandom place.
     """
     runs = max(RUN, sample) // RUN
     stretch = size // runs

@@ -1,4 +1,4 @@
-"""What a launch over many tensors reads on the device: addresses, sizes, and which block belongs to which tensor."""
+"""Tables that a kernel launch over many tensors reads on the device: addresses, sizes, and the tensor of each block."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _VECTOR = 16  # bytes: tensors that start at multiples of it are read and writte
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one launch: their places in the lists, and what they have in common.
+    """The tensors of one launch: `places`, their indices in the lists, and what they have in common.
 
-    `kind` is that of the gradients; `aligned` says that all tensors start at multiples of 16 bytes.
+    `kind` is the format of the gradients; `aligned` says that all tensors start at multiples of 16 bytes.
     """
 
     places: list[int]
@@ -31,14 +31,17 @@ class Group:
     aligned: bool
 
     def pick(self, numbers: Sequence[int]) -> array[int]:
-        """Returns the numbers of the tensors of the group; zeros where a list has none."""
+        """Returns the entries of `numbers` for the tensors of the group; zeros if `numbers` is empty."""
         if len(numbers) == len(self.places):  # it has them all, in their order
             return array("q", numbers)
         return array("q", [numbers[i] for i in self.places] if numbers else bytes(8 * len(self.places)))
 
 
 def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[Group]:
-    """Yields groups of parameters that have `grads`, and other tensors at `addresses`: aligned, or empty, lists."""
+    """Yields parameters in groups of one gradient format and one alignment.
+
+    `addresses` are lists of the addresses of their tensors, each as long as `grads` or empty.
+    """
     found: dict[tuple[str, bool], list[int]] = {}
     held = [starts for starts in addresses if starts]
     for i, (grad, *starts) in enumerate(zip(grads, *held, strict=True)):
@@ -49,14 +52,15 @@ def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[
 
 
 def addresses(tensors: list[Tensor]) -> list[int]:
-    """Returns where the tensors begin."""
+    """Returns the memory addresses of the tensors."""
     return [t.data_ptr() for t in tensors]
 
 
 class Tables:
-    """Makes tables on a device without the host waiting for it, and keeps them in `scratch` for the next step.
+    """Makes tables on a device without waiting for it, and keeps them in `scratch` for later steps.
 
-    They come through pinned memory; while a CUDA graph is captured, as arguments of kernels, which the graph remembers.
+    Tables are copied through pinned memory. While a CUDA graph is captured, they are passed as arguments of kernels,
+    which the graph remembers.
     """
 
     def __init__(self, device: torch.device, scratch: Scratch) -> None:
@@ -65,7 +69,7 @@ class Tables:
         self._captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def numbers(self, *rows: array[int]) -> Tensor:
-        """Returns integers as an int64 tensor, row after row."""
+        """Returns rows of integers as one flat int64 tensor, row after row."""
         joined = b"".join(map(bytes, rows))
 
         def make() -> Tensor:
@@ -77,7 +81,7 @@ class Tables:
         return self._kept(joined, make)
 
     def owners(self, ends: array[int]) -> Tensor:
-        """Returns for each block its tensor (int32), where `ends` are the numbers of blocks up to and with each."""
+        """Returns the index of each block's tensor (int32); `ends` are cumulative counts, as `block_ends` returns."""
 
         def make() -> Tensor:
             blocks = torch.arange(ends[-1], device=self._device)
@@ -90,7 +94,7 @@ class Tables:
 
 
 def block_ends(sizes: Sequence[int], length: int) -> array[int]:
-    """Returns the number of blocks of `length` elements that tensors of these sizes have, up to and with each.
+    """Returns the cumulative numbers of blocks of `length` elements in tensors of these sizes.
 
     >>> list(block_ends([1, 0, 5], 4))
     [1, 1, 3]
@@ -114,7 +118,7 @@ def filled(values: list[int], device: torch.device) -> Tensor:
 
 
 def bits(number: float) -> int:
-    """Returns the bits of a float64 as an integer, as a kernel's own floats are fp32.
+    """Returns the bits of a float64 as an integer, because the floats that a kernel takes are fp32.
 
     >>> hex(bits(1.0))
     '0x3ff0000000000000'

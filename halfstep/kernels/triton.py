@@ -1,8 +1,8 @@
 """The read pass and the update as Triton kernels for CUDA: a launch covers many tensors through tables of addresses.
 
-Importing this file imports Triton. The arithmetic is that of `optim/eager.py`, in its order, with every operation
-rounded by itself: launches forbid contraction, and division and square root are the correctly rounded ones.
-Hyper-parameters are arguments of the kernels that nothing is specialised on, so that a scheduler compiles nothing.
+Importing this file imports Triton. The arithmetic and its order are those of `optim/eager.py`, with every operation
+rounded separately: launches forbid contraction, and division and square root are correctly rounded. Kernels are not
+specialised on hyper-parameters, so that a scheduler which changes them causes no compilation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _store_as(address, start, at, value, mask, TYPE: tl.constexpr, ALIGNED: tl.c
 
 @triton.jit
 def _load(address, start, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Loads elements of a kind as fp32; bf16 is the high half of the bits of one."""
+    """Loads elements of a format as fp32; the bits of a bf16 value are the high half of its fp32 bits."""
     if KIND == "bf16":
         value = (_load_as(address, start, at, mask, tl.int16, ALIGNED).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "fp16":
@@ -66,7 +66,7 @@ def _load(address, start, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Loads what the update works on: the weight itself, its copy, or the two halves of a split one."""
+    """Loads the fp32 values to update: the weight itself, its copy, or both parts of a split weight."""
     if LAYOUT == "copy":
         value = _load(extra, start, at, mask, "fp32", ALIGNED)
     elif LAYOUT == "split":
@@ -80,9 +80,9 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
 
 @triton.jit
 def _storable(bits):
-    """Returns the bits of results in fp32, each NaN that would round to a zero moved to the last that does not.
+    """Returns the bits of fp32 results; a NaN that would round to a zero becomes the nearest NaN that does not.
 
-    As in optim/split.py. Those next to infinity do not come here: a GPU's arithmetic makes every NaN 0x7FFFFFFF.
+    As in optim/split.py. NaNs next to infinity do not occur here: a GPU's arithmetic makes every NaN 0x7FFFFFFF.
     """
     magnitude = bits & 0x7FFFFFFF
     return tl.where(magnitude > 0x7FFF7FFF, bits - (magnitude - 0x7FFF7FFF), bits)
@@ -92,7 +92,7 @@ def _storable(bits):
 def _store_weight(
     weight, extra, start, at, value, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Stores the weight in its kind, rounded half away from zero in bf16, and what is kept beside it."""
+    """Stores the weight in its format, rounded half away from zero in bf16, and its copy or remainder."""
     if KIND == "bf16":
         bits = _storable(value.to(tl.int32, bitcast=True))
         _store_as(weight, start, at, (bits + 0x8000) >> 16, mask, tl.int16, ALIGNED)
@@ -126,7 +126,7 @@ def _double(bits):
 
 @triton.jit
 def _power(base, exponent):
-    """Returns the power of a float64 with a whole exponent, by squaring: off by far less than a fp32 shows."""
+    """Returns a float64 raised to an integer, by squaring; the error is far too small to show in fp32."""
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where((exponent & 1) != 0, result * base, result)
@@ -144,9 +144,10 @@ def _corrections_kernel(
     table, count: tl.int64, found, lr_tensor, lr: tl.int64, beta1: tl.int64, beta2: tl.int64, weight_decay: tl.int64,
     out, LR_TENSOR: tl.constexpr,
 ):
-    """Counts a step t of each tensor, and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t).
+    """Counts up each tensor's step t and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t).
 
-    They are computed in float64; arguments that are numbers come as the bits of one, as a kernel's own floats are fp32.
+    These are computed in float64. Numbers are passed as the bits of a float64, because the floats that a kernel takes
+    are fp32.
     """
     if tl.load(found) == 0:
         tensor = tl.program_id(0)
@@ -321,8 +322,8 @@ def _read_block(
 ):
     """Returns the sum of squares of a block as float64, and whether it holds an infinity or a NaN.
 
-    The squares are summed in fp32 on elements times a power of two that brings the largest near 1, so that neither
-    the largest overflow nor the small ones that count underflow. The test looks at the bits of the elements alone.
+    The squares are summed in fp32. Elements are first multiplied by a power of two that brings the largest near 1, so
+    that no square overflows, and none that matters underflows. The test looks only at the bits of the elements.
     """
     at = tl.arange(0, BLOCK)
     if MASKED:
@@ -344,9 +345,9 @@ def _read_kernel(
     owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the sum of squares of each block, and 1 for each tensor with an element that is not finite.
+    """Writes the sum of squares of each block, and a 1 into the flag of each tensor with a non-finite element.
 
-    The table has 3 rows; the third is the place of the tensor's flag.
+    The table has 3 rows; the third holds the index of the tensor's flag.
     """
     block = tl.program_id(0)
     tensor = tl.load(owners + block)
@@ -379,8 +380,8 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
     """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient.
 
     Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the test a 0-dim bool, the flags a
-    bool tensor; all stay on the device. The sums have one order, so that equal gradients give equal bits. The test is
-    exact: squares that overflow fp32 do not trip it. Tables of addresses are kept in `scratch`.
+    bool tensor; all stay on the device. The order of the sums is fixed, so that equal gradients give equal bits. The
+    test is exact: squares that overflow fp32 do not trip it. Tables of addresses are kept in `scratch`.
     """
     device = grads[0].device
     tables = Tables(device, scratch)
@@ -414,7 +415,7 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
 
 
 def fits(batch: Batch, options: Options) -> bool:
-    """Returns whether the kernels take these tensors: an fp32 update, on tensors that are dense in memory."""
+    """Returns whether the kernels take this batch: the update is in fp32, and the weights are dense in memory."""
     if batch.dtype is not torch.float32 or any(grad.dtype not in KINDS for grad in batch.grads):
         return False
     return all(map(is_dense, batch.weights))
@@ -427,7 +428,10 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
         LookupError: no kernel has this name.
     """
     if kernel not in _LAUNCHES:
-        raise LookupError(f"Triton has no kernel {kernel!r}; those of optimizers are {list(_LAUNCHES)}")
+        raise LookupError(
+            f"no Triton kernel {kernel!r}; the optimizer's row (halfstep/optim/table.py) must name one of "
+            f"{list(_LAUNCHES)}"
+        )
     tables = Tables(batch.device, scratch)
     if "triton" not in batch.memory:
         batch.memory["triton"] = _lasting(batch)
@@ -450,7 +454,7 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 
 
 def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
-    """Returns what an update of the batch writes, and the rows of its table but for the first blocks."""
+    """Returns the tensors that an update of the batch writes, and the rows of its table except the first blocks."""
     states = list(batch.states.values())
     fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
     rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
@@ -459,7 +463,7 @@ def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
 
 @dataclass(frozen=True)
 class _Common:
-    """What all launches of an update get: the arguments of `update`, and the learning rate as tensor or number."""
+    """What all launches of an update need; the learning rate is `lr_tensor`, or `lr` if that is None."""
 
     factor: Tensor | None
     found: Tensor
@@ -468,7 +472,7 @@ class _Common:
 
 
 def _corrections(options: Options, common: _Common, table: Tensor, count: int) -> Tensor:
-    """Counts the step of each tensor and returns its three coefficients."""
+    """Counts up the step of each tensor and returns three coefficients for each tensor."""
     beta1, beta2, *_ = options.numbers
     corrections = torch.empty(3 * count, dtype=torch.float32, device=table.device)
     _corrections_kernel[(count,)](
@@ -534,7 +538,7 @@ _LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd}
 
 
 def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:
-    """Returns what the kernels of all optimizers are compiled for."""
+    """Returns the compile-time arguments that the kernels of all optimizers share."""
     return {
         "LAYOUT": batch.layout,
         "KIND": KINDS[batch.weights[0].dtype],
@@ -551,7 +555,7 @@ def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common)
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
     """Returns the learning rate as a tensor that a kernel can read, or None and the number.
 
-    A tensor on the CPU is read here, which waits for nothing.
+    A CPU tensor is read here, without waiting for a device.
     """
     if isinstance(lr, Tensor) and (not lr.is_cpu or device.type == "cpu"):
         return lr.to(device, non_blocking=True), 0.0
@@ -559,5 +563,5 @@ def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, floa
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which launches go to `device`; Triton's interpreter has the CPU."""
+    """Returns a context in which launches go to `device`; for a CPU, where Triton's interpreter runs, it is empty."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

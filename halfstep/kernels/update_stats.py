@@ -1,4 +1,4 @@
-"""What an update adds to weights, before any rounding, counted in units of the weights' last places."""
+"""Statistics of what an update adds to weights, before any rounding, in units in the last place of the weights."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _P, _L = ctypes.c_void_p, ctypes.c_int64
 
 
 class Updates(Protocol):
-    """What one step adds to parameters of one device."""
+    """What one step adds to parameters on one device."""
 
     @property
     def params(self) -> list[Parameter]:
-        """Whose updates these are."""
+        """The parameters that the step updates."""
 
     @property
     def stored(self) -> list[Tensor]:
-        """The parameters as they lie in memory before the step."""
+        """The parameters as they are stored before the step."""
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; None passes it over.
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips the parameter if that is None.
 
-        The elements are updates in units in the last place of the stored weight, zero where the step is skipped.
+        The elements are updates in units in the last place of the stored weight; zero if the step is skipped.
         `rows` and `sample` are as in `halfstep.kernels.stats.add_stats`. Reads nothing on the host.
         """
 
 
 def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
-    """Returns a float64 update in units in the last place of `weight`, in the format of its dtype.
+    """Returns a float64 update in units in the last place of `weight`, in the format of `weight`.
 
     The unit of a weight w is the distance from |w| to the next larger value: 2^(floor(log2 |w|) - fraction bits), and
     below the smallest normal value, zero included, the smallest subnormal. The division is exact.
@@ -71,7 +71,7 @@ def _loops() -> ctypes.CDLL | None:
 
 
 def fits(batch: Batch, options: Options, rows: Tensor) -> bool:
-    """Returns whether `add_updates` takes this batch: one that the compiled step takes, and rows on the CPU."""
+    """Returns whether `add_updates` takes this batch: the compiled step takes it, and `rows` are on the CPU."""
     return rows.is_cpu and native.fits(batch, options) and _loops() is not None
 
 
@@ -85,10 +85,10 @@ def add_updates(
     *,
     sample: int | None,
 ) -> None:
-    """Adds the statistics of what the next update of a batch adds to each weight, in one pass; changes no tensor of it.
+    """Adds the statistics of what a batch's next update adds to each weight, in one pass; does not change the batch.
 
     `kernel` names the optimizer, as in `native.update`. `batch.steps` are the counts of the updates made so far. `rows`
-    are where in memory the row of each parameter is, 0 for none. For the rest see `Updates.add_to`.
+    are the memory addresses of the parameters' rows, 0 for no row. For the rest see `Updates.add_to`.
     """
     loops, table = _loops(), native.table_of(batch)
     assert loops is not None
@@ -99,7 +99,7 @@ def add_updates(
 
 
 def addresses_of(rows: Tensor, places: Sequence[int | None]) -> array[int]:
-    """Returns where in memory rows are; 0 for None."""
+    """Returns the memory addresses of the rows at `places`; 0 for None."""
     start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
     return array("q", [0 if place is None else start + place * step for place in places])
 

@@ -1,1 +1,1 @@
-"""How updates keep the precision that low weights lack: masters, an own update, and any optimizer on masters."""
+"""Updates with the precision that low-precision weights lack: masters, halfstep's own update, optimizers on masters."""

@@ -1,4 +1,4 @@
-"""Adam and AdamW as halfstep updates them."""
+"""halfstep's own update of Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class AdamOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The running means of gradient and square, and with amsgrad the highest of the latter."""
+        """The running means of the gradient and of its square, and with amsgrad the maximum of the second."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """As in kernels/optimizers.h."""
+        """The numbers that the kernels take, in the order of kernels/optimizers.h."""
         return self.beta1, self.beta2, self.eps
 
 
@@ -52,7 +52,7 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 
 
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
-    """Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019 (decoupled)."""
+    """Yields new values by Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019."""
     lr = precise(options.lr, batch)
     sizes, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected, lr=lr)
     for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):
@@ -65,7 +65,7 @@ def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
 
 
 def fused(options: AdamOptions) -> Kernel | None:
-    """Returns torch's kernel, or None without the correction of biases, which it always makes."""
+    """Returns torch's fused kernel, or None if bias correction is off, since the kernel always applies it."""
     return _fused if options.corrected else None
 
 

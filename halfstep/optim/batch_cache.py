@@ -1,4 +1,4 @@
-"""How an optimizer's parameters were sorted into batches, kept from step to step while nothing about them changes."""
+"""Keeps how an optimizer's parameters are sorted into batches, from step to step while nothing about them changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = dict[str, Any]
 
 
 class Placed:
-    """Where a parameter stands: in which batch, at which index, with which memory and state."""
+    """The batch of a parameter, its index there, and the memory and state that the batch was made from."""
 
     __slots__ = (
         "address",
@@ -52,7 +52,7 @@ class Placed:
         ]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
-        """Puts a new gradient in place; returns False, with nothing lasting done, where anything else has changed."""
+        """Puts a new gradient into the batch; returns False and changes nothing if anything else has changed."""
         own = param if type(param) is Parameter else local(param)
         if (
             param is not self.param
@@ -80,7 +80,7 @@ class Placed:
 
 @dataclass
 class BatchCache:
-    """The batches and rows of each param group, in the order of the groups."""
+    """The batches and sparse rows of each param group, in the order of the groups."""
 
     groups: list[tuple[list[Batch], list[SparseRows]]] = field(default_factory=list)
     lasting: bool = False  # whether the next step can use it again
@@ -93,7 +93,7 @@ class BatchCache:
         self._placed[id(param)] = Placed(batch, param, state)
 
     def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
-        """Notes for which parameters, groups and kinds of state this was made; it lasts where it has all of them."""
+        """Notes the parameters, groups and states that this was made for; it is reusable if it has all parameters."""
         groups = zip(optimizer.param_groups, all_options, strict=True)
         self._made_for = [(group, _ids(group), options.states) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
@@ -102,7 +102,7 @@ class BatchCache:
     def take(
         self, params: list[Parameter], grads: list[Tensor], all_options: Sequence[Options], optimizer: Optimizer
     ) -> bool:
-        """Puts this step's gradients in place; returns False where parameters, groups or state are others now."""
+        """Puts this step's gradients into the batches; returns False if parameters, groups or state have changed."""
         groups = optimizer.param_groups
         if len(params) != len(self._order):  # parameters without elements stand nowhere
             kept = [pair for pair in zip(params, grads, strict=True) if pair[0].numel() or pair[1].numel()]
@@ -119,7 +119,7 @@ class BatchCache:
         return True
 
     def release(self) -> None:
-        """Lets go of the gradients, which would stay in memory beyond `zero_grad`; the weights hold their places."""
+        """Releases the gradients, which would stay in memory after `zero_grad`, by putting weights in their places."""
         for batches, _ in self.groups:
             for batch in batches:
                 batch.grads[:] = batch.weights

@@ -1,4 +1,4 @@
-"""Clipping that belongs to an optimizer's law: by the norm of all gradients that the optimizer steps with."""
+"""Clipping that is part of an optimizer's update rule: by the norm of all gradients of one step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from halfstep.torch_internals import foreach_norm
 def group_factors(
     all_options: Sequence[Options], grads: Sequence[Tensor], factor: Tensor | None
 ) -> list[Tensor | None]:
-    """Returns what multiplies the gradients of each param group: `factor`, and what keeps their norm at its `max_norm`.
+    """Returns for each param group the factor of its gradients: `factor` times what clips to the group's `max_norm`.
 
     The norm is the L2 norm of all elements of `grads` times `factor` (0-dim fp32, None for 1), over all groups
-    together; each group has its own most, or none. Nothing is read on the host. Where the norm is not finite, the
-    product with a gradient that is not stays so.
+    together; each group has its own `max_norm`, or none. Nothing is read on the host. If the norm is not finite,
+    non-finite gradients stay non-finite after the multiplication.
     """
     most = [options.max_norm for options in all_options]
     if not grads or not any(most):
@@ -37,7 +37,7 @@ def group_factors(
 
 
 def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the L2 norm over all elements, summed so wide that no square of a low or fp32 element overflows."""
+    """Returns the L2 norm over all elements, in a dtype in which squares of fp32 elements do not overflow."""
     places: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():

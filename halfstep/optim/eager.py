@@ -2,8 +2,8 @@
 
 Faster implementations are tested against this one. The order of operations is part of the contract, so that a loop
 without contraction (`-ffp-contract=off`) can give the same bits: coefficients are computed in double and rounded once
-to the dtype of the update, and square roots are taken in double, as torch's own fp32 root on a CPU is one place off for
-some values.
+to the dtype of the update, and square roots are taken in double, because torch's fp32 square root on a CPU is off by
+one unit in the last place for some values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Law = Callable[[Batch, Any], Iterator[Sequence[Tensor]]]
 
 
 def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
-    """Updates full weights and states in place by `law`; where `found` is true nothing changes.
+    """Updates full weights and states in place by `law`; changes nothing if `found` is true.
 
-    New values are chosen with `where`, never multiplied by a zero, which would keep a NaN.
+    Old or new values are chosen with `where`; multiplying by zero would keep a NaN.
     """
     held = zip(batch.weights, *batch.states.values(), strict=True)
     for old, new in zip(held, law(batch, options), strict=True):
@@ -35,9 +35,9 @@ def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
 
 
 def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Yields each weight, its gradient and its states, with the weight decay in one of the first two.
+    """Yields each weight, its gradient and its states, with the weight decay applied to the weight or the gradient.
 
-    The gradient has the sign in which the weight goes down it.
+    With `maximize` the gradient is negated, so that an update always descends.
     """
     decay, kept = options.weight_decay, None
     if decay and options.decoupled:
@@ -51,12 +51,12 @@ def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, li
 
 
 def precise(value: Number, batch: Batch) -> Number:
-    """Returns a number, or a tensor on the device of the batch, in the precision that coefficients are computed in."""
+    """Returns `value` in the precision that coefficients are computed in, a tensor on the device of the batch."""
     return value.to(batch.device, widest(batch.device)) if isinstance(value, Tensor) else value
 
 
 def rounded(value: Number, batch: Batch) -> Number:
-    """Returns a coefficient, where it is a tensor in the dtype of the update."""
+    """Returns a coefficient; one that is a tensor is rounded to the dtype of the update."""
     return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
 
 
@@ -65,7 +65,8 @@ def bias_corrections(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns 1 - beta1^t, or `lr` over it, and sqrt(1 - beta2^t) for each step count, 0-dim in the update's dtype.
 
-    They are what running means that begin at zero miss of a mean and of a root mean square; 1 if not `corrected`.
+    They correct the bias of a running mean, and of the root of a running mean of squares, that begin at zero. If not
+    `corrected`, they are 1, or `lr`, and 1.
     """
     steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
     if not corrected:
@@ -81,5 +82,5 @@ def root(t: Tensor) -> Tensor:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Returns the dtype that coefficients are computed in."""
+    """Returns the widest float dtype of the device, which coefficients are computed in."""
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64

@@ -1,4 +1,4 @@
-"""Any optimizer on fp32 masters: they stand in for the low parameters while its own `step` runs."""
+"""Any optimizer on fp32 masters, which replace low-precision parameters while its own `step` runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from halfstep.torch_internals import mark_stepped
 class ForeignStepper:
     """Runs an optimizer's own `step` with fp32 stand-ins and true fp32 gradients in its groups and state.
 
-    Its update cannot be predicated, so the step reads `found` on the host, once, and does not call the optimizer on a
-    skip.
+    Such a step cannot be skipped on the device, so `step` reads `found` on the host, once, and does not call the
+    optimizer if the step is skipped.
     """
 
     syncs = True
@@ -41,10 +41,10 @@ class ForeignStepper:
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads` times `factor`, or does nothing where `found` is true; waits for the device.
+        """Updates `params` from `grads` times `factor`, or does nothing if `found` is true; waits for the device.
 
-        Returns what a post hook raised, after the update. What the optimizer's own step raises in its middle leaves it
-        half made, as in torch.
+        Returns the exception that a post hook raised after the update, or None. If the optimizer's own step raises, the
+        update may be half made, as in torch.
 
         Raises:
             SessionError: a gradient does not fit its parameter; nothing was changed.
@@ -58,7 +58,7 @@ class ForeignStepper:
             return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
-        """Steps the optimizer with the gradients at its parameters, as torch does: they and the rates are zero then."""
+        """Makes state by a step with the present gradients, as torch does; they and the learning rates must be zero."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [part_of(p.grad, p) for p in params if p.grad is not None]
         failed = self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu"))
@@ -71,7 +71,7 @@ class ForeignStepper:
 
     @contextmanager
     def _stood_in(self, params: list[Parameter]) -> Iterator[None]:
-        """Puts the stand-ins of low parameters into groups and state, and then their values into the parameters."""
+        """Replaces low parameters by stand-ins in groups and state; at the end stores the stand-ins' values in them."""
         swapped = {
             p: self._stand_in(p)
             for p in params
@@ -90,7 +90,7 @@ class ForeignStepper:
                 stand_in.data = stand_in.new_empty(0)  # between steps the store alone holds masters
 
     def _stand_in(self, p: Parameter) -> Parameter:
-        """Returns the fp32 Parameter that stands in for `p`: always the same object, as optimizers may remember it."""
+        """Returns the fp32 stand-in of `p`: always the same object, because optimizers may keep a reference to it."""
         stand_in = self._stand_ins.get(p)
         if stand_in is None:
             stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
@@ -103,7 +103,7 @@ class ForeignStepper:
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
-        """Replaces parameters as members of groups and keys of state, in the same list and dict objects."""
+        """Replaces parameters in the param groups and as keys of the state; the list and dict objects stay the same."""
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             group["params"][:] = [by.get(p, p) for p in group["params"]]
@@ -114,7 +114,7 @@ class ForeignStepper:
 
     @contextmanager
     def _true_gradients(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-        """Gives the parameters that the optimizer sees unscaled full gradients, and takes them back afterwards."""
+        """Sets unscaled full gradients on the parameters that the optimizer sees; at the end puts the old ones back."""
         held: list[tuple[Parameter, Tensor | None, Tensor]] = []
         try:
             for p, grad in zip(params, grads, strict=True):

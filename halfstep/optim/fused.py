@@ -26,9 +26,9 @@ def fits(batch: Batch, options: Options) -> bool:
 
 
 def update(kernel: Kernel, batch: Batch, options: Options, found: Tensor) -> None:
-    """Updates full weights and states in place from full, unscaled gradients; where `found` is true nothing changes.
+    """Updates full weights and states in place from full, unscaled gradients; changes nothing if `found` is true.
 
-    The step counts come already advanced.
+    `batch.steps` must already count this update.
     """
     lr = options.lr
     if isinstance(lr, Tensor) and lr.device.type != "cpu":

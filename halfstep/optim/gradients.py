@@ -1,4 +1,4 @@
-"""True gradients for optimizers and their hooks, which know nothing of scales and low weights."""
+"""True gradients for optimizers and their hooks, which know nothing of loss scales and low-precision weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 
 @contextmanager
 def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-    """Puts `grads` times `factor`, in fp32 for low parameters, into `p.grad` of `params`, and takes them back after.
+    """Within a `with` block, `p.grad` of each parameter is its gradient times `factor`, in fp32 if `p` is low.
 
-    A `p.grad` that is None at the end stays None: it was dropped on purpose. What else was assigned to it is dropped.
+    At the end the old gradients come back, whatever was assigned to `p.grad` meanwhile, except where `p.grad` is None
+    by then: it was dropped on purpose.
     """
     held: list[tuple[Parameter, Tensor | None]] = []
     try:
@@ -34,7 +35,7 @@ def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor 
 
 
 def unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    """Returns `grad`, dense or sparse, in `dtype` and times `factor`; its own memory where nothing changes."""
+    """Returns `grad`, dense or sparse, in `dtype` and times `factor`; shares its memory if nothing changes."""
     local = None if factor is None else factor.to(grad.device, non_blocking=True)
     if grad.is_sparse:
         values = unscaled(sparse_values(grad), dtype, local)

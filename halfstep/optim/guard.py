@@ -1,4 +1,4 @@
-"""A habitual `optimizer.step()` is stopped, or goes to the session that owns the step; schedulers go on as always."""
+"""Makes a habitual `optimizer.step()` raise, or sends it to the session that owns the step; schedulers still work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _ORIGINAL = "_halfstep_original_step"  # functools.wraps carries it on, so the o
 
 
 def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Makes `optimizer.step()` raise a SessionError with `message`; returns the undo. `prepare` as in `send_step`."""
+    """Makes `optimizer.step()` raise a SessionError with `message`; returns a function that undoes this.
+
+    For `prepare` see `send_step`.
+    """
 
     def refuse(closure: Any = None) -> None:
         raise SessionError(message)
@@ -27,14 +30,14 @@ def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] 
 def send_step(
     optimizer: Optimizer, instead: Callable[..., Any], prepare: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """Has `optimizer.step()` call `instead` with its arguments; returns the undo.
+    """Makes `optimizer.step()` call `instead` with its arguments; returns a function that undoes this.
 
-    `prepare` makes the optimizer's first state. It is called in place of the one step that only is for that: with zero
-    gradients and rates, before a state is read or loaded (`torch.distributed.checkpoint.state_dict`).
+    `prepare` makes the optimizer's first state. It is called in place of a step that only serves to make state, with
+    zero gradients and learning rates, before a state is read or loaded (`torch.distributed.checkpoint.state_dict`).
 
-    LR schedulers wrap `optimizer.step` when they are made, and look for their wrapper on their first `step()`: one made
-    before finds its mark on the guard, one made while the guard stands wraps the guard, which `undo` then turns into a
-    pass-through.
+    LR schedulers wrap `optimizer.step` when they are made, and look for their wrapper on their first `step()`. A
+    scheduler made before the guard finds its mark on the guard. One made later wraps the guard, which therefore becomes
+    a pass-through when this is undone.
     """
     original = original_step(optimizer)
     released = False
@@ -61,7 +64,7 @@ def send_step(
 
 
 def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Gives an optimizer a method of its own; the returned undo does nothing where somebody has wrapped it since."""
+    """Puts `method` over that of an optimizer; returns a function that undoes this if `method` is still in place."""
     held = vars(optimizer).get(name)
     setattr(optimizer, name, method)
 
@@ -77,13 +80,13 @@ def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Cal
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` would make its state and no more; reads gradients on the host."""
+    """Returns whether a step of `optimizer` would only make its state; reads gradients on the host."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return not optimizer.state and not any(map(float, rates)) and not any(bool(grad.any()) for grad in grads)
 
 
 def original_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the `step` that `optimizer` would run if no guard stood on it."""
+    """Returns the `step` that `optimizer` would run without a guard."""
     step: Callable[..., Any] = getattr(optimizer.step, _ORIGINAL, optimizer.step)
     return step

@@ -1,4 +1,4 @@
-"""The step hooks of an optimizer, run by an update that does not call its `step`, and halfstep's own hook on all."""
+"""Runs an optimizer's step hooks for an update that does not call its `step`; watches the steps of all optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.torch_internals import (
 
 
 class _Watch:
-    """A step hook that looks at the optimizer alone, through a method that it does not keep alive."""
+    """A step hook that passes the optimizer to a method, without keeping the method's object alive."""
 
     def __init__(self, look: WeakMethod[Callable[[Optimizer], None]]) -> None:
         self._look = look
@@ -31,9 +31,9 @@ class _Watch:
 
 
 def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Has the method `look` called with any optimizer of this process before it steps; returns the undo.
+    """Calls the method `look` with each optimizer of this process before it steps; returns a function that undoes this.
 
-    What `look` raises stops the step. This ends, too, when the object of the method is gone.
+    An exception from `look` stops the step. The calls also end when the object of the method is gone.
     """
     method = WeakMethod(look, lambda _: undo())
     undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(method)).remove
@@ -41,22 +41,22 @@ def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` runs any hook, of the instance or of all optimizers, but `watch_steps`."""
+    """Returns whether a step of `optimizer` runs any hook, its own or a global one, except those of `watch_steps`."""
     own = step_pre_hooks_of(optimizer) or step_post_hooks_of(optimizer)
     others = [hook for hook in GLOBAL_STEP_PRE_HOOKS.values() if type(hook) is not _Watch]
     return bool(own or others or GLOBAL_STEP_POST_HOOKS)
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:
-    """Runs the hooks of `register_optimizer_step_pre_hook` and of the instance, in torch's order, with no arguments."""
+    """Runs the global step pre-hooks and those of the instance, in torch's order, as for `step()` without arguments."""
     for hook in chain(GLOBAL_STEP_PRE_HOOKS.values(), step_pre_hooks_of(optimizer).values()):
         hook(optimizer, (optimizer,), {})
 
 
 def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
-    """Runs the post hooks of the instance and of `register_optimizer_step_post_hook`, in torch's order.
+    """Runs the step post hooks of the instance and the global ones, in torch's order.
 
-    The first that raises ends this as it would in torch; what it raised is returned, since the step is made.
+    The first hook that raises is the last to run, as in torch. Its exception is returned, because the step is made.
     """
     try:
         for hook in chain(step_post_hooks_of(optimizer).values(), GLOBAL_STEP_POST_HOOKS.values()):
@@ -67,10 +67,10 @@ def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
 
 
 def run_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> BaseException | None:
-    """Runs the optimizer's own `step`; returns what a post hook raised, which the step came before.
+    """Runs the optimizer's own `step`; returns the exception that a post hook raised after the step, or None.
 
     Raises:
-        BaseException: what the step itself raised, or a pre-hook.
+        BaseException: whatever the step itself or a pre-hook raised.
     """
     hooks = step_post_hooks_of(optimizer)
     if not hooks and not GLOBAL_STEP_POST_HOOKS:

@@ -1,4 +1,4 @@
-"""The update of a batch by an optimizer's row, behind one function with a table of implementations."""
+"""Updates a batch by an optimizer's row, with the first of several implementations that supports it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CHUNK_ELSEWHERE = 2**23
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute updates: what of a row it runs, None for nothing, which batches it can take, and the call.
+    """A way to compute updates: its kernel for a row (None: it has none), the batches that it can take, and the call.
 
     `run(kernel, batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of
-    them bit for bit as they were where `found` (0-dim bool) is true. `factor` (0-dim fp32, or None for 1) multiplies
-    every gradient first, rounded once to fp32. Unless `found`, the step counts go up by 1 first and the fresh flags
-    down to 0 last. Nothing is read on the host.
+    them bit for bit as they were if `found` (0-dim bool) is true. It first multiplies every gradient by `factor` (0-dim
+    fp32, or None for 1), rounded once to fp32. Unless `found`, it increments the step counts before the update and sets
+    the fresh flags to 0 after it. Nothing is read on the host.
     """
 
     kernel: Callable[[OptimizerRow, Options], Any]
@@ -52,7 +52,8 @@ def update(
     """Makes one update of `batch` with the first of `implementations` that takes it.
 
     Raises:
-        LookupError: none of them does, or the row names a kernel that is not there or does not take these options.
+        LookupError: no implementation takes the batch, or the row names a kernel that does not exist or does not take
+            these options.
     """
     for implementation in implementations.values():
         kernel = implementation.kernel(row, options)
@@ -66,10 +67,10 @@ def update(
 
 
 def opened(core: Core) -> Run:
-    """Returns the implementation around a `core` that knows full weights and full, unscaled gradients only.
+    """Returns the `run` of an implementation whose `core` supports only full weights and full, unscaled gradients.
 
-    Part by part the low weights are brought to fp32 in scratch memory, updated there, and stored again; around it the
-    step counts and fresh flags are kept.
+    It converts low weights to fp32 in scratch memory, part by part, updates them there, and stores them again. It also
+    keeps the step counts and fresh flags.
     """
 
     def run(

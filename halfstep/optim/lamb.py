@@ -1,4 +1,4 @@
-"""LAMB, an optimizer of halfstep's own: Adam's direction, at a length that goes with the norm of each weight."""
+"""LAMB, one of halfstep's own optimizers: Adam's direction, with a length proportional to the norm of each weight."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from halfstep.optim.own_step import check_numbers, own_step
 
 
 class Lamb(Optimizer):
-    """LAMB, "Large Batch Optimization for Deep Learning" (You et al. 2020), algorithm 2; also without a session.
+    """LAMB, "Large Batch Optimization for Deep Learning" (You et al. 2020), algorithm 2; works without a session too.
 
-    Adam's update `u` of each weight `w`, with `weight_decay * w` added, is made `lr * norm(w)` long: the weight becomes
-    `w - lr * norm(w) / norm(u) * u`, with both norms over the whole tensor, and with the factor 1 where a norm is 0.
+    Adam's update `u` of each weight `w`, with `weight_decay * w` added, is scaled to the length `lr * norm(w)`: the
+    weight becomes `w - lr * norm(w) / norm(u) * u`. Both norms are over the whole tensor; if one is 0, their ratio
+    counts as 1.
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: the learning rate, a number or a tensor of one.
-        betas: how much of the running means of gradient and square stays at a step; both in [0, 1).
-        eps: added to the root of the mean square.
+        lr: the learning rate, a number or a tensor with one element.
+        betas: how much of the running means of the gradient and of its square a step keeps; both in [0, 1).
+        eps: added to the square root of the mean square.
         weight_decay: how much of the weight is added to the update.
-        bias_correction: correct the running means, which begin at zero.
-        grad_averaging: weigh a gradient by 1 - beta1 in its running mean; else by 1.
-        max_grad_norm: the most that the norm of all gradients together may be, larger ones are clipped; None for no
-            clipping.
-        decoupled_weight_decay: False adds `weight_decay` times the weight to the gradient.
-        always_adapt: False leaves the length of updates without weight decay as Adam has it, as most do for biases and
-            norms.
+        bias_correction: whether to correct the bias of the running means, which begin at zero.
+        grad_averaging: whether a gradient enters its running mean times 1 - beta1, not times 1.
+        max_grad_norm: the norm to which all gradients together are clipped; None for no clipping.
+        decoupled_weight_decay: if False, `weight_decay` times the weight is added to the gradient instead.
+        always_adapt: if False, updates without weight decay keep Adam's length, as is usual for biases and norms.
 
     Raises:
         ValueError: a number is out of its range.
@@ -55,7 +54,7 @@ class Lamb(Optimizer):
     ) -> None:
         check_numbers("Lamb", betas, {"learning rate": lr, "eps": eps, "weight decay": weight_decay})
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"Lamb's max_grad_norm must be above 0, or None not to clip, not {max_grad_norm}")
+            raise ValueError(f"Lamb's max_grad_norm must be above 0, or None for no clipping, not {max_grad_norm}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -70,7 +69,7 @@ class Lamb(Optimizer):
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+        """Calls `closure` if passed, updates the parameters that have a gradient, and returns the closure's result.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -92,17 +91,17 @@ class LambOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The running means of gradient and square."""
+        """The running means of the gradient and of its square."""
         return "exp_avg", "exp_avg_sq"
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What the law takes besides."""
+        """The further numbers that the update takes."""
         return self.beta1, self.beta2, self.eps
 
     @property
     def max_norm(self) -> float | None:
-        """The most that the norm of all gradients may be."""
+        """The norm to which all gradients together are clipped; None for no clipping."""
         return self.clip_to
 
 
@@ -124,7 +123,7 @@ def options(group: Mapping[str, Any]) -> LambOptions:
 
 
 def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
-    """You et al. 2020, algorithm 2."""
+    """Yields new values by You et al. 2020, algorithm 2."""
     share = 1 - options.beta1 if options.averaging else 1.0
     means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = precise(options.lr, batch), options.weight_decay if options.decoupled else 0.0
@@ -140,7 +139,7 @@ def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
 
 
 def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions) -> Tensor:
-    """Returns lr * norm(w) / norm(u), or lr where one of them is 0, as a 0-dim tensor of the update's dtype."""
+    """Returns lr * norm(w) / norm(u), or lr if a norm is 0 or not `adapts`, as a 0-dim tensor of the update's dtype."""
     wide = widest(batch.device)
     trust = torch.ones((), dtype=wide, device=batch.device)
     if options.adapts:

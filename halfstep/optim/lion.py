@@ -1,4 +1,4 @@
-"""Lion, an optimizer of halfstep's own: the sign of a momentum, one state, half of Adam's memory."""
+"""Lion, one of halfstep's own optimizers: it moves weights by the sign of a momentum, with half of Adam's state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from halfstep.optim.own_step import check_numbers, own_step
 
 
 class Lion(Optimizer):
-    """Lion, "Symbolic Discovery of Optimization Algorithms" (Chen et al. 2023), algorithm 2; also without a session.
+    """Lion, "Symbolic Discovery of Optimization Algorithms" (Chen et al. 2023), algorithm 2; needs no session.
 
     Each element moves by `lr` in the direction of sign(beta1 * m + (1 - beta1) * gradient) and shrinks by
-    `lr * weight_decay` of itself; then m becomes beta2 * m + (1 - beta2) * gradient. The sign of 0 is 0, that of NaN
-    NaN. The paper advises a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+    `lr * weight_decay` of itself; then m becomes beta2 * m + (1 - beta2) * gradient. The sign of 0 is 0, and the sign
+    of NaN is NaN. The paper advises a learning rate 3 to 10 times smaller than for AdamW, and a weight decay larger by
+    the same factor.
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: the learning rate, a number or a tensor of one.
-        betas: how much of the momentum counts in the direction, and how much of it stays; both in [0, 1).
+        lr: the learning rate, a number or a tensor with one element.
+        betas: the share of the momentum in the direction, and in the next momentum; both in [0, 1).
         weight_decay: decoupled weight decay.
-        maximize: go up the gradient.
+        maximize: follow the gradient upwards.
 
     Raises:
         ValueError: a number is out of its range.
@@ -47,7 +48,7 @@ class Lion(Optimizer):
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+        """Calls `closure` if passed, updates the parameters that have a gradient, and returns the closure's result.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -64,12 +65,12 @@ class LionOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The momentum."""
+        """The momentum, the only state."""
         return ("exp_avg",)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """As in kernels/optimizers.h."""
+        """The numbers that the kernels take, in the order of kernels/optimizers.h."""
         return self.beta1, self.beta2
 
 
@@ -86,7 +87,7 @@ def options(group: Mapping[str, Any]) -> LionOptions:
 
 
 def eager(batch: Batch, options: LionOptions) -> Iterator[list[Tensor]]:
-    """Chen et al. 2023, algorithm 2."""
+    """Yields new values by Chen et al. 2023, algorithm 2."""
     lr = rounded(options.lr, batch)
     for w, g, (m,) in decayed(batch, options):
         mixed = m * options.beta1 + g * (1 - options.beta1)

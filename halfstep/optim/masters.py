@@ -1,4 +1,4 @@
-"""The fp32 values of weights that are stored low: kept as a copy, split, or not at all."""
+"""The fp32 values of weights that are stored in low precision: kept as a copy, split, or not at all."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class _Entry:
 class MasterStore:
     """The masters of one session, by Parameter.
 
-    A tracked Parameter is stored in `low`, rounded half away from zero in bf16 under every kind, so that `copy` and
-    `split` train bit-identically. Beside it stands its `extra`: the fp32 master (`copy`), the int16 remainder
+    A tracked Parameter is stored in `low`; bf16 is rounded half away from zero for every kind, so that `copy` and
+    `split` train bit-identically. Its `extra` is kept beside it: the fp32 master (`copy`), the int16 remainder
     (`split`), or nothing (`none`). Parameters that are not tracked are their own master.
     """
 
     def __init__(self, kind: Master, low: torch.dtype) -> None:
         if kind == "split" and low is not torch.bfloat16:
-            raise ValueError(f"a split master needs bf16 weights, not {low}; keep a copy instead")
+            raise ValueError(f"a split master requires bf16 weights, not {low}; use a copy instead")
         self.kind = kind
         self.low = low
         self._entries: dict[int, _Entry] = {}  # by id: the hash of a Tensor is a Python call; entries keep theirs alive
@@ -49,10 +49,10 @@ class MasterStore:
 
     @torch.no_grad()
     def track(self, p: Parameter) -> None:
-        """Keeps the fp32 value of `p` as its master and stores `p` low; a tracked `p` is left as it is.
+        """Keeps the fp32 value of `p` as its master and stores `p` in low precision; a tracked `p` is not changed.
 
-        A `p` that is low already gets its own value as master. `p` stays the same object with new storage, and a
-        gradient that it holds becomes low too.
+        If `p` is low already, its own value becomes the master. `p` stays the same object with new storage, and its
+        gradient becomes low too.
         """
         if p in self:
             return
@@ -62,7 +62,7 @@ class MasterStore:
         self._entries[id(p)] = _Entry(p, extra, version_of(p))
 
     def layout(self, p: Parameter) -> Layout:
-        """Returns how the value of `p` is kept: `full` in itself, `low` without a master, as `copy` or `split`.
+        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`.
 
         Raises:
             SessionError: `p` is tracked and something else has changed its dtype.
@@ -77,17 +77,17 @@ class MasterStore:
         return _LAYOUTS[self.kind]
 
     def trained_layout(self, p: Parameter, name: Callable[[], str]) -> Layout:
-        """Returns the layout of a parameter that is to be updated; `name` is called for what errors call it.
+        """Returns the layout of a parameter that will be updated; `name` returns its name for an error.
 
         Raises:
-            SessionError: as `layout`, or `p` is low and not tracked: it came so, and has been unfrozen since.
+            SessionError: as `layout` does, or `p` is low but not tracked: it was frozen when the session opened.
         """
         layout = self.layout(p)
         if layout == "low" and p not in self:
             raise SessionError(
-                f"{name()} has no fp32 value, as it came in {p.dtype} and was frozen when the session opened: updates "
-                "would be rounded. Unfreeze it before halfstep.initialize, or call model.float() before (inside a "
-                "trainer before training begins)"
+                f"{name()} has no fp32 value, because it came in {p.dtype} and was frozen when the session opened: "
+                "updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize (inside a "
+                "trainer: before training begins)"
             )
         return layout
 
@@ -102,9 +102,9 @@ class MasterStore:
 
     @torch.no_grad()
     def full(self, p: Parameter) -> Tensor:
-        """Returns the value of `p` in fp32, an untracked float64 or complex one as it is; maybe the master itself.
+        """Returns the value of `p` in fp32 (untracked float64 and complex ones as they are), maybe the master itself.
 
-        Adopts an in-place change of `p` first, and works on a `p` that was cast, too.
+        Adopts an in-place change of `p` first. Also works if `p` was cast.
         """
         entry = self._entries.get(id(p))
         if entry is not None:
@@ -134,9 +134,9 @@ class MasterStore:
     def adopt(self, p: Parameter) -> None:
         """Accepts a stored weight that was changed from outside as the value of `p`.
 
-        Elements of a `copy` whose master still rounds to the weight keep it; the others take the weight. A `split`
-        cannot tell: its remainders stay, at most half a place of the weight, but for zeros and infinities, which are
-        exact.
+        With `copy`, elements whose master still rounds to the weight keep the master; the others take the weight.
+        `split` cannot tell them apart: remainders stay, at most half a unit in the last place of the weight, except
+        those of zeros and infinities, which become exact.
         """
         if p not in self:
             return
@@ -152,7 +152,7 @@ class MasterStore:
     def adopt_changed(self, params: Iterable[Parameter]) -> None:
         """Adopts the weights that an in-place operation has changed since the store last wrote them.
 
-        Sees what moved the version counter (`p.copy_()` under `no_grad`, `nn.init`), not writes through `p.data`.
+        Sees changes that move the version counter (`p.copy_()` under `no_grad`, `nn.init`), not writes to `p.data`.
         """
         for p in params:
             entry = self._entries.get(id(p))
@@ -163,11 +163,11 @@ class MasterStore:
     def load(self, p: Parameter, value: Tensor) -> Tensor:
         """Takes a checkpoint's entry as the value of `p` and returns the stored weight, in the dtype of `p`.
 
-        An fp32 entry is the truth. An entry in the low format says nothing about the low bits: elements of `p` that
-        round to it keep their master, the others take the entry.
+        An fp32 entry replaces the value. An entry in the low format says nothing about the low bits: elements of `p`
+        that round to it keep their master, the others take the entry.
 
-        torch then copies what is returned into `p`, where it lies already. That counts as a change of `p`, and to adopt
-        it would lose what is left of values that round to zero or infinity: tell `loaded` once it is done.
+        torch then copies the returned weight into `p`, which already holds it. That counts as a change of `p`, and
+        adopting it would lose the remainders of values that round to zero or infinity: call `loaded` after the copy.
         """
         if p in self and value.dtype is self.low:
             value = self._reconciled(self.full(p), value.to(p.device))
@@ -175,16 +175,16 @@ class MasterStore:
         return p.detach()
 
     def loaded(self, p: Parameter) -> None:
-        """Takes one write to `p` since `load` for torch's copy of what `load` returned; more are a change of `p`."""
+        """Treats one write to `p` since `load` as torch's copy of what `load` returned; more are a change of `p`."""
         entry = self._entries.get(id(p))
         if entry is not None and version_of(p) == entry.version + 1:
             entry.version = version_of(p)
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
-        """Gives a tracked `p` its trained fp32 value as its own storage and forgets it; a gradient becomes fp32 too.
+        """Stores a tracked `p` as its trained fp32 value and stops tracking it; its gradient becomes fp32 too.
 
-        Whatever the model was cast to meanwhile.
+        Works whatever dtype the model was cast to meanwhile.
         """
         if p in self:
             _set_data(p, self.full(p))
@@ -192,9 +192,9 @@ class MasterStore:
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """Stores tracked parameters in fp32 for a while; what they hold at its end is their value from then on.
+        """Stores tracked parameters in fp32 within a `with` block, and keeps the values that they have at its end.
 
-        Gradients are set aside meanwhile. The low storage comes back, as others know its address.
+        Gradients are set aside meanwhile. The low storage comes back, because others hold its address.
         """
         held = [(p, p.detach(), p.grad) for p in self]
         for p, _, _ in held:
@@ -212,9 +212,10 @@ class MasterStore:
                 p.grad = grad
 
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
-        """Remembers that tracked weights are now as the store or their update wrote them.
+        """Remembers that tracked weights now hold what the store or their update wrote.
 
-        They still are after so many `writes_to_come` of the same values (one counted in-place write each).
+        The next `writes_to_come` counted in-place writes to each weight must write the same values, and do not count as
+        changes.
         """
         for p in params:
             entry = self._entries.get(id(p))
@@ -238,8 +239,9 @@ class MasterStore:
     def _recovered(self, entry: _Entry) -> Tensor:
         """Returns the fp32 value of a weight that something has cast; fp32 and float64 hold every low value exactly.
 
-        A master is still the value; after an in-place change it is where it rounds to the weight. A remainder counts
-        where the weight is a value of the low format. What remains is the value that the weight has now.
+        A `copy` is still the value; after an in-place change, only for elements that round to the weight. A `split`
+        remainder is used for elements of the weight that are values of the low format. Other elements take the value
+        that the weight has now.
         """
         p, extra = entry.param, entry.extra
         weight = p.detach()
@@ -263,7 +265,7 @@ class MasterStore:
 
 
 def _without_remainder(weight: Tensor) -> Tensor:
-    """Returns which elements of a changed weight are exact, as the remainder of another value would spoil them."""
+    """Returns which elements of a changed weight need a remainder of 0: zeros and values that are not finite."""
     if weight.dtype is torch.bfloat16:  # its bits: on a CPU that flushes subnormals they compare equal to zero
         return (weight.view(torch.int16) << 1 == 0) | ~weight.isfinite()
     return (weight == 0) | ~weight.isfinite()
@@ -271,7 +273,7 @@ def _without_remainder(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def give_dtype(p: Parameter, dtype: torch.dtype) -> None:
-    """Stores `p`, the same object, in a dtype; its gradient too."""
+    """Converts `p` and its gradient to `dtype`; `p` stays the same object."""
     if p.dtype is not dtype:
         _set_data(p, p.detach().to(dtype))
 

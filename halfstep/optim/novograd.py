@@ -1,4 +1,4 @@
-"""NovoGrad, an optimizer of halfstep's own: gradients over a running norm, which is one number for each weight."""
+"""NovoGrad, one of halfstep's own optimizers: gradients divided by a running norm, one number for each weight."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from halfstep.optim.own_step import check_numbers, own_step
 
 
 class NovoGrad(Optimizer):
-    """NovoGrad, "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (Ginsburg et al. 2019), as apex has it.
+    """NovoGrad, "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (Ginsburg et al. 2019), as in apex.
 
-    For each weight one number follows the norm of its gradients, as the root of a running mean of squares; the update
-    is the running mean of the gradients over this number, plus `weight_decay` times the weight. The paper divides each
-    gradient by the number of its own step and takes the mean of the sum with the decay: `reg_inside_moment`.
+    Each weight has one running norm of its gradients, the root of a running mean of squared norms. The update is the
+    running mean of the gradients divided by the running norm, plus `weight_decay` times the weight. In the paper each
+    gradient is divided by the running norm of its own step, the decay is added, and the update is the running mean of
+    these sums: set `reg_inside_moment` for that.
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: the learning rate, a number or a tensor of one.
-        betas: how much of the running means of gradient and squared norm stays at a step; both in [0, 1).
+        lr: the learning rate, a number or a tensor with one element.
+        betas: how much of the running means of the gradient and of its squared norm a step keeps; both in [0, 1).
         eps: added to the norm.
         weight_decay: how much of the weight is added to the update.
-        bias_correction: correct the running means as Adam does.
-        grad_averaging: weigh a gradient by 1 - beta1 in its running mean; else by 1.
-        reg_inside_moment: take the running mean of gradients over norms plus decay.
+        bias_correction: whether to correct the bias of the running means as Adam does.
+        grad_averaging: whether a gradient enters its running mean times 1 - beta1, not times 1.
+        reg_inside_moment: whether to take the running mean of gradient / norm + decay, as in the paper.
         norm_type: 2, or 0 for the largest magnitude, whose running mean is taken without squares.
-        init_zero: begin the running norm at 0 and not at the norm of the first gradient.
+        init_zero: whether the running norm begins at 0, not at the norm of the first gradient.
 
     Raises:
         ValueError: a number is out of its range.
@@ -69,7 +70,7 @@ class NovoGrad(Optimizer):
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+        """Calls `closure` if passed, updates the parameters that have a gradient, and returns the closure's result.
 
         Raises:
             RuntimeError: a gradient is sparse.
@@ -97,12 +98,12 @@ class NovoGradOptions(Options):
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The norm."""
+        """The running norm."""
         return ("norm",)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What the law takes besides."""
+        """The further numbers that the update takes."""
         return self.beta1, self.beta2, self.eps
 
 
@@ -125,7 +126,7 @@ def options(group: Mapping[str, Any]) -> NovoGradOptions:
 
 
 def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
-    """Ginsburg et al. 2019, algorithm 1 with `reg_inside_moment`; without, the division comes after the mean."""
+    """Yields new values by Ginsburg et al. 2019, algorithm 1; without `reg_inside_moment`, divides after the mean."""
     share = 1 - options.beta1 if options.averaging else 1.0
     means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = rounded(options.lr, batch), options.weight_decay
@@ -143,7 +144,7 @@ def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
 
 
 def _followed(held: Tensor, g: Tensor, step: Tensor, options: NovoGradOptions) -> Tensor:
-    """Returns the running norm after a gradient: `held` at first is 0."""
+    """Returns the running norm after the gradient `g`, given the norm `held` before it, which is 0 at first."""
     wide = widest(g.device)
     mixed: Tensor
     before, beta = held.to(wide), options.beta2

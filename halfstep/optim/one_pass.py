@@ -1,4 +1,4 @@
-"""halfstep's own update of the optimizers in its table, under their state names, predicated on the device."""
+"""halfstep's own update of the optimizers in its table, with their state names; the device decides what is skipped."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 
 
 class OnePassStepper:
-    """Updates the parameters of an optimizer by its row of the table, without its `step`, and without a host read.
+    """Updates the parameters of an optimizer by its row of the table, without its `step` and without a host sync.
 
-    State has the optimizer's names and is fp32 for low weights. A parameter that no update has reached has no state in
-    `optimizer.state_dict()`, as in torch, also after skipped steps; but what `prepare` made is there.
+    State has the optimizer's names and is fp32 for low-precision weights. As in torch, a parameter that no update has
+    reached has no state in `optimizer.state_dict()`, even after skipped steps; state that `prepare` made is included.
 
-    Step hooks find true fp32 gradients in `p.grad`, and the update takes what the pre-hooks leave there. They run on
-    every step, a skipped one too: whether it is one is known on the device only.
+    Step hooks find true fp32 gradients in `p.grad`, and the update uses the gradients that pre-hooks leave there. Hooks
+    run on every step, even a skipped one, because only the device knows whether it is skipped.
     """
 
     syncs = False
@@ -62,12 +62,12 @@ class OnePassStepper:
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads` times `factor`; where `found` is true nothing changes.
+        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true.
 
-        Returns what a post hook raised, after the update.
+        Returns the exception that a post hook raised after the update, or None.
 
         Raises:
-            SessionError: a gradient, a state or a parameter is not what this update takes; nothing was changed.
+            SessionError: this update cannot take a gradient, a state or a parameter; nothing was changed.
         """
         if has_hooks(self._optimizer):
             return self._step_with_hooks(params, grads, factor, found)
@@ -76,7 +76,7 @@ class OnePassStepper:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Makes the state of the parameters with a gradient as it is before an update, and shows it until a step."""
+        """Makes first state for the parameters with a gradient; `state_dict()` includes it until the next step."""
         optimizer = self._optimizer
         params = [p for p in self._members() if p.grad is not None]
         grads = [resolved(part_of(p.grad, p)) for p in params if p.grad is not None]
@@ -84,7 +84,7 @@ class OnePassStepper:
         self._prepared = True
 
     def close(self) -> None:
-        """Takes the hook off, drops state that no update has reached and puts step counts where torch has them."""
+        """Removes the hook, drops state that no update has reached, and moves step counts to where torch has them."""
         self._hook.remove()
         self._cache = None
         for p in self._unreached():
@@ -131,7 +131,7 @@ class OnePassStepper:
         mark_stepped(optimizer)  # or LR schedulers warn
 
     def _sorted(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> BatchCache:
-        """Sorts parameters and gradients into what is updated together, and makes the state that is missing."""
+        """Sorts parameters and gradients into batches and sparse rows, and makes the state that is missing."""
         cache = BatchCache()
         for options, members in zip(all_options, self._by_group(params, grads), strict=True):
             self._gather(options, members, cache)
@@ -142,7 +142,7 @@ class OnePassStepper:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _by_group(self, params: list[Parameter], grads: list[Tensor]) -> list[list[Member]]:
-        """Returns the parameters with elements, and their gradients, by param group, or refuses them."""
+        """Returns the parameters that have elements, with their gradients, by param group; refuses bad gradients."""
         name = type(self._optimizer).__name__
         check_gradients(params, grads, self._name_of)
         for p, grad in zip(params, grads, strict=True):
@@ -155,11 +155,13 @@ class OnePassStepper:
         groups = self._optimizer.param_groups
         members = [[(p, given.pop(id(p))) for p in group["params"] if id(p) in given] for group in groups]
         if given:
-            raise SessionError(f"{len(given)} parameters to update are in no group of this {name}")
+            raise SessionError(
+                f"{len(given)} parameters to update are in no group of this {name}; add them with add_param_group()"
+            )
         return [[member for member in rows if member[0].numel()] for rows in members]
 
     def _gather(self, options: Options, members: list[Member], cache: BatchCache) -> None:
-        """Adds what the parameters of a group are updated from, dense batches and rows; no value changes here."""
+        """Adds the parameters of a group to `cache`, in dense batches and sparse rows; changes no value."""
         dense: dict[tuple[Any, ...], Batch] = {}
         sparse: list[SparseRows] = []
         for p, grad in members:
@@ -216,7 +218,7 @@ class OnePassStepper:
             elif tensor.shape != shape:
                 raise SessionError(
                     f"the state {name!r} of a parameter of shape {tuple(shape)} has shape {tuple(tensor.shape)}; "
-                    "load an optimizer state of this model, or delete that state to begin anew"
+                    "load an optimizer state of this model, or delete that state to start afresh"
                 )
             else:
                 if is_sharded(p) != is_sharded(tensor):
@@ -237,12 +239,12 @@ class OnePassStepper:
         return held[1]
 
     def fresh(self, p: Tensor) -> Tensor | None:
-        """Returns the flag that is 1 while the state of `p` has seen no update; None where there is none."""
+        """Returns the flag that is 1 while the state of `p` has seen no update; None if there is no flag."""
         first, flag = self._fresh.get(p, (None, None))
         return flag if any(value is first for value in self._optimizer.state[p].values()) else None
 
     def _unreached(self) -> list[Parameter]:
-        """Returns the parameters whose state no update has reached; reads their flags on the host, once a device."""
+        """Returns the parameters whose state no update has reached; reads flags on the host, once per device."""
         flags: dict[torch.device, list[tuple[Any, Tensor]]] = {}
         for p, state in self._optimizer.state.items():
             step = state.get("step")
@@ -271,7 +273,8 @@ def check_gradients(
     """Refuses gradients that do not fit their parameters.
 
     Raises:
-        SessionError: a gradient has another shape or device, or is not what lies in memory; the parameter is named.
+        SessionError: a gradient differs from its parameter in shape or device, or is a wrapper without plain storage;
+            the message names the parameter.
     """
     for p, grad in zip(params, grads, strict=True):
         if type(grad) is not Tensor and is_wrapped(grad):
@@ -279,26 +282,26 @@ def check_gradients(
         own = local(p)
         if grad.shape != own.shape or grad.device != own.device:
             raise SessionError(
-                f"the gradient of {named(p, name_of)} has shape {tuple(grad.shape)} on {grad.device}, the parameter "
-                f"{tuple(p.shape)} on {p.device}; drop it (zero_grad) after a parameter was reshaped or moved"
+                f"the gradient of {named(p, name_of)} has shape {tuple(grad.shape)} on {grad.device}, but the "
+                f"parameter has {tuple(p.shape)} on {p.device}; call zero_grad() after you reshape or move a parameter"
             )
 
 
 def _wrapped(grad: Tensor, p: Parameter, name: str) -> str:
-    """Returns what to do about a gradient whose elements do not lie in memory as those of `p` do."""
+    """Returns the error message for a gradient that is not stored as `p` is."""
     if is_sharded(grad) and is_sharded(p):
         return (
-            f"the gradient of {name} is placed over the processes as {grad.placements}, the parameter as "
-            f"{p.placements}; write `p.grad = p.grad.redistribute(p.device_mesh, p.placements)` before session.step()"
+            f"the gradient of {name} is placed over the processes as {grad.placements}, but the parameter as "
+            f"{p.placements}; set p.grad = p.grad.redistribute(p.device_mesh, p.placements) before session.step()"
         )
     return (
         f"the gradient of {name} is of type {type(grad).__name__}, which has no plain "
-        "storage; give the parameter a plain tensor (.to_local(), .full_tensor())"
+        "storage; set p.grad to a plain tensor (.to_local(), .full_tensor())"
     )
 
 
 def named(p: Parameter, name_of: Callable[[Parameter], str] | None) -> str:
-    """Returns what an error calls a parameter."""
+    """Returns how an error message names a parameter."""
     return "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
 
 

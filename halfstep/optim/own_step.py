@@ -1,4 +1,4 @@
-"""The `step` of halfstep's own optimizers without a session: their law, on weights and state as they are."""
+"""The `step` of halfstep's own optimizers without a session: their update rule, on weights and state as they are."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def own_step(
     *,
     counts: bool = False,
 ) -> Any:
-    """Updates the parameters that have a gradient; returns what the `closure`, which is called first, returns.
+    """Calls `closure` if passed, updates the parameters that have a gradient, and returns the closure's result.
 
-    `options_of` and `law` are those of the optimizer's row (`halfstep.optim.table`), which says too whether it `counts`
-    its updates.
+    `options_of`, `law` and `counts` (whether the optimizer counts its updates) are those of the optimizer's row in
+    `halfstep.optim.table`.
 
     Raises:
         RuntimeError: a gradient is sparse.
@@ -53,7 +53,7 @@ def own_step(
 
 
 def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, float | Tensor]) -> None:
-    """Raises a ValueError unless `betas` are in [0, 1) and the `others`, by their names in words, 0 or more."""
+    """Raises a ValueError unless `betas` are in [0, 1) and all `others`, which have their names as keys, 0 or more."""
     for words, value in others.items():
         if not value >= 0:
             raise ValueError(f"{name}'s {words} must be 0 or more, not {value}")
@@ -62,7 +62,7 @@ def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, fl
 
 
 def _batch_of(p: Parameter, state: dict[str, Any], options: Options, *, counts: bool) -> Batch:
-    """Returns `p` as a batch without its gradient, with the state that it has or now gets."""
+    """Returns `p` as a batch without its gradient; makes state that is missing."""
     for name in options.states:
         if state.get(name) is None:
             state[name] = p.detach().new_zeros(()) if name in options.scalars else torch.zeros_like(p)

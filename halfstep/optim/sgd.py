@@ -1,4 +1,4 @@
-"""SGD as halfstep updates it."""
+"""halfstep's own update of SGD."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.torch_internals import fused_sgd_
 
 @dataclass(frozen=True)
 class SgdOptions(Options):
-    """The options of `torch.optim.SGD`, whose first momentum is the gradient itself."""
+    """The options of `torch.optim.SGD`, in which the first momentum is the first gradient."""
 
     momentum: float
     dampening: float
@@ -25,12 +25,12 @@ class SgdOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The momentum, where there is one."""
+        """The momentum, or no state if the momentum factor is 0."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """As in kernels/optimizers.h."""
+        """The numbers that the kernels take, in the order of kernels/optimizers.h."""
         return self.momentum, self.dampening, self.nesterov
 
 
@@ -48,7 +48,7 @@ def options(group: Mapping[str, Any]) -> SgdOptions:
 
 
 def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
-    """Sutskever et al. 2013 in the form of torch's documentation."""
+    """Yields new values by Sutskever et al. 2013, in the form of torch's documentation."""
     lr = rounded(options.lr, batch)
     for i, (w, g, states) in enumerate(decayed(batch, options)):
         if not states:
@@ -60,9 +60,9 @@ def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
 
 
 def fused(options: SgdOptions) -> Kernel | None:
-    """Returns torch's kernel, or None with dampening, for which its first momentum is not torch's own.
+    """Returns torch's fused kernel, or None with dampening, where its first momentum differs from that of torch's SGD.
 
-    It takes the first one as `(1 - dampening) * gradient` when its buffer holds zeros.
+    With a buffer of zeros, the kernel's first momentum is `(1 - dampening) * gradient`.
     """
     return None if options.momentum and options.dampening else _fused
 

@@ -14,14 +14,14 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Copies of some rows of a weight, as a batch, and where they belong."""
+    """Copies of some rows of a weight, as a batch, with the tables and the indices that they come from."""
 
     batch: Batch
     tables: list[Tensor]
     index: Tensor
 
     def write_back(self) -> None:
-        """Puts the rows, updated, into their tables."""
+        """Writes the updated rows back into their tables."""
         for table, rows in zip(self.tables, [*self.batch.weights, *self.batch.extras], strict=True):
             table.index_copy_(0, self.index, rows)
 
@@ -29,10 +29,10 @@ class SparseRows:
 def touched_rows(
     layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
 ) -> SparseRows | None:
-    """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None where the update needs all.
+    """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None if the update needs all.
 
-    State, as a momentum, and weight decay move every row; and off the CPU the number of rows is known on the device
-    only, so that a dense gradient is what does not wait for it.
+    State, such as a momentum, and weight decay change every row. On devices other than the CPU the host does not know
+    the number of rows; a dense gradient avoids waiting for it.
     """
     if options.states or options.weight_decay or weight.device.type != "cpu" or grad.sparse_dim() != 1:
         return None
@@ -46,7 +46,7 @@ def touched_rows(
 
 
 def widened(grad: Tensor) -> Tensor:
-    """Returns a sparse gradient with low values in fp32, so that the values of one row add up in fp32."""
+    """Returns a sparse gradient with low-precision values as fp32, so that the values of one row add up in fp32."""
     if not is_low(grad) or grad.is_coalesced():
         return grad
     indices, values = sparse_indices(grad), sparse_values(grad).float()

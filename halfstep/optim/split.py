@@ -2,8 +2,8 @@
 
 All functions work on the bits, so that infinities and NaNs survive, and none reads a value on the host.
 
-Rounding to nearest takes the NaNs next to infinity to infinity, and the last ones to a zero of the other sign. A weight
-that is NaN must read as NaN in the low format too, so these are stored as another NaN: see `storable`.
+Rounding to nearest would turn the NaNs next to infinity into infinity, and the last NaNs into a zero of the other sign.
+A NaN weight must be NaN in the low format too, so `storable` replaces these NaNs by others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FIRST_NAN, _LAST_NAN = 0x7F808000, 0x7FFF7FFF  # of those whose rounded high ha
 def split(full: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the bf16 weight and the int16 remainder that `join` turns back into `full`, bit for bit.
 
-    But for the NaNs that `storable` moves. The weight is `full` rounded to nearest, ties away from zero; the remainder
-    is the low 16 bits of `full`, signed. Round-to-even has no such inverse: the tie above an even weight would need the
-    remainder +32768. `full` is fp32.
+    Except for the NaNs that `storable` replaces. The weight is `full` rounded to nearest, ties away from zero; the
+    remainder is the low 16 bits of `full`, signed. Round-to-even has no such inverse: the tie above an even weight
+    would need the remainder +32768. `full` is fp32.
 
     >>> weight, remainder = split(torch.tensor([1.0, 1.0 + 2.0**-8]))
     >>> weight.tolist(), remainder.tolist()
@@ -57,11 +57,11 @@ def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def storable(bits: Tensor) -> Tensor:
-    """Returns the int32 `bits` of fp32 values, each NaN whose high half would round to no NaN moved to the nearest.
+    """Returns the int32 `bits` of fp32 values; a NaN that would not round to a NaN becomes the nearest that does.
 
-    Magnitudes of 0x7F800001 to 0x7F807FFF become 0x7F808000, those from 0x7FFF8000 on, a GPU's own 0x7FFFFFFF among
-    them, 0x7FFF7FFF: 131,070 of all 2**32 patterns. Pairs of a NaN weight and a remainder are fewer than NaNs by just
-    as many. In integer arithmetic, which is faster than comparisons.
+    Magnitudes of 0x7F800001 to 0x7F807FFF become 0x7F808000; those from 0x7FFF8000 on, which include a GPU's own
+    0x7FFFFFFF, become 0x7FFF7FFF. These are 131,070 of all 2**32 patterns, exactly the number by which NaNs outnumber
+    the pairs of a NaN weight and a remainder. Uses integer arithmetic, which is faster than comparisons.
     """
     magnitude = bits & 0x7FFFFFFF
     is_nan = (magnitude - _INFINITY).clamp_(0, 1)

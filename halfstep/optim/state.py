@@ -1,4 +1,4 @@
-"""Optimizer state that comes back from a checkpoint with the bits it was saved with, also for low weights."""
+"""Loads optimizer state from a checkpoint with the bits that it was saved with, also for low-precision weights."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ LARGEST_COUNT = 2**63 - 1
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
-    """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy what it loads; returns the undo.
+    """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy it; returns a function that undoes this.
 
-    torch casts state to the dtype of the parameter, so a low weight would lose the bits of its moments, and it shares
-    the tensors of the loaded dict, which a later step would overwrite. Low state of a low weight becomes fp32.
+    torch casts state to the dtype of the parameter, so that the moments of a low weight would lose bits. It also keeps
+    the tensors of the loaded dict, so that a later step would overwrite them. Low state of a low weight becomes fp32.
 
-    A state from which the optimizer cannot go on raises a StateError before anything was changed; it is judged after
-    all pre-hooks, which may adapt what comes. Whatever else a load raises, the state and the options from before are
-    back then.
+    A state that the optimizer cannot continue from raises a StateError before anything is changed. It is checked after
+    all pre-hooks, which may adapt it. If a load raises anything else, the previous state and options are put back.
     """
     loading: list[StateDict] = []
 
@@ -65,9 +64,9 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
-    """Has `optimizer.load_state_dict` put back what it has replaced where it raises; returns the undo.
+    """Makes `optimizer.load_state_dict` put the old state back if it raises; returns a function that undoes this.
 
-    The pre-hook `judge` runs after those who adapt what comes, and the post hook `mend` before those who read it.
+    The pre-hook `judge` runs after hooks that may adapt the state, and the post hook `mend` before those that read it.
     """
     load = optimizer.load_state_dict
     pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
@@ -78,7 +77,10 @@ def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: Removabl
         if released:
             return load(state_dict)
         if not isinstance(state_dict, dict):
-            raise StateError(f"an optimizer state is a dict, not {type(state_dict).__name__}")
+            raise StateError(
+                f"expected the optimizer state as a dict, got {type(state_dict).__name__}; "
+                "pass what state_dict() of an optimizer returned"
+            )
         pre.move_to_end(judge.id)
         post.move_to_end(mend.id, last=False)
         before = optimizer.state, optimizer.param_groups
@@ -102,7 +104,7 @@ def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: Removabl
 
 
 def _check(optimizer: Optimizer, saved: StateDict) -> None:
-    """Refuses a state that `optimizer` cannot go on from: parts are missing, or it is of other parameters."""
+    """Refuses a state that `optimizer` cannot continue from: parts are missing, or it belongs to other parameters."""
     _require("the optimizer state", saved, ("state", "param_groups"))
     groups, state = saved["param_groups"], saved["state"]
     if not isinstance(state, dict) or not isinstance(groups, list):
@@ -114,7 +116,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
     sizes, own = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
     if sizes != own:
         raise StateError(
-            f"the optimizer state has a parameter group each for {sizes} parameters, this optimizer for {own}; "
+            f"the optimizer state has parameter groups of {sizes} parameters, but this optimizer has groups of {own}; "
             "load the state of an optimizer with the same groups"
         )
     known = [index for group in groups for index in group["params"]]
@@ -122,7 +124,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
     if strange or len({*map(repr, known)}) != len(known):
         raise StateError(
             f"the optimizer state has entries {strange!r:.60} for the parameters {known!r:.60}; "
-            "each must be that of one parameter"
+            "each entry must belong to one parameter"
         )
     for number, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         _check_options(f"parameter group {number} of the optimizer state", group, optimizer)
@@ -148,9 +150,9 @@ def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
         values = value if isinstance(default, tuple) and isinstance(value, tuple | list) else (value,)
         if isinstance(default, bool):
             if not isinstance(value, bool | int):
-                raise StateError(f"{what} has {name}={value!r:.60}; True or False is needed")
+                raise StateError(f"{what} has {name}={value!r:.60}; expected True or False")
         elif not all(_is_number(one, tensor=name == "lr") for one in values):
-            raise StateError(f"{what} has {name}={value!r:.60}; a number is needed, and two for betas")
+            raise StateError(f"{what} has {name}={value!r:.60}; expected a number, or two for betas")
 
 
 def _may_be_none(optimizer: Optimizer, name: str) -> bool:
@@ -159,13 +161,13 @@ def _may_be_none(optimizer: Optimizer, name: str) -> bool:
 
 
 def _check_kinds(what: str, group: StateDict, defaults: StateDict) -> None:
-    """Refuses options of an optimizer of torch's that torch would only stumble on in a later step."""
+    """Refuses options of a torch or halfstep optimizer that would only fail in a later step."""
     for name in defaults.keys() & group.keys():
         value = group[name]
         if (isinstance(defaults[name], bool) or name in CHOICES) and not isinstance(value, bool | int | None):
-            raise StateError(f"{what} has {name}={value!r:.60}; True, False or None is needed")
+            raise StateError(f"{what} has {name}={value!r:.60}; expected True, False or None")
         if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta):
-            raise StateError(f"{what} has {name}={value!r:.60}; one number is needed")
+            raise StateError(f"{what} has {name}={value!r:.60}; expected one number")
 
 
 def _is_number(value: Any, *, tensor: bool) -> bool:
@@ -175,9 +177,9 @@ def _is_number(value: Any, *, tensor: bool) -> bool:
 
 
 def _check_values(what: str, entry: Any) -> None:
-    """Refuses what cannot be the state of an optimizer: not a dict, tensors that hold no numbers, impossible counts."""
+    """Refuses what cannot be a parameter's state: not a dict, tensors without plain storage, impossible step counts."""
     if not isinstance(entry, dict):
-        raise StateError(f"the optimizer state of {what} is {entry!r:.40}; a dict is needed")
+        raise StateError(f"the optimizer state of {what} is {entry!r:.40}; expected a dict")
     for name, value in entry.items():
         if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta or value.is_quantized):
             raise StateError(f"the optimizer state {name!r} of {what} is not a dense tensor with plain storage")
@@ -198,9 +200,9 @@ def _wrong(
     entry: StateDict,
     names: tuple[str, str, str],
 ) -> str | None:
-    """Returns what is wrong with a parameter's state, given the options that come with it and those of now.
+    """Returns what is wrong with a parameter's loaded state, or None; `groups` are the loaded and the present options.
 
-    `names` are what a message calls the parameter, at length and in short, and its group.
+    `names` are the long and the short name of the parameter, and the name of its group, for the message.
     """
     given, now = groups
     what, short, group = names
@@ -230,11 +232,11 @@ def _wrong(
         if missing:
             return f"{where} has no {', '.join(map(repr, missing))}; was the file cut short?"
     reason = f"{type(error).__name__}: {error}"[:200]
-    return f"{type(optimizer).__name__} cannot step from the optimizer state of {what} that came ({reason})"
+    return f"{type(optimizer).__name__} cannot step from the loaded optimizer state of {what} ({reason})"
 
 
 def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
-    """Returns which state has not the shape that it has to have."""
+    """Returns a message about the first state that has a wrong shape, or None."""
     for name, want in expected.items():
         if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):
             continue
@@ -243,22 +245,22 @@ def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -
             continue
         kind = f"shape {tuple(came.shape)}" if isinstance(came, Tensor) else f"no tensor ({came!r:.40})"
         return (
-            f"{what} cannot take the optimizer state {name!r} that came: it has {kind}; "
-            "load the state of an optimizer of this model, its parameters in the same order"
+            f"{what} cannot take the loaded optimizer state {name!r}, which has {kind}; "
+            "load the state of an optimizer of this model with its parameters in the same order"
         )
     return None
 
 
 def _require(what: str, part: Any, names: Iterable[str]) -> None:
     if not isinstance(part, Mapping):
-        raise StateError(f"{what} is {part!r:.40}; a dict is needed")
+        raise StateError(f"{what} is {part!r:.40}; expected a dict")
     missing = [name for name in names if name not in part]
     if missing:
         raise StateError(f"{what} has no {', '.join(map(repr, missing))}; was the file cut short?")
 
 
 def _exact(loaded: Any, saved: Any, low: bool) -> Any:
-    """Returns copies of the `loaded` tensors, for a `low` weight with the bits of the `saved` ones, in fp32."""
+    """Returns copies of the `loaded` tensors; for a `low` weight, fp32 copies of the `saved` ones."""
     if isinstance(loaded, dict) and isinstance(saved, dict):
         return {key: _exact(value, saved.get(key), low) for key, value in loaded.items()}
     if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):

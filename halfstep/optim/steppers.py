@@ -1,4 +1,4 @@
-"""How an optimizer's update is made under a session: by halfstep, by the optimizer on masters, or as it always was."""
+"""How a session makes an optimizer's update: by halfstep, by the optimizer on masters, or by the optimizer alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from halfstep.torch_internals import mark_stepped
 class Stepper(Protocol):
     """Makes one optimizer's updates.
 
-    `syncs` says that `step` waits for the device to read `found`, where the others obey it on the device.
+    `syncs` says that `step` waits for the device to read `found`; otherwise `found` takes effect on the device.
     """
 
     syncs: bool
@@ -30,18 +30,19 @@ class Stepper(Protocol):
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads`, which are multiplied by `factor` first; changes nothing where `found` is true.
+        """Updates `params` from `grads`, which are multiplied by `factor` first; changes nothing if `found` is true.
 
-        Returns what a step hook raised after the update; what is raised here was before it. `grads` may be low, full or
-        sparse, and carry the loss scale; they and every `p.grad` are left as they are. `factor` is a 0-dim fp32 tensor,
-        the inverse scale times the clip coefficient, or None for exactly 1; `found` a 0-dim bool tensor.
+        Returns the exception that a step hook raised after the update, or None; anything that `step` raises came before
+        the update. `grads` may be low, full or sparse, and carry the loss scale; they and every `p.grad` stay as they
+        are. `factor` is a 0-dim fp32 tensor, the inverse scale times the clip coefficient, or None for exactly 1;
+        `found` is a 0-dim bool tensor.
         """
 
     def prepare(self) -> None:
-        """Makes the state that a first update of the parameters with a gradient needs, to be read or loaded."""
+        """Makes the state that a first update of the parameters with a gradient needs, before it is read or loaded."""
 
     def close(self) -> None:
-        """Takes off what the stepper attached to the optimizer."""
+        """Removes what the stepper attached to the optimizer."""
 
 
 class PlainStepper:
@@ -55,12 +56,12 @@ class PlainStepper:
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Steps the optimizer; no argument is used, because nothing is scaled and nothing is skipped."""
+        """Steps the optimizer; ignores all arguments, because nothing is scaled and nothing is skipped."""
         mark_stepped(self._optimizer)  # a scheduler's wrapper may stand above the guard
         return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
-        """Steps the optimizer, as torch does for that."""
+        """Steps the optimizer to make its first state, as torch does."""
         original_step(self._optimizer)()
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ def make_stepper(
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Returns whether `optimizer.step` cannot be called without a closure, as that of LBFGS."""
+    """Returns whether `optimizer.step` cannot be called without a closure, like that of LBFGS."""
     step: Callable[..., Any] = type(optimizer).step
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -4,14 +4,14 @@ To add an optimizer, in three files:
 
 1. `halfstep/optim/NAME.py`: its options, a subclass of `kernels.batch.Options` with the names of its `states` and the
    `numbers` that its kernels take; `options(group)`, which reads them from a param group; and `eager`, its law, which
-   yields the new weight and the new states of each parameter (`halfstep.optim.eager.Law`). With these it works: on
-   every device, for weights of every layout, predicated on the device, in what is observed, and in checkpoints.
-   Without a session `halfstep.optim.own_step` makes its `step`.
-2. A row in `TABLE` below, by the exact class of the optimizer; a subclass may compute something else. One that differs
-   in how it is made alone says so: it names the class of its row as its own `updates_as`.
+   yields the new weight and the new states of each parameter (`halfstep.optim.eager.Law`). With these the optimizer
+   works on every device, for weights of every layout, with skipped steps, `observe` and checkpoints. For its `step`
+   without a session, call `halfstep.optim.own_step`.
+2. A row in `TABLE` below, by the exact class of the optimizer, since a subclass may compute something else. A subclass
+   that differs only in its constructor can share the row: it sets its class attribute `updates_as` to the row's class.
 3. For speed on a CPU, a struct in `halfstep/kernels/optimizers.h`, listed in `find_optimizer`, and its name in the row.
-   It must give the bits of the law: add the optimizer to `OWN` in tests/optim/cases.py, and the tests compare them. For
-   CUDA a Triton kernel can follow (`halfstep/kernels/triton.py`); until then the law runs there.
+   It must give the same bits as the law: add the optimizer to `OWN` in tests/optim/cases.py, and the tests compare
+   them. A Triton kernel for CUDA can follow (`halfstep/kernels/triton.py`); until then the law runs there.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class OptimizerRow:
 
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
-            raise ValueError("compiled loops update a weight in blocks; a row that needs whole weights has none")
+            raise ValueError("compiled loops update weights in blocks; a row that needs whole weights must name none")
 
     def native_of(self, options: Any) -> str | None:
-        """Returns the name of the loop that computes the update with these options."""
+        """Returns the name of the compiled loop that computes the update with these options, or None."""
         return self.native if self.compiled(options) else None
 
     def triton_of(self, options: Any) -> str | None:
-        """Returns the name of the Triton kernel that computes the update with these options."""
+        """Returns the name of the Triton kernel that computes the update with these options, or None."""
         return self.triton if self.compiled(options) else None
 
 
@@ -85,14 +85,14 @@ TABLE: dict[type[Optimizer], OptimizerRow] = {
 
 
 def has_row(cls: type[Optimizer]) -> bool:
-    """Returns whether halfstep updates optimizers of `cls` by a row of its table, options permitting."""
+    """Returns whether halfstep updates optimizers of `cls` by a row of its table, if their options permit."""
     return _class_of_row(cls) in TABLE
 
 
 def row_of(optimizer: Optimizer) -> OptimizerRow | None:
-    """Returns the row of `optimizer`; None where it has none, or has options that only its own `step` can follow.
+    """Returns the row of `optimizer`; None if it has none, or has options that only its own `step` supports.
 
-    Those are `differentiable`, and numbers other than the learning rate that are tensors.
+    Such options are `differentiable`, and tensors in place of numbers, except for the learning rate.
     """
     row = TABLE.get(_class_of_row(type(optimizer)))
     if row is None:

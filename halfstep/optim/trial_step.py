@@ -1,4 +1,4 @@
-"""Whether an optimizer could step from a state: tried in small shapes, since only the optimizer knows what it needs."""
+"""Tries in small shapes whether an optimizer can step from a state, since only the optimizer knows what it needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHOICES = {"foreach": False, "fused": None, "capturable": False, "differentiable
 
 
 def can_try_step(optimizer: Optimizer) -> bool:
-    """Returns whether its step touches nothing but parameters, gradients and state: it is torch's or halfstep's."""
+    """Returns whether a step is safe to try: the optimizer is one of torch's or halfstep's and needs no closure."""
     inner = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(inner).parameters.get("closure")
     known = has_row(type(optimizer)) or f"{type(optimizer).__module__}.".startswith("torch.optim.")
@@ -32,11 +32,12 @@ def can_try_step(optimizer: Optimizer) -> bool:
 def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> State:
     """Returns the state that a step with the options of `group` makes of `state`, all in small shapes.
 
-    A stand-in for `p` takes the step, on zeros, on the CPU, in fp32 (complex64 for a complex one). In its shape, and in
-    those of the state, every size but 0 and 1 is another, smaller one: equal ones stay equal and others different.
+    The step is made on a stand-in for `p`, with zeros, on the CPU, in fp32 (complex64 if `p` is complex). In the shapes
+    of the stand-in and of the state, every size except 0 and 1 is replaced by a small one: equal sizes stay equal, and
+    different sizes stay different.
 
     Raises:
-        Exception: whatever the optimizer raises that cannot go on from such a state.
+        Exception: whatever the optimizer raises if it cannot step from `state`.
     """
     small = _Small()
     dtype = torch.complex64 if p.is_complex() else torch.float32
@@ -56,7 +57,7 @@ def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> Sta
 
 
 def small_state(p: Tensor, state: State) -> State:
-    """Returns `state` as `try_step` gives it to the optimizer, in small shapes."""
+    """Returns `state` as `try_step` passes it to the optimizer, in small shapes."""
     small = _Small()
     small.shape(p)
     return {key: small.value(key, value) for key, value in state.items()}
@@ -72,7 +73,7 @@ class _Small:
         return tuple(self._sizes.setdefault(size, len(self._sizes)) for size in t.shape)
 
     def value(self, key: str, value: Any) -> Any:
-        """Returns zeros for a tensor; a number in a tensor, as a count of steps, stays itself."""
+        """Returns small zeros for a tensor; a 0-dim tensor or a step count keeps its value."""
         if isinstance(value, Mapping):
             return {name: self.value(name, one) for name, one in value.items()}
         if isinstance(value, list | tuple):

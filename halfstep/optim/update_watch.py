@@ -1,4 +1,4 @@
-"""What a step adds to each weight before any rounding, for those who watch a step."""
+"""What a step adds to each weight before any rounding, for code that observes the step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 class UpdateWatch:
     """Sees what one step of one optimizer adds to some of its parameters.
 
-    For an optimizer with a row in halfstep's table that is computed beside the step, from the state and the gradients
-    that the step is given (not what a step hook makes of them), and not added to the weight: so it also shows what the
-    stored format, or fp32, cannot hold. For other optimizers, and for those that need whole weights, it is the change
-    of the fp32 value that they update.
+    For an optimizer with a row in halfstep's table, the update is computed separately from the step, from the same
+    state and gradients (before step hooks change them), and is not added to the weight: so it also shows what the
+    stored format, or fp32, cannot hold. For other optimizers, and for those that need whole weights, the update is the
+    change of the fp32 value.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor) -> None:
@@ -43,7 +43,7 @@ class UpdateWatch:
 
     @torch.no_grad()
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
-        """Yields what is known before the step, which gets these gradients times `factor`, and prepares the rest."""
+        """Yields the updates that are known before a step with `grads` times `factor`, and prepares for `after`."""
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = {}
         row = row_of(self._optimizer)
@@ -62,7 +62,7 @@ class UpdateWatch:
 
     @torch.no_grad()
     def after(self) -> Iterator[Updates]:
-        """Yields the rest, once the step is made."""
+        """Yields the other updates, after the step."""
         unrounded = self._stepper.unrounded if isinstance(self._stepper, ForeignStepper) else None
         for p, stored, full in self._held:
             value = self._store.full(p) if not unrounded or p not in unrounded else unrounded[p]
@@ -70,13 +70,13 @@ class UpdateWatch:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of what was held for the step, also one that was not made."""
+        """Releases what was held for the step, also if the step was not made."""
         self._held.clear()
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = None
 
     def _fits(self, p: Parameter, grad: Tensor) -> bool:
-        """Returns whether the update of `p` can be computed; where not, the step says why."""
+        """Returns whether the update of `p` can be computed; if not, the step raises an error that says why."""
         states = [t for t in self._optimizer.state.get(p, {}).values() if isinstance(t, Tensor) and t.dim()]
         return grad.device == p.device and all(t.shape == p.shape for t in [grad, *states])
 
@@ -89,7 +89,7 @@ class UpdateWatch:
         factor: Tensor | None,
         coming: dict[Any, Coming],
     ) -> None:
-        """Adds what the update of `p` reads to that of its like; no state is made or changed."""
+        """Adds `p` to the batch of parameters that are stored alike; makes and changes no state."""
         layout = self._store.layout(p)
         weight = as_real(p.detach())
         key = (layout, p.device, weight.dtype, is_dense(weight))
@@ -126,7 +126,7 @@ class UpdateWatch:
 
 @dataclass(frozen=True)
 class Coming:
-    """Updates that a step is about to make of the parameters of one batch, whose `steps` do not count it yet."""
+    """The updates that a step will make to the parameters of one batch; `batch.steps` do not count that step yet."""
 
     row: OptimizerRow
     params: list[Parameter]
@@ -137,7 +137,7 @@ class Coming:
 
     @property
     def stored(self) -> list[Tensor]:
-        """The weights as they lie in memory."""
+        """The weights as they are stored."""
         return self.batch.weights
 
     @torch.no_grad()
@@ -153,10 +153,10 @@ class Coming:
                     add_stats([in_last_places(update, stored)], rows, [place], sample=sample)
 
     def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (stored weight, what the step adds to it in float64) of one parameter in parts that stay in a cache.
+        """Yields (stored weight, update in float64) of one parameter, in parts that fit into a processor's cache.
 
-        The reference of what the compiled loop counts. With a `sample`, of a larger weight the elements that
-        `add_stats` reads of it.
+        This is the reference for the compiled loop. With `sample`, a larger weight yields only the elements that
+        `add_stats` reads.
         """
         alone = self._batch_of(index)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
@@ -184,14 +184,14 @@ class Coming:
 
 @dataclass(frozen=True)
 class Made:
-    """The update, in float64, that a step has made of one parameter."""
+    """The update of one parameter, in float64, that a step has made."""
 
     params: list[Parameter]
     stored: list[Tensor]
     update: Tensor
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds its statistics; see `halfstep.kernels.update_stats.Updates`."""
+        """Adds the statistics of the update; see `halfstep.kernels.update_stats.Updates`."""
         (place,) = places
         if place is not None:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
@@ -200,7 +200,7 @@ class Made:
 def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
     """Returns what an update adds to the one weight of a part, as float64; the part stays as it is.
 
-    The weight takes part in its decay alone, so that what is far smaller than the weight is not rounded away.
+    The weight itself enters only its decay, so that an update far smaller than the weight is not rounded away.
     """
     weight, dtype = part.weights[0], part.dtype
     grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor
@@ -214,7 +214,7 @@ def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor 
 
 
 def _picked(batch: Batch, places: Tensor) -> Batch:
-    """Returns the elements at some places in memory of the one parameter of a batch, all its tensors alike dense."""
+    """Returns a batch of one parameter with only the elements at `places` in memory; all its tensors must be dense."""
 
     def pick(tensors: list[Tensor]) -> list[Tensor]:
         return [t.as_strided((t.numel(),), (1,)).index_select(0, places) for t in tensors]

@@ -1,1 +1,1 @@
-"""HOW 2, the range of gradients: no, static and dynamic scale, what scale a gradient carries, the non-finite test."""
+"""HOW 2, the range of gradients: loss scales, which scale each gradient carries, the test for non-finite values."""

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer: which scale the numbers in `p.grad` carry, so that backwards add up as in fp32."""
+"""Tracks which loss scale an optimizer's gradients carry, so that several backward passes add up as in fp32."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from halfstep.torch_internals import foreach_mul_, version_of
 
 @dataclass(frozen=True)
 class Collected:
-    """The gradients of one step as they lie in `p.grad`: gradient times `inverse` is the true gradient.
+    """The gradients of one step as stored in `p.grad`: each gradient times `inverse` is the true gradient.
 
-    `scale` is the one that the last backward used (fp32), `scales` has by its id that of each loss's own last one.
-    `losses` are the ids of the losses that went in; `found` says whether one of them is known to have overflowed
-    although its gradients may no longer show it (0-dim bool, None where nothing was noted); the step must be skipped
-    where `found` or the present gradients are non-finite. `absent` are parameters without a gradient.
+    `scale` is the loss scale of the last backward pass (0-dim fp32), `scales` maps a loss id to the scale of that
+    loss's last backward pass, and `losses` are the ids of the losses that contributed. `found` says whether a loss is
+    known to have overflowed, even if its gradients no longer show it (0-dim bool, None if nothing was noted). The step
+    must be skipped if `found` is true or a present gradient is non-finite. `absent` are parameters without a gradient.
     """
 
     params: list[Parameter]
@@ -39,19 +39,19 @@ class Collected:
 
     @property
     def inverse(self) -> Tensor:
-        """What the gradients are multiplied by (0-dim fp32): 1 where they are true already."""
+        """The factor that makes `grads` true gradients (0-dim fp32): 1 if they are true already."""
         return torch.ones_like(self.scale) if self.true else _inverse(self.scale)
 
     @property
     def carried(self) -> Tensor:
-        """The scale that `grads` carry: 1 where they are true gradients."""
+        """The scale that `grads` carry (0-dim fp32): 1 if they are true gradients."""
         return torch.ones_like(self.scale) if self.true else self.scale
 
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
-        """Returns for each loss whether its scale must back off, given whether the present gradients are non-finite.
+        """Returns, by loss id, whether a loss's scale must back off; `found` says if a present gradient is non-finite.
 
-        Where every loss went in under one scale, that is all of them together; where gradients were unscaled before
-        they were added, it is each one's own.
+        If all losses shared one scale, a non-finite gradient counts for all of them. If gradients were unscaled before
+        they were added, each loss counts only its own overflows.
         """
         clean = torch.zeros_like(found)
         flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
@@ -59,20 +59,21 @@ class Collected:
 
 
 class GradientAccumulator:
-    """Keeps the gradients of one optimizer's parameters addable: under other scales, other losses, after `unscale_`.
+    """Lets backward passes add up in one optimizer's `p.grad`, also across loss scales and after `unscale_`.
 
-    The scaled gradients of a step's first backward stay in `p.grad` in the parameters' own dtype. A second backward
-    adds to them in fp32 where `full_accumulate` (low sums stop growing at 256 times their smallest term). A backward
-    under another loss's scale, or after `unscale_`, is held apart, unscaled and added to the true gradients. Gradients
-    that were left over from an earlier step take part as they would in fp32. Nothing syncs.
+    The scaled gradients of a step's first backward pass stay in `p.grad` in the parameters' own dtype. With
+    `full_accumulate`, a second pass adds to them in fp32 (low-precision sums stop growing at 256 times their smallest
+    term). Before a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and held
+    apart; the new ones are unscaled and added to them. Gradients left over from an earlier step take part as they would
+    in fp32. Nothing waits for the device.
 
-    Where they are `reduced` over processes, none is unscaled and held apart: it may be one that only a later backward
-    reduces. `sums` holds those that it reduces, so that they add up in fp32; the others do in buckets of the
-    parameters' own dtype, as torch reduces them.
+    If gradients are `reduced` over processes, none is unscaled and held apart, since a later pass may be the first to
+    reduce it. Gradients that `sums` reduces add up in fp32; the others add up in buckets of the parameters' own dtype,
+    as torch reduces them.
 
-    `left_over` is True if the last backward added to the previous step's gradients, which were never zeroed.
-    `params` is called each time, so that parameter groups added later take part. Around each backward call
-    `before_backward`, and then `after_backward`, or `undo_backward` where it raised.
+    `left_over` is True if the last backward pass added to the previous step's gradients, which were never zeroed.
+    `params` is called each time, so that parameter groups added later take part. Call `before_backward` before each
+    backward pass and `after_backward` after it, or `undo_backward` if it raised.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class GradientAccumulator:
                 self._named.add(param)
 
     def before_backward(self, loss_id: int, scale: Tensor) -> None:
-        """Prepares `p.grad` for a backward of loss `loss_id`, which is multiplied by `scale` (0-dim fp32 tensor)."""
+        """Prepares `p.grad` for a backward pass of loss `loss_id` times `scale` (0-dim fp32 tensor)."""
         self._present = self.parameters()
         held = [param for param in self._present if param.grad is not None]
         self.left_over = bool(held) and self._stale and self._mark is not None and self._mark == self._marked()
@@ -126,10 +127,10 @@ class GradientAccumulator:
             self._losses += (loss_id,)
 
     def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
-        """Adds what the backward left in `p.grad` to what was held.
+        """Adds the gradients that were held apart to those that the backward pass left in `p.grad`.
 
-        `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, as for a loss that is not finite;
-        it counts where the loss reached one of the parameters.
+        `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
+        not finite. It counts only if the loss reached one of the parameters.
         """
         reached = _first_gradient(self._present)
         if found is not None and reached is not None:
@@ -143,10 +144,10 @@ class GradientAccumulator:
         self._mark = _mark_of(reached)
 
     def undo_backward(self) -> None:
-        """Puts the gradients back after a backward that raised.
+        """Puts the gradients back after a backward pass that raised.
 
-        What such a backward has already added in place stays, as it does in torch; what was held apart from it does not
-        change.
+        Gradients that the pass has already added in place stay, as in torch; gradients that were held apart come back
+        unchanged.
         """
         if self._stash:
             for param in self._params():
@@ -158,14 +159,14 @@ class GradientAccumulator:
             self._set_wide(param, held)
 
     def unscale_(self) -> None:
-        """Turns `p.grad` into the true gradients: unscaled, and in fp32 at low parameters."""
+        """Turns `p.grad` into the true gradients: unscaled, and in fp32 for parameters in low precision."""
         held = self._held()
         if held and not self._true:
             self._make_true(held)
         self._mark = self._marked()
 
     def collect(self) -> Collected:
-        """Returns the gradients for one step, and what is known of them."""
+        """Returns the gradients for one step, with their scales and the overflows noted so far."""
         params: list[Parameter] = []
         grads: list[Tensor] = []
         absent: list[Parameter] = []
@@ -185,11 +186,11 @@ class GradientAccumulator:
         return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true, absent)
 
     def consumed(self) -> None:
-        """Ends the step. What stays in `p.grad` is stale: a later backward adds to it, its overflows are settled."""
+        """Ends the step: a later backward pass adds to gradients left in `p.grad`, but their overflows are settled."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
 
     def close(self) -> None:
-        """Leaves true gradients in `p.grad`; autograd will again make new ones in the dtype of the parameter."""
+        """Leaves true gradients in `p.grad`; from then on autograd makes gradients in the parameter's dtype again."""
         self.unscale_()
         self._narrow()
         for param in self._named:
@@ -198,20 +199,20 @@ class GradientAccumulator:
         self._forget()
 
     def _forget(self) -> None:
-        """Starts anew: nothing is held, and what a caller put into `p.grad` counts as a true gradient."""
+        """Starts afresh: nothing is held, and a gradient that a caller put into `p.grad` counts as true."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
         self._scale, self._source, self._true = self._one, None, False
         self._mark = None
 
     def parameters(self) -> list[Parameter]:
-        """Returns the parameters that it has now, each once."""
+        """Returns the optimizer's present parameters, each once."""
         return list({id(param): param for param in self._params()}.values())
 
     def _held(self) -> list[Parameter]:
         return [param for param in self.parameters() if param.grad is not None]
 
     def _carry(self, scale: Tensor) -> None:
-        """Notes that `p.grad` carries `scale` as it is now; the number of its in-place writes tells a later change."""
+        """Notes that `p.grad` carries the present value of `scale`; its version counter shows a later change."""
         if not self._is_carried(scale):
             if self._copied is None or self._copied[0] is not scale or self._copied[1] != version_of(scale):
                 self._copied = scale, version_of(scale), scale.clone()
@@ -241,14 +242,14 @@ class GradientAccumulator:
         self._carry(scale)
 
     def _hold(self, params: Iterable[Parameter]) -> None:
-        """Takes fp32 gradients out of `p.grad`, where the pass that comes makes low ones to be reduced."""
+        """Moves fp32 gradients out of `p.grad`, since the next pass puts low-precision ones there to be reduced."""
         for param in self._widened.intersection(params):
             self._sums.hold(param)
             self._named.add(param)
             self._widened.discard(param)
 
     def _add_held(self) -> bool:
-        """Adds what `_hold` took out of `p.grad`, where the reduction has not; tells whether there was any."""
+        """Adds the gradients from `_hold` that the reduction has not added; returns whether there were any."""
         left = self._sums.release(self._present)
         for param, held in left.items():
             new, param.grad = param.grad, None
@@ -288,7 +289,7 @@ class GradientAccumulator:
         self._stash.clear()
 
     def _make_true(self, held: list[Parameter]) -> None:
-        """Unscales the held gradients in fp32, and notes for their losses whether they overflowed."""
+        """Unscales the held gradients in fp32, and notes for each contributing loss whether they overflowed."""
         found = self._widen_and_multiply(held, _inverse(self._scale))
         for loss in self._losses:
             self._flag(loss, found)
@@ -302,7 +303,7 @@ class GradientAccumulator:
         return reading.found
 
     def _widen(self, params: Iterable[Parameter]) -> None:
-        """Turns low gradients into fp32 ones, and has autograd add to them in fp32."""
+        """Converts low-precision gradients to fp32 and makes autograd add to them in fp32."""
         for param in params:
             grad = param.grad
             if grad is not None and grad.dtype in LOW_DTYPES:
@@ -311,7 +312,7 @@ class GradientAccumulator:
                     self._set_wide(param, grad.float())
 
     def _shrink(self, params: Iterable[Parameter]) -> None:
-        """Turns what was widened into gradients of the parameters' own dtype."""
+        """Converts widened gradients back to the dtypes of their parameters."""
         for param in self._widened.intersection(params):
             grad, param.grad = param.grad, None
             param.grad_dtype = param.dtype
@@ -320,9 +321,10 @@ class GradientAccumulator:
             self._widened.discard(param)
 
     def _narrow(self) -> None:
-        """Has autograd make gradients in the parameters' own dtype again, where they hold none.
+        """Makes autograd produce gradients in the dtype of each widened parameter that no longer holds an fp32 one.
 
-        Named, since without a dtype they come as an operation makes them: in fp32 those of an LSTM.
+        `grad_dtype` names that dtype; if it were None, gradients would have the dtype that the operation returns, which
+        is fp32 for an LSTM.
         """
         for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
             param.grad_dtype = param.dtype
@@ -334,13 +336,13 @@ class GradientAccumulator:
         self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
 
     def _marked(self) -> tuple[int, int] | None:
-        """Returns the first gradient and its count of in-place writes, to see whether somebody writes to it."""
+        """Returns id and version counter of the first gradient, which show whether somebody wrote to it."""
         return _mark_of(_first_gradient(self._params()))
 
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:
-        """Forgets noted overflows where all gradients are zero now: `zero_grad(set_to_none=False)` dropped them.
+        """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`.
 
-        Looks only where somebody wrote to the gradients after the last backward.
+        Looks only if somebody wrote to the gradients after the last backward pass.
         """
         if not self._flags or self._mark == self._marked():
             return
@@ -368,7 +370,7 @@ def _inverse(scale: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
-    """Multiplies the gradients by a 0-dim tensor, in place but for those that carry a graph of their own."""
+    """Multiplies the gradients by a 0-dim tensor, in place except for gradients that require a gradient themselves."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         grad = param.grad
@@ -390,7 +392,7 @@ def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
 
 
 def _sum(old: Tensor, new: Tensor) -> Tensor:
-    """Returns the sum of two gradients, each dense or sparse, in the memory of one of them where that is possible."""
+    """Returns the sum of two gradients, each dense or sparse, in the memory of one of them if possible."""
     if old.layout is not torch.strided and new.layout is torch.strided:
         old, new = new, old
     if old.requires_grad or new.requires_grad or old.layout is not torch.strided:

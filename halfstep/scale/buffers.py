@@ -1,4 +1,4 @@
-"""Buffers of a skipped step: put back as they were, because one infinite batch poisons running statistics for good."""
+"""Restores the buffers after a skipped step, because one infinite batch poisons running statistics for good."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class BufferGuard:
     Every dense buffer of up to 65,536 elements is copied, whatever its dtype: version counters would miss
     `running_mean` and `running_var`, which `native_batch_norm` writes without counting, and all writes through `.data`.
     A larger one (a mask, a table of rotary frequencies) is copied in its first step and from then on only once its
-    version counter has moved. Nothing syncs. Buffers that are registered or replaced later are found; one that forward
-    replaces gets the value of the one before, where it has its shape and dtype.
+    version counter has moved. Nothing waits for the device. Buffers that are registered or replaced later are found. If
+    forward replaces a buffer, the new buffer gets the old value, provided that shape, dtype and device are the same.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -40,10 +40,10 @@ class BufferGuard:
             self._current = True
 
     def after_step(self) -> None:
-        """Takes a snapshot now, and at the next `refresh` again; call it after each step and each load of a state.
+        """Takes a snapshot now, and another at the next `refresh`; call it after each step and each load of a state.
 
-        So a model whose forward cannot call `refresh` (a compiled one) is guarded too, and a later skip does not undo
-        the load.
+        The snapshot guards models whose forward cannot call `refresh` (compiled ones), and keeps a later skip from
+        undoing the load.
         """
         held = [(buffers_of(module), name) for module in self._modules for name, _ in buffers_of(module).items()]
         if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
@@ -53,10 +53,10 @@ class BufferGuard:
         self._current = False
 
     def restore(self, found: Tensor) -> None:
-        """Puts every buffer back to the snapshot where `found` (0-dim bool) is true, and leaves it where it is false.
+        """Restores every buffer from the snapshot if `found` (0-dim bool) is true, and changes nothing if it is false.
 
         Ends the step: the next `refresh` takes a new snapshot. Until then the old one stays, so that a second
-        optimizer that steps after the same forward can restore too; after the last of them call `after_step`.
+        optimizer that steps after the same forward can restore too; call `after_step` after the last optimizer.
         """
         for group in self._groups:
             group.restore(found)
@@ -71,7 +71,7 @@ class BufferGuard:
         return buffer is not None and slot.holds(buffer) and self._changes(buffer)
 
     def _arrange(self, held: list[tuple[Buffers, str]]) -> None:
-        """Gives each buffer that is guarded a place in the copy of its device and dtype."""
+        """Assigns each guarded buffer a place in the snapshot of its device and dtype."""
         self._slots = [_Slot(buffers, name) for buffers, name in held]
         groups: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
         for slot in self._slots:
@@ -96,12 +96,12 @@ class BufferGuard:
 
 
 class _Slot:
-    """A module's place for a buffer.
+    """The entry of one buffer name in one module.
 
-    `alias` is the buffer that was last seen there, where it is guarded: another tensor on its memory, so that no other
-    buffer comes to lie at its address, and without its version counter. BatchNorm saves its statistics for backward,
-    and a counted write between one optimizer's step and another loss's backward would be an error there, which the op
-    itself avoids in the same way.
+    `alias` is a second tensor on the memory of the buffer last seen here, or None if that buffer is not guarded. It
+    keeps the memory from being reused for another buffer, and does not share the buffer's version counter: BatchNorm
+    saves its statistics for backward, and a counted write between one optimizer's step and another loss's backward
+    would raise an error there. The op itself avoids that in the same way.
     """
 
     __slots__ = ("alias", "buffers", "name")
@@ -111,7 +111,7 @@ class _Slot:
         self.alias: Tensor | None = None
 
     def holds(self, buffer: Tensor) -> bool:
-        """Returns whether `buffer` lies in memory as the one does that was last seen."""
+        """Returns whether `buffer` has the address, shape and strides of the buffer last seen here."""
         alias = self.alias
         if alias is None or buffer.data_ptr() != alias.data_ptr():
             return False
@@ -119,7 +119,7 @@ class _Slot:
 
 
 class _Group:
-    """Buffers of one device and dtype, a copy of them, and room for them as they are after the step."""
+    """The guarded buffers of one device and dtype, their snapshot, and memory for their values after the step."""
 
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots
@@ -143,7 +143,7 @@ class _Group:
         foreach_copy_(buffers, self._chosen)
 
     def _now(self, slot: _Slot, alias: Tensor) -> Tensor:
-        """Returns what is to be put back: the buffer, or the one that forward has put in its place."""
+        """Returns the tensor to restore into: the guarded buffer, or the buffer that forward replaced it with."""
         here = slot.name in slot.buffers
         buffer = slot.buffers[slot.name] if here else None  # the registry of a scripted module has no `get`
         if buffer is None or slot.holds(buffer) or not _restorable(buffer):

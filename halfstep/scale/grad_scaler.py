@@ -19,25 +19,27 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class GradScaler(OpenGradScaler):
-    """`torch.amp.GradScaler` with its behaviour and state format, and these differences.
+    """Behaves like `torch.amp.GradScaler` and has its state format, except for these differences.
 
-    - `update` keeps the scale within [`min_scale`, `max_scale`]; torch's falls to subnormals, where gradients vanish.
-      `None` means 1 and 2**24, or `init_scale` where that lies outside. A scale that was set by hand or loaded stays
-      as it is until the next `update`.
+    - `update` keeps the scale within [`min_scale`, `max_scale`]; torch lets it fall to subnormals, where gradients
+      vanish. `None` means 1 and 2**24, or `init_scale` if that is outside the range. A scale that was set by hand or
+      loaded stays as it is until the next `update`.
     - `hysteresis` is the number of overflows since the last growth at which the scale starts to back off, as in
       DeepSpeed.
     - A fused `torch.optim.SGD` whose first step overflows starts from zero momentum; torch's kernel leaves the
-      momentum uninitialised. With `dampening` that costs one host sync at the first step.
-    - A closure is refused in whatever way it is passed; `None` does not count as one. `update` accepts an int.
-    - fp16 gradients are accepted: `unscale_` makes them fp32, in which small ones do not underflow, and `step` gives
-      the optimizer fp16 ones again. torch's raises.
-    - A growth interval lowered below the clean steps so far makes the scale grow at the next clean step, not never.
+      momentum uninitialised. With `dampening` this costs one host sync at the first step.
+    - `step` refuses a closure, positional or as a keyword, but accepts `closure=None`. `update` accepts an int.
+    - fp16 gradients are accepted, where torch raises: `unscale_` converts them to fp32, in which small ones do not
+      underflow, and `step` converts them back to fp16 for the optimizer.
+    - If the growth interval is lowered below the number of clean steps so far, the scale grows at the next clean step
+      instead of never.
 
-    The state has torch's five entries, and `min_scale`, `max_scale`, `hysteresis` and `_overflows_left` where one of
-    the first three is not the default. So torch's scaler loads it, and this one loads torch's and keeps its own range.
+    The state dict has torch's five entries, plus `min_scale`, `max_scale`, `hysteresis` and `_overflows_left` if one of
+    the first three is not the default. torch's GradScaler can load it. This class can load the state of torch's
+    GradScaler, and keeps its own range then.
 
     Raises:
-        PlanError: a range without `init_scale`, or a hysteresis below 1.
+        PlanError: `init_scale` is outside the range, or `hysteresis` is not an integer of 1 or more.
 
     >>> scaler = GradScaler("cpu", init_scale=2.0)
     >>> scaler.scale(torch.tensor(3.0))
@@ -63,19 +65,19 @@ class GradScaler(OpenGradScaler):
         self._hysteresis = hysteresis
         if enabled and not 0 < self._min_scale <= init_scale <= self._max_scale < math.inf:
             raise PlanError(
-                f"init_scale {init_scale:g} with min_scale {self._min_scale:g} and max_scale {self._max_scale:g};"
-                " they must satisfy 0 < min_scale <= init_scale <= max_scale < inf"
+                "expected 0 < min_scale <= init_scale <= max_scale < inf,"
+                f" got min_scale {self._min_scale:g}, init_scale {init_scale:g}, max_scale {self._max_scale:g}"
             )
         if type(hysteresis) is not int or hysteresis < 1:
-            raise PlanError(f"hysteresis {hysteresis!r}; it must be an integer of 1 or more")
+            raise PlanError(f"hysteresis must be an integer of 1 or more, got {hysteresis!r}")
         self._init_overflows_left = hysteresis
         self._overflows_left: Tensor | None = None
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of the optimizer by the scale, fp16 ones in fp32.
+        """Divides the gradients of the optimizer by the scale; fp16 gradients become fp32.
 
         Raises:
-            RuntimeError: they were already unscaled or stepped since the last `update`.
+            RuntimeError: `unscale_` or `step` was already called for this optimizer since the last `update`.
         """
         for param in _with_gradients(optimizer) if self.is_enabled() and self.is_ready(optimizer) else ():
             if param.grad.dtype is torch.float16:
@@ -85,7 +87,7 @@ class GradScaler(OpenGradScaler):
         super().unscale_(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Gives the optimizer gradients in the formats of its parameters."""
+        """Converts the fp32 gradients of fp16 parameters back to fp16, for the optimizer's step."""
         for param in _with_gradients(optimizer):
             if param.dtype is torch.float16 and param.grad.dtype is torch.float32:
                 grad, param.grad = param.grad, None
@@ -93,12 +95,12 @@ class GradScaler(OpenGradScaler):
                 param.grad = grad.half()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients where that was not done, and steps unless one is non-finite.
+        """Unscales the gradients unless `unscale_` has, and steps the optimizer unless a gradient is non-finite.
 
-        Optimizers that take `grad_scale` and `found_inf` (fused ones) are stepped without a host sync.
+        Optimizers that take `grad_scale` and `found_inf` (fused ones) step without a host sync.
 
         Raises:
-            RuntimeError: a closure was given, or `step` was called twice without `update`.
+            RuntimeError: a closure was passed, or `step` was called twice without `update`.
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
@@ -150,7 +152,7 @@ class GradScaler(OpenGradScaler):
             self.growth_tracker.clamp_(max=max(new_interval - 1, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's five entries, and halfstep's own where one is not the default; {} where disabled."""
+        """Returns torch's five entries, plus halfstep's own if one is not the default; {} if the scaler is disabled."""
         state = super().state_dict()
         if self.is_enabled() and (self._min_scale, self._max_scale, self._hysteresis) != (_MIN, _MAX, _HYSTERESIS):
             state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
@@ -158,15 +160,18 @@ class GradScaler(OpenGradScaler):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state of this class or of `torch.amp.GradScaler`; does nothing where disabled.
+        """Loads a state of this class or of `torch.amp.GradScaler`; does nothing if this scaler is disabled.
 
         Raises:
-            RuntimeError: the state is empty, as a disabled scaler's is.
+            RuntimeError: the state is empty, as that of a disabled scaler.
             StateError: an entry is missing; nothing was changed.
         """
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
         if self.is_enabled() and state_dict and missing:
-            raise StateError(f"the state of the GradScaler lacks {missing}; it has {sorted(state_dict)}")
+            raise StateError(
+                f"the state of the GradScaler lacks {missing} and has {sorted(state_dict)};"
+                " pass what state_dict() of a GradScaler returned"
+            )
         super().load_state_dict(dict(state_dict))
         if not self.is_enabled():
             return
@@ -184,7 +189,7 @@ class GradScaler(OpenGradScaler):
         return state
 
     def on_device(self, device: torch.device) -> None:
-        """Puts the overflows left beside the scale."""
+        """Creates the count of overflows left before the scale backs off, on the device of the scale."""
         self._overflows_left = torch.full((), self._init_overflows_left, dtype=torch.int32, device=device)
 
     def _get_overflows_left(self) -> int:
@@ -196,11 +201,11 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
 
 
 def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Gives parameters that meet fused SGD's momentum for the first time zeros, from which it starts as from nothing.
+    """Starts the momentum of fused SGD at zeros for parameters that have none, which is the same as no momentum.
 
-    Returns those for which that is not the same, because of dampening: the kernel must see them without a buffer.
-    https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes it with `empty_like`, and the
-    kernel does not write it where found_inf is set.
+    Returns the parameters for which it is not the same, because of dampening: the kernel must see them without a
+    buffer. https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes the buffer with
+    `empty_like`, and the kernel does not write to it if found_inf is set.
     """
     with_dampening = []
     if isinstance(optimizer, torch.optim.SGD) and takes_found_inf(optimizer):

@@ -1,4 +1,4 @@
-"""Gradients of tensors that no optimizer of a session updates, in a backward pass that starts from a loss scale."""
+"""True gradients, from the backward pass of a scaled loss, for tensors that no optimizer of the session updates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from halfstep.torch_internals import leaf_of
 
 @contextmanager
 def unscaled_leaves(outputs: Collection[Tensor], scale: Tensor, but: Collection[int]) -> Iterator[None]:
-    """Leaves true gradients at the leaves of the outputs' graphs, `but` for those with these ids, within a `with`.
+    """Within a `with` block, unscales the gradients of the leaves of `outputs`, except leaves whose id is in `but`.
 
-    The backward pass inside is to start from `scale` (0-dim fp32). What is added to a gradient is divided before it is
-    added, so that a gradient that was there stays what it was.
+    The backward pass inside the block must start from `scale` (0-dim fp32). New gradients are divided by it before they
+    are added, so that a gradient that a leaf already has keeps its value.
     """
     value = scale.clone()  # which a step of an optimizer within the pass may change
     with ExitStack() as stack:
@@ -29,7 +29,7 @@ def unscaled_leaves(outputs: Collection[Tensor], scale: Tensor, but: Collection[
 
 
 def leaves_of(outputs: Collection[Tensor]) -> list[Tensor]:
-    """Returns the leaves that a backward pass from these outputs leaves gradients at, each once.
+    """Returns the leaf tensors that get a gradient in a backward pass from `outputs`, each once.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
@@ -42,7 +42,7 @@ def leaves_of(outputs: Collection[Tensor]) -> list[Tensor]:
 
 
 def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """Yields the autograd nodes that a backward pass from these outputs goes through."""
+    """Yields the autograd nodes that a backward pass from `outputs` goes through."""
     waiting, seen = [out.grad_fn for out in outputs], set()
     while waiting:
         node: Any = waiting.pop()

@@ -1,4 +1,4 @@
-"""The read of the gradients: their global norm and the exact test for non-finite ones, without a host sync."""
+"""Reads the gradients once, for their global norm and an exact test for non-finite values, without a host sync."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WIDE_SUMS = ("cuda",)
 
 @dataclass(frozen=True)
 class Reading:
-    """What one read of gradients found.
+    """The result of reading gradients once.
 
-    `norm` is the L2 norm over all elements (0-dim fp32), `found` whether any is infinite or NaN (0-dim bool), and
-    `flags` the same for each gradient (bool, in their order).
+    `norm` is the L2 norm over all elements (0-dim fp32), `found` says whether any element is infinite or NaN (0-dim
+    bool), and `flags` says the same for each gradient (bool, in the order of the gradients).
     """
 
     norm: Tensor
@@ -35,9 +35,9 @@ class Reading:
 
 
 class Clip:
-    """Clips by the global norm as `torch.nn.utils.clip_grad_norm_` does, to the bit; nothing is read on the host.
+    """Clips by the global norm, bit for bit as `torch.nn.utils.clip_grad_norm_` does, without a host sync.
 
-    Its numbers stay on the device: an operation on a Python number takes three times as long on a CPU.
+    Its constants are tensors on the device: an operation on a Python number takes three times as long on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Clip:
         self._last: tuple[float, Tensor] | None = None
 
     def factor(self, norm: Tensor, max_norm: float) -> Tensor:
-        """Returns what multiplies gradients whose norm this is (0-dim fp32), at most 1."""
+        """Returns the factor (0-dim fp32, at most 1) that clips gradients of this `norm` to `max_norm`."""
         if self._last is None or self._last[0] != max_norm:
             most = torch.full((), float(max_norm), dtype=torch.float64, device=norm.device)
             self._last = max_norm, most.to(norm.dtype)
@@ -54,9 +54,9 @@ class Clip:
 
 @dataclass(frozen=True)
 class Reader:
-    """A way to read gradients: which it can take, and the call, which reads nothing on the host.
+    """One implementation of the read: `fits` says whether it supports the gradients, `read` reads them.
 
-    The call may keep in a Scratch what serves the next read of the same memory.
+    `read` never waits for the device. It may keep in the Scratch what speeds up the next read of the same memory.
     """
 
     fits: Callable[[list[Tensor]], bool]
@@ -64,11 +64,11 @@ class Reader:
 
 
 def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
-    """Reads `grads` once with the first of `READERS` that takes them; the results are on `device`.
+    """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`.
 
-    Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; the sparse ones count with
-    their duplicate indices summed. `device` is that of the first gradient by default, the CPU where there is none.
-    Who reads step after step, on one stream, gives the same `scratch` each time.
+    Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; duplicate indices of sparse
+    gradients are summed first. `device` defaults to that of the first gradient, or to the CPU if there are no
+    gradients. A caller that reads at every step, on one stream, should pass the same `scratch` each time.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
@@ -83,7 +83,7 @@ def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Sc
 
 @torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns norm, test and flags of any gradients from torch operations, on the device of the first."""
+    """Returns norm, non-finite test and flags of any gradients, with torch operations, on the first one's device."""
     device = grads[0].device if grads else torch.device("cpu")
     flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -128,19 +128,19 @@ def elements(grad: Tensor) -> Tensor:
 
 
 def _norm_of_norms(norms: Tensor) -> Tensor:
-    """Returns the L2 norm of non-negative numbers without overflow of their squares."""
+    """Returns the L2 norm of non-negative numbers; their squares cannot overflow."""
     unit = _units(norms.amax())
     scaled: Tensor = torch.linalg.vector_norm(norms / unit)
     return scaled * unit
 
 
 def _units(largest: Tensor) -> Tensor:
-    """Returns what to divide numbers by, of which these are the largest, before they are squared; never zero."""
+    """Returns divisors, never zero, for numbers that will be squared, given the `largest` of the numbers."""
     return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each piece's norm and whether it is finite, from sums so wide that no finite element overflows them."""
+    """Returns each piece's norm and whether it is finite, summed in a format that no finite element can overflow."""
     wide = torch.float32 if dtype is torch.float16 else torch.float64
     norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)
@@ -149,7 +149,8 @@ def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]
 def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns each piece's norm and whether it is finite, from a pass over the extremes and one over the squares.
 
-    The squares are those of elements over the piece's largest, which neither overflow nor, where they count, underflow.
+    Elements are divided by the piece's largest before they are squared: no square overflows, and none that matters
+    underflows.
     """
     wide = dtype if dtype is torch.float64 else torch.float32
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)
@@ -162,7 +163,7 @@ def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensor, or where it is long, contiguous and on a CPU its flat pieces."""
+    """Returns the tensor whole, or in flat pieces if it is long, contiguous and on a CPU."""
     if tensor.numel() <= _PIECE or not tensor.is_cpu or not tensor.is_contiguous():
         return (tensor,)
     return torch.split(tensor.view(-1), _PIECE)

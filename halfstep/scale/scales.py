@@ -16,9 +16,9 @@ from halfstep.scale.scaling import Scale, make_scale
 
 
 class LossScales:
-    """The scale of each loss, made by `scaling` when its `loss_id` is first used.
+    """The scale of each loss, made from `scaling` when its `loss_id` is first used.
 
-    A constant scale is one for all losses, so that their gradients add up in place.
+    All losses share one scale if it is constant, so that their gradients add up in place.
     """
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class LossScales:
         return self._scales[loss_id]
 
     def _first(self) -> Scale:
-        """Returns what the scale of a new loss is."""
+        """Returns the scale for a new loss."""
         shared = not self._scaling.adapts and self._scales
         scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
         if self.ceiling is not None:
@@ -58,20 +58,20 @@ class LossScales:
         """Keeps all scales at or below `maximum` from now on.
 
         Raises:
-            SessionError: the plan fixes the scale, or its floor, above `maximum`.
+            SessionError: the plan's static scale, or the floor of its dynamic scale, is above `maximum`.
         """
         self.ceiling = maximum
         for scale in self._scales.values():
             scale.limit(maximum)
 
     def went_backward(self, loss_id: int) -> None:
-        """Says that a step to come has gradients of this loss, and counts for its scale."""
+        """Notes a backward pass of this loss: the next step will adapt the loss's scale."""
         self._backed_off.pop(loss_id, None)
 
     def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
-        """Adapts the scales to one step: the gradients of each optimizer, and whether those overflowed.
+        """Adapts the scales to one step, given each optimizer's gradients and whether they overflowed.
 
-        Where several optimizers step on one backward pass, a scale backs off at most once for all of them.
+        If several optimizers step after one backward pass, a scale backs off at most once for all of them.
         """
         if not self.active:
             return
@@ -91,7 +91,7 @@ class LossScales:
 
     @contextmanager
     def held_at(self, scale: float) -> Iterator[None]:
-        """Makes every scale `scale` for a while, unseen by those who watch for its changes."""
+        """Sets every scale to `scale` within a `with` block, without moving the version counters of the scales."""
         kept = [(own.value, own.value.clone()) for own in self._scales.values()]
         for value, _ in kept:
             value.data.fill_(scale)  # through .data: the accumulator takes a counted write for a change
@@ -102,7 +102,7 @@ class LossScales:
                 value.data.copy_(before)
 
     def read(self, loss_id: int) -> float:
-        """Returns what the scale of a loss is, or would start with; waits for the device.
+        """Returns the present scale of a loss, or the one that it would start with; waits for the device.
 
         Raises:
             SessionError: `loss_id` is not a non-negative int.
@@ -113,13 +113,14 @@ class LossScales:
         return self._scaling.first
 
     def read_all(self) -> dict[int, float]:
-        """Returns the scales of all losses that came, by `loss_id`; waits for the device."""
+        """Returns the scale of each loss seen so far, by `loss_id`; waits for the device."""
         return {loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of each scale as plain numbers, under its `loss_id` as text; waits for the device.
 
-        That of loss 0 is there before it came: torch.distributed.checkpoint loads what a new state has, and no more.
+        Loss 0 is included even before its first use, since torch.distributed.checkpoint loads only keys that the new
+        session's state has.
         """
         scales = self._scales if 0 in self._scales else {0: self._first(), **self._scales}
         return {str(loss_id): scale.state_dict() for loss_id, scale in scales.items()}
@@ -128,7 +129,7 @@ class LossScales:
         """Loads what `state_dict` returned.
 
         Raises:
-            StateError: a scale's state is of another kind or misses a key or has an unknown one; nothing was changed.
+            StateError: a scale's state is of another kind, lacks a key or has an unknown one; nothing was changed.
         """
         scales = {int(key): make_scale(self._scaling, self._device) for key in state}
         for key, entry in state.items():

@@ -17,7 +17,7 @@ from halfstep.torch_internals import update_scale_
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a dynamic scale follows the overflows; the words are those of the plan's `Scaling`."""
+    """How a dynamic scale reacts to overflows; the fields mean the same as those of the plan's `Scaling`."""
 
     growth: float
     backoff: float
@@ -28,12 +28,12 @@ class Schedule:
 
 
 def schedule_of(scaling: Scaling) -> Schedule:
-    """Returns the schedule of a dynamic scale."""
+    """Returns the schedule of the dynamic scale that `scaling` describes."""
     return Schedule(**{each.name: getattr(scaling, each.name) for each in fields(Schedule)})
 
 
 class NoScale:
-    """The null object: a scale of 1 that never changes."""
+    """The loss scale of a plan without scaling: always 1."""
 
     active = False  # whether the scale can differ from 1
 
@@ -41,22 +41,26 @@ class NoScale:
         self.value = torch.ones((), dtype=torch.float32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Does nothing."""
+        """Does nothing: the scale stays 1."""
 
     def limit(self, maximum: float) -> None:
-        """Does nothing: 1 is below the maximum of every format."""
+        """Does nothing: every format can hold a scale of 1."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the kind alone."""
+        """Returns a state with the kind of this scale only."""
         return {"kind": "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state is of a plan without a scale."""
+        """Checks that the state comes from a plan without a loss scale.
+
+        Raises:
+            StateError: the state is of another kind, lacks a key or has an unknown one.
+        """
         _check_state(state, self.state_dict())
 
 
 class StaticScale:
-    """A scale of the user's that overflows do not change."""
+    """A fixed scale that the user chose; overflows do not change it."""
 
     active = True
 
@@ -65,44 +69,44 @@ class StaticScale:
         self.value = torch.full((), self._scale, dtype=torch.float32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Does nothing."""
+        """Does nothing: the scale is fixed."""
 
     def limit(self, maximum: float) -> None:
         """Refuses a scale above `maximum`.
 
         Raises:
-            SessionError: the plan fixes the scale above it.
+            SessionError: the scale is above `maximum`.
         """
         if self._scale > maximum:
             raise SessionError(
-                f"the static loss scale {self._scale:g} is above {maximum:g}, the most that the loss format takes:"
-                " its gradients would be infinite; pass loss.float() to backward or choose a smaller scale"
+                f"the static loss scale {self._scale:g} is above {maximum:g}, the largest that the format of the loss"
+                " allows: gradients would be infinite; pass loss.float() to backward or choose a smaller scale"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns kind and scale."""
+        """Returns the kind of this scale, and the scale."""
         return {"kind": "static", "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checks that the state has the scale of the plan.
 
         Raises:
-            StateError: it has another one, or is of another kind.
+            StateError: the state has another scale or kind, lacks a key or has an unknown one.
         """
         _check_state(state, self.state_dict())
         if isinstance(state["scale"], bool) or state["scale"] != self._scale:
             raise StateError(
-                f"the state has the static loss scale {state['scale']!r}, this plan has {self._scale!r};"
-                " give the plan the scale of the state, or do not load the scale"
+                f"the state has the static loss scale {state['scale']!r}, but this plan has {self._scale!r};"
+                " set the plan's scale to that of the state, or do not load the scale"
             )
 
 
 class DynamicScale:
     """A scale that backs off when gradients overflow and grows after an interval without an overflow.
 
-    The rule is torch.amp's (grow after `growth_interval` clean steps in a row, count anew after growth and overflow),
-    with a floor and a ceiling, and DeepSpeed's hysteresis: the scale backs off at the `hysteresis`-th overflow and at
-    every one after it, until the next growth restores the credit.
+    The rule is that of torch.amp (grow after `growth_interval` clean steps in a row, restart the count after growth and
+    after overflow), with a floor, a ceiling, and DeepSpeed's hysteresis: the scale backs off at the `hysteresis`-th
+    overflow and at every one after it; the next growth starts the count of overflows again.
     """
 
     active = True
@@ -116,25 +120,26 @@ class DynamicScale:
     def update(self, found: Tensor, *, count: bool = True) -> None:
         """Adapts the scale to one step, on the device.
 
-        `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False` an overflow
-        backs off but a clean step does not count towards growth: for a second optimizer's step after one backward.
+        `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False`, for a second
+        optimizer's step after one backward pass, the scale still backs off after an overflow, but a clean step does not
+        count towards growth.
         """
         found = found.to(self.value.device, non_blocking=True)
         adapt_(self.value, self._clean, self._left, found, self._schedule, count=count)
 
     def limit(self, maximum: float) -> None:
-        """Lowers the ceiling to the largest power of two at or below `maximum`, for a loss whose format ends there.
+        """Lowers the ceiling to the largest power of two at or below `maximum`, which the format of a loss requires.
 
         Raises:
-            SessionError: the floor of the plan is above it.
+            SessionError: the plan's floor is above that power of two.
         """
         maximum = 2.0 ** math.floor(math.log2(maximum))
         if maximum >= self._schedule.max:
             return
         if self._schedule.min > maximum:
             raise SessionError(
-                f"the floor of the loss scale, {self._schedule.min:g}, is above {maximum:g}, the most that the"
-                " format of the loss takes: its gradients would be infinite; pass loss.float() to backward or lower min"
+                f"the floor of the loss scale, {self._schedule.min:g}, is above {maximum:g}, the largest that the"
+                " format of the loss allows: gradients would be infinite; pass loss.float() to backward or lower min"
             )
         self._schedule = replace(self._schedule, max=maximum)
         self.value.clamp_(max=maximum)
@@ -149,20 +154,23 @@ class DynamicScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, into the same tensors.
+        """Loads what `state_dict` returned, into the present tensors.
 
         Raises:
-            StateError: the state is of another kind or misses a key or has an unknown one; nothing was changed.
+            StateError: the state is of another kind, lacks a key, or has an unknown one or a bad value; nothing was
+                changed.
         """
         _check_state(state, self.state_dict())
         for key in ("clean_steps", "overflows_left"):
             if type(state[key]) is not int or not 0 <= state[key] < 2**63:
-                raise StateError(f"the state of the loss scale has {key}={state[key]!r}; a count is needed")
+                raise StateError(
+                    f"the state of the loss scale has {key}={state[key]!r}; expected an integer from 0 to 2**63 - 1"
+                )
         scale = state["scale"]
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         if not number or not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
             raise StateError(
-                f"the state of the loss scale has scale={scale!r:.40}; a positive finite number is needed, "
+                f"the state of the loss scale has scale={scale!r:.40}; expected a positive finite number, "
                 "from 2**-126 to 2**126"
             )
         self.value.fill_(min(float(scale), self._schedule.max))
@@ -171,7 +179,7 @@ class DynamicScale:
 
 
 Scale = NoScale | StaticScale | DynamicScale
-"""What a loss is multiplied by before backward: its `value`, a 0-dim fp32 tensor, is updated in place."""
+"""A loss scale. A loss is multiplied by its `value`, a 0-dim fp32 tensor that is updated in place, before backward."""
 
 
 # Devices with torch's own kernel for the rule without hysteresis: 3 launches a step instead of 20.
@@ -185,7 +193,7 @@ def adapt_(
 
     `value` (fp32) is the scale, `clean` (int32) the clean steps in a row since it last grew, `left` (int32) the
     overflows left until it backs off, counting the one that does; `found` (bool) says that this step overflowed.
-    The scale ends within its range.
+    The new scale is clamped to the range of the schedule.
     """
     if schedule.hysteresis == 1 and count and value.device.type in _ONE_KERNEL:
         numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)
@@ -196,7 +204,7 @@ def adapt_(
 
 
 def _adapt_any_(value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, count: bool) -> None:
-    """Does what `adapt_` says with any hysteresis, on any device; products are rounded once from float64 as torch's."""
+    """Adapts a scale with any hysteresis, on any device; products are rounded once from float64, as in torch."""
     adapted, steps, overflows = next_state(
         value, clean, left, found, schedule, select=torch.where, times=_times, count=count
     )
@@ -216,10 +224,10 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
     times: Callable[[Any, float], Any],
     count: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Returns what `adapt_` makes of `value`, `clean` and `left`, except that the scale is not kept within its range.
+    """Returns the `value`, `clean` and `left` that `adapt_` would set, but without clamping the scale.
 
-    They and `found` are scalars of any library of arrays, of which `select(condition, a, b)` is the `where` and `times`
-    gives the product of a scale and a number.
+    `value`, `clean`, `left` and `found` are scalars of any array library; `select(condition, a, b)` is the `where` of
+    that library, and `times` multiplies a scale by a number.
     """
     steps = select(found, clean * 0, clean + int(count))
     grown = ~found & (steps >= schedule.growth_interval) if count else found & ~found
@@ -250,13 +258,11 @@ def make_scale(scaling: Scaling, device: torch.device) -> Scale:
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises StateError where `state` is not of the kind and keys of `own`."""
+    """Raises a StateError unless `state` has the kind and the keys of `own`."""
     if "kind" in state and state["kind"] != own["kind"]:
         raise StateError(
-            f"the state belongs to a {state['kind']!r} loss scale, this plan has {own['kind']!r};"
+            f"the state belongs to a {state['kind']!r} loss scale, but this plan has {own['kind']!r};"
             " load it into a session of the plan that it came from"
         )
     if state.keys() != own.keys():
-        raise StateError(
-            f"the state of the loss scale has the keys {sorted(map(str, state))}; needed are {sorted(own)}"
-        )
+        raise StateError(f"the state of the loss scale has the keys {sorted(map(str, state))}; expected {sorted(own)}")

@@ -147,7 +147,7 @@ def test_bad_losses_are_refused():
     out = model(batch(0)[0])
     with pytest.raises(SessionError, match=r"shape \(16, 4\).*mean"):
         session.backward(out)
-    with pytest.raises(SessionError, match="needs no gradient"):
+    with pytest.raises(SessionError, match="requires no gradient"):
         session.backward(out.sum().detach())
     with pytest.raises(SessionError, match="float"):
         session.backward(1.0)
@@ -155,7 +155,7 @@ def test_bad_losses_are_refused():
         session.backward(out.sum() * 1j)
     with pytest.raises(SessionError, match="float"):
         session.grad(1.0, out)
-    with pytest.raises(SessionError, match="1 outputs have 2"):
+    with pytest.raises(SessionError, match="got 2 grad_outputs for 1 outputs"):
         session.grad(out.sum(), out, grad_outputs=[None, None])
     with pytest.raises(SessionError, match="loss_id"):
         session.backward(out.sum(), loss_id=-1)

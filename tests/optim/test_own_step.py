@@ -52,7 +52,7 @@ def test_a_session_trains_skips_and_resumes_bit_identically(name, low, cls, opti
         (Lion, {"weight_decay": -0.1}, "weight decay must be 0 or more, not -0.1"),
         (Lion, {"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), not \(0.9, 1.0\)"),
         (Lamb, {"eps": -1.0}, "eps must be 0 or more, not -1.0"),
-        (Lamb, {"max_grad_norm": 0.0}, "max_grad_norm must be above 0, or None not to clip, not 0.0"),
+        (Lamb, {"max_grad_norm": 0.0}, "max_grad_norm must be above 0, or None for no clipping, not 0.0"),
         (NovoGrad, {"betas": (1.0, 0.9)}, r"betas must be in \[0, 1\), not \(1.0, 0.9\)"),
         (NovoGrad, {"norm_type": 1}, "norm_type must be 2, or 0 for the largest magnitude, not 1"),
     ],
@@ -84,7 +84,7 @@ def test_a_state_of_another_shape_is_refused(cls, entry, name):
     optimizer = cls(params)
     halfstep.initialize(torch.nn.ParameterList(params), optimizer, "O1", low="bf16")
     state = copy.deepcopy(optimizer.state_dict()) | {"state": {0: entry}}
-    with pytest.raises(StateError, match=rf"'{name}' that came: it has shape \(3,\)"):
+    with pytest.raises(StateError, match=rf"loaded optimizer state '{name}', which has shape \(3,\)"):
         optimizer.load_state_dict(state)
 
 

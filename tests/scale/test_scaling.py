@@ -262,7 +262,7 @@ class TestState:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"kind": "static"}, "'static' loss scale, this plan has 'dynamic'"),
+            ({"kind": "static"}, "'static' loss scale, but this plan has 'dynamic'"),
             ({"extra": 1}, "extra"),
             ({"scale": -1.0}, "positive finite"),
             ({"scale": math.inf}, "positive finite"),
