@@ -1,1 +1,1 @@
-"""What people already have, run on sessions: apex and torch.amp loops, and scripts with no mixed precision at all."""
+"""Runs existing code on sessions: apex and torch.amp loops, trainers, and scripts without any mixed precision."""

@@ -1,7 +1,7 @@
-"""halfstep inside Accelerate: `prepare` in place of `accelerator.prepare`. Needs the extra [accelerate].
+"""halfstep inside Accelerate: call `prepare` instead of `accelerator.prepare`. Needs the extra [accelerate].
 
-An Accelerator calls its scaler for whatever mixed precision does: `scale`, `step`, `update` and the states of both.
-Here that is a Session.
+An Accelerator calls its scaler for everything that mixed precision does: `scale`, `step`, `update`, and saving and
+loading. Here the scaler passes these calls to a Session.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULT
 
 
 def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **settings: Any) -> Any:
-    """Returns what `accelerator.prepare(*args)` does, with all its models and optimizers trained under a plan.
+    """Returns the result of `accelerator.prepare(*args)`, with all models and optimizers in it trained under a plan.
 
-    The loop stays as it is: `accelerator.backward`, `accumulate`, `clip_grad_norm_`, `optimizer.step`, `save_state` and
-    `load_state`. `plan` and `settings` are those of `halfstep.initialize`, and `session_of(accelerator)` is the
-    session. Give all models and optimizers of a loop in one call.
+    The loop does not change: `accelerator.backward`, `accumulate`, `clip_grad_norm_`, `optimizer.step`, `save_state`
+    and `load_state` work as before. `plan` and `settings` are those of `halfstep.initialize`;
+    `session_of(accelerator)` returns the session. Pass all models and optimizers of a loop in one call.
 
     Raises:
         PlanError: as `halfstep.initialize`.
-        SetupError: as that, or this setting of Accelerate is not supported.
+        SetupError: as `halfstep.initialize`, or a setting of the Accelerator is not supported.
     """
     models = [each for each in args if isinstance(each, nn.Module)]
     optimizers = [each for each in args if isinstance(each, Optimizer)]
     if not models:
-        raise SetupError("prepare was given no model; give all models and optimizers of a loop to one call of prepare")
+        raise SetupError(
+            "prepare was called without a model; pass all models and optimizers of a loop to one call of prepare"
+        )
     attach(accelerator, models, optimizers, plan, **settings)
     prepared = accelerator.prepare(*args)
     for each in prepared if isinstance(prepared, tuple) else (prepared,):
@@ -61,7 +63,7 @@ def session_of(accelerator: Accelerator) -> Session:
     """Returns the session of an Accelerator.
 
     Raises:
-        SessionError: it has none.
+        SessionError: the Accelerator has no session.
     """
     if not isinstance(accelerator.scaler, SessionScaler):
         raise SessionError(
@@ -73,7 +75,7 @@ def session_of(accelerator: Accelerator) -> Session:
 def attach(
     accelerator: Accelerator, models: list[nn.Module], optimizers: list[Optimizer], plan: Plan | str, **settings: Any
 ) -> Session:
-    """Opens a session on models and optimizers that the Accelerator is to prepare next."""
+    """Opens a session on models and optimizers; call it before the Accelerator prepares them."""
     if accelerator.distributed_type not in SUPPORTED:
         raise SetupError(
             f"halfstep does not work with Accelerate's {accelerator.distributed_type.value}; use one device, or "
@@ -81,15 +83,17 @@ def attach(
         )
     if accelerator.mixed_precision != "no":
         raise SetupError(
-            f"mixed_precision={accelerator.mixed_precision!r} is on beside halfstep, which would cast and scale twice; "
-            "leave it out of Accelerator(...), of TrainingArguments (bf16, fp16) and of `accelerate config`"
+            f"mixed_precision={accelerator.mixed_precision!r} together with halfstep would cast and scale twice; leave "
+            "mixed_precision out of Accelerator(...) and `accelerate config`, bf16 and fp16 out of TrainingArguments"
         )
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, SessionScaler):
-        raise SetupError("the Accelerator has a scaler already; do not set accelerator.scaler beside halfstep")
+        raise SetupError(
+            "the Accelerator already has a scaler, and halfstep sets its own; do not set accelerator.scaler"
+        )
     if isinstance(accelerator.scaler, SessionScaler) and not accelerator.scaler.session.closed:
         raise SetupError(
-            "this Accelerator has a session already; give all models and optimizers to one call of prepare, or close "
-            "the session first: session_of(accelerator).close(), also before accelerator.free_memory()"
+            "this Accelerator already has a session; pass all models and optimizers to one call of prepare, or close "
+            "the session first, also before accelerator.free_memory(): session_of(accelerator).close()"
         )
     for model in models:
         model.to(accelerator.device)
@@ -102,9 +106,9 @@ def attach(
 
 
 def take_over(accelerator: Accelerator, prepared: Any) -> None:
-    """Sends the steps of a prepared optimizer to the session; anything else that is prepared stays as it is.
+    """Sends the steps of a prepared optimizer to the session; does nothing with other prepared objects.
 
-    One that was prepared before there was a session has no scaler yet.
+    Also sets the scaler, which an optimizer that was prepared before the session was opened does not have yet.
     """
     if type(prepared) is AcceleratedOptimizer and isinstance(accelerator.scaler, SessionScaler):
         prepared.scaler = accelerator.scaler
@@ -112,25 +116,25 @@ def take_over(accelerator: Accelerator, prepared: Any) -> None:
 
 
 class SessionScaler:
-    """What an Accelerator takes for its scaler: a session, and the record of each optimizer's last step."""
+    """The scaler of an Accelerator: passes its calls to a session, and keeps each optimizer's last record."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.records: dict[Optimizer, StepRecord] = {}
 
     def scale(self, loss: Tensor) -> _Loss:
-        """Returns what `backward` is called on."""
+        """Returns the loss as an object whose `backward` is that of the session."""
         return _Loss(self.session, loss)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Makes the session's step of one optimizer, or has one that calls its closure several times make its own.
+        """Makes the session's step of one optimizer; an optimizer that calls its closure several times steps itself.
 
         Raises:
-            SetupError: the session has no such optimizer.
+            SetupError: the optimizer does not belong to the session.
         """
         if not any(optimizer is each for each in self.session.optimizers):
             raise SetupError(
-                f"the {type(optimizer).__name__} that steps is none of those that halfstep was given: give it to "
+                f"this {type(optimizer).__name__} is not an optimizer of the session; pass it to "
                 "prepare(accelerator, ...), and do not replace it afterwards"
             )
         if needs_closure(optimizer):
@@ -142,17 +146,17 @@ class SessionScaler:
         self.records[optimizer] = self.session.step(optimizer)
 
     def update(self) -> None:
-        """Does nothing: the step has adapted the scale."""
+        """Does nothing, since `step` has adapted the scale."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Does nothing: gradients are true."""
+        """Does nothing, since gradients are already unscaled."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the session's state, which `save_state` writes."""
         return self.session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes it back."""
+        """Loads a state of the session, as `state_dict` returned it."""
         self.session.load_state_dict(state)
 
 
@@ -165,18 +169,19 @@ class _Loss:
 
 
 class SessionOptimizer(AcceleratedOptimizer):
-    """An optimizer of Accelerate's that a session steps.
+    """Accelerate's wrapper of an optimizer, whose steps a session makes.
 
-    Accelerate would tell a skipped step by whether `step` was called, which is wrong where a step skips on the device.
+    Accelerate's own class counts a step as skipped if `step` was not called, which misses steps that are skipped on the
+    device.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Makes the session's step, where this backward pass is the last of those that add up."""
+        """Makes the session's step, unless more backward passes are to be accumulated first."""
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped; waits for the device, as schedulers of Accelerate ask after each step."""
+        """Whether the last step was skipped; waits for the device. Accelerate's schedulers read it after each step."""
         record = self.scaler.records.get(self.optimizer)
         return record is not None and bool(record.skipped)

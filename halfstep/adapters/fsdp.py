@@ -1,4 +1,4 @@
-"""FSDP2: the mixed precision policy that `fully_shard` is given for a plan."""
+"""FSDP2: the mixed precision policy to pass to `fully_shard` for a plan."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def fsdp_policy(
     low: Format | torch.dtype | str | None = None,
     reduce: Format | torch.dtype | str = FP32,
 ) -> MixedPrecisionPolicy:
-    """Returns the `mp_policy` of `fully_shard` for a model that `halfstep.initialize` is to train under a plan.
+    """Returns the `mp_policy` of `fully_shard` for a model that `halfstep.initialize` will train under a plan.
 
-    Weights are stored and updated in fp32 shards, which are the masters, and gathered in the low format; gradients are
-    summed over the processes in `reduce`. What goes into and out of the modules is left to the plan. `plan` and `low`
-    are those of `initialize`. The order is `fully_shard`, optimizer, `initialize`:
+    Weights are stored and updated as fp32 shards, which are the masters, and gathered in the low format; gradients are
+    summed over the processes in the format `reduce`. The plan decides on the formats of inputs and outputs of modules.
+    `plan` and `low` are those of `initialize`. The order is `fully_shard`, optimizer, `initialize`:
 
         policy = halfstep.fsdp_policy("O2", low="bf16")
         for block in model.blocks:
@@ -34,13 +34,13 @@ def fsdp_policy(
         optimizer = torch.optim.AdamW(model.parameters())
         session = halfstep.initialize(model, optimizer, "O2", low="bf16")
 
-    All weights are gathered low, those of norms and embeddings too, and widened where the plan reads them in fp32.
-    Modules whose weights are to be exact get a group of their own before the others:
+    All weights are gathered in the low format, also those of norms and embeddings, and widened where the plan reads
+    them in fp32. To keep the weights of some modules exact, shard these modules first, as a separate group:
     `fully_shard([*norms], mp_policy=halfstep.fsdp_policy("O0"))`.
 
     Raises:
-        PlanError: no such level, no plan, or a plan file that cannot be read.
-        FormatError: an unknown format.
+        PlanError: `plan` is an unknown level, something else than a Plan, or a plan file that cannot be read.
+        FormatError: `low` or `reduce` is not a known format.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # which takes a second to import
 

@@ -1,6 +1,6 @@
 """halfstep inside Lightning: a precision plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`.
 
-Needs the extra [lightning]. A run is one Session whose optimizers step themselves, in Lightning's own loop.
+Needs the extra [lightning]. Each run is one Session; Lightning's own loop calls `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ STRATEGIES = {
 
 
 class Halfstep(Precision):
-    """Trains under a plan of halfstep's: `Trainer(plugins=[Halfstep("O2", low="bf16")])`, without `precision=`.
+    """Trains under a halfstep plan: `Trainer(plugins=[Halfstep("O2", low="bf16")])`, without `precision=`.
 
-    `plan` and `settings` are those of `halfstep.initialize`. The session is there while a fit, validation, test or
-    prediction runs; before and after, the model is an ordinary fp32 one (of rounded values, after O3), and checkpoints
-    always are. For Fabric, `setup` takes the place of `fabric.setup`, which does not tell plugins its optimizers, and
-    `close` ends the session. Loggers of a Trainer get `halfstep/scale`, `halfstep/skipped` (steps so far) and, above
-    O0, `halfstep/grad_norm` (before clipping; numbered if there are several optimizers), every `log_every_n_steps`.
+    `plan` and `settings` are those of `halfstep.initialize`. The session is open while a fit, validation, test or
+    prediction runs; before and after, the model is an ordinary fp32 model (of rounded values, after O3). Checkpoints
+    are always fp32. With Fabric, call `setup` instead of `fabric.setup`, which does not pass optimizers to plugins, and
+    `close` at the end. A Trainer's loggers get, every `log_every_n_steps`, `halfstep/scale`, `halfstep/skipped` (steps
+    so far) and, above O0, `halfstep/grad_norm` (before clipping; numbered if there are several optimizers).
 
     Raises:
         TypeError: `halfstep.initialize` has no such setting.
@@ -78,22 +78,22 @@ class Halfstep(Precision):
 
     @property
     def session(self) -> Session:
-        """The session that runs.
+        """The open session.
 
         Raises:
-            SessionError: none does.
+            SessionError: no session is open.
         """
         if self._session is None:
             raise SessionError(
-                "no halfstep session is open; Trainer opens one while it fits or evaluates, and for Fabric replace "
-                "`fabric.setup(model, optimizer)` by `plugin.setup(fabric, model, optimizer)`"
+                "no halfstep session is open; a Trainer opens one while it fits or evaluates; with Fabric, replace "
+                "`fabric.setup(model, optimizer)` with `plugin.setup(fabric, model, optimizer)`"
             )
         return self._session
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Opens the session of a Trainer, on its model as it lies on the device."""
+        """Opens a Trainer's session once the model is on the device, or adds the optimizers to the open session."""
         module = unwrap(model)
         assert isinstance(module, LightningModule)
         trainer = module.trainer
@@ -107,14 +107,16 @@ class Halfstep(Precision):
         return model, optimizers, lr_schedulers
 
     def setup(self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> Any:
-        """Sets up all models and optimizers of a Fabric loop; returns what `fabric.setup` would, in one tuple.
+        """Sets up all models and optimizers of a Fabric loop; returns them as `fabric.setup` does, in one tuple.
 
         Raises:
             PlanError, SetupError: as `halfstep.initialize`, or `setup` was called before.
         """
         _check_strategy("Fabric", fabric.strategy)
         if self._session is not None:
-            raise SetupError("plugin.setup was called before; give one call all models, or call plugin.close() first")
+            raise SetupError(
+                "plugin.setup was called before; pass all models in one call, or call plugin.close() first"
+            )
         models = [model] if isinstance(model, nn.Module) else list(model)
         for each in models:
             fabric.to_device(each)
@@ -132,7 +134,7 @@ class Halfstep(Precision):
             self._session = initialize(models, optimizers or None, self._plan, **settings)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Opens the session of a Trainer that is about to wrap the model, and refuses what it cannot be opened on."""
+        """Checks strategy and model; if a Trainer is about to wrap the model in DDP, opens the session first."""
         trainer = _trainer_of(module)
         if trainer is not None:
             strategy = trainer.strategy
@@ -143,54 +145,56 @@ class Halfstep(Precision):
                 strategy.model_to_device()
                 self._open([module], [], partial(self._log, module))
         elif not any(module is each for each, _ in self.session.modules()):
-            raise SetupError(f"plugin.setup was not given this {type(module).__name__}; give it all models at once")
+            raise SetupError(
+                f"this {type(module).__name__} was not passed to plugin.setup; pass all models in one call"
+            )
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Returns what extends the plan to code outside of models: `fabric.autocast()`."""
+        """Returns the context of `fabric.autocast()`, which extends the plan to code outside of models."""
         return self.session.autocast()
 
     def train_step_context(self) -> AbstractContextManager[Any]:
-        """Returns a context that does nothing: what a step calls is under the plan, what it computes itself is full."""
+        """Returns a context that does nothing: modules called in a step run under the plan, other code runs in fp32."""
         return nullcontext()
 
     val_step_context = test_step_context = predict_step_context = train_step_context
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Calls the hooks of a Trainer."""
+        """Calls the hooks that Lightning runs before the backward pass."""
         return self._loop.pre_backward(self, tensor, module)
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs the backward pass of a loss times its scale; true gradients lie in `p.grad` after it."""
+        """Runs the backward pass of a loss times its scale; afterwards `p.grad` holds unscaled gradients."""
         with self.session.scaling(tensor) as scale:
             self._loop.backward(self, wide(tensor) * scale, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Calls the hooks of a Trainer, which see true gradients."""
+        """Calls the hooks that Lightning runs after the backward pass; they see unscaled gradients."""
         return self._loop.post_backward(self, tensor, module)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Makes the step of an optimizer of the session.
 
         Raises:
-            SetupError: it is another one.
+            SetupError: the optimizer does not belong to the session.
         """
         own = self.session.optimizers
         if not any(optimizer is each for each in own):
             raise SetupError(
-                f"the {type(optimizer).__name__} that steps is none of those that halfstep was given "
-                f"({', '.join(type(each).__name__ for each in own)}): it was replaced after the session was opened. "
-                "Return it from configure_optimizers, or give it to plugin.setup(fabric, model, optimizer)"
+                f"this {type(optimizer).__name__} is not an optimizer of the session "
+                f"({', '.join(type(each).__name__ for each in own)}): the optimizer was replaced after the session was "
+                "opened; return it from configure_optimizers, or pass it to plugin.setup(fabric, model, optimizer)"
             )
         self._stepping = id(optimizer)
         return self._loop.optimizer_step(self, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clips as Lightning does, and keeps the norm that the gradients had for the loggers."""
+        """Clips gradients by norm as Lightning does, and keeps the norm before clipping for the loggers."""
         self._keep_norm(optimizer, nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Does the same."""
+        """Clips gradients by value as Lightning does, and keeps the norm before clipping for the loggers."""
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
         self._keep_norm(optimizer, nn.utils.get_total_norm(gradients))
         super().clip_grad_by_value(optimizer, clip_val)
@@ -200,10 +204,10 @@ class Halfstep(Precision):
         self._norms[id(own)] = norm.full_tensor() if is_sharded(norm) else norm
 
     def _log(self, module: LightningModule, record: StepRecord) -> None:
-        """Hands what a step did to the loggers of the Trainer, which read it when they log.
+        """Passes the values of a step to the Trainer's loggers, which read them when they log.
 
-        `log_dict` takes thousands of Python calls, so not at steps that Lightning does not log. Loops that step by hand
-        hand over all.
+        `log_dict` makes thousands of Python calls, so steps that Lightning does not log are left out. With manual
+        optimization, all steps are passed.
         """
         trainer, optimizers = module.trainer, self.session.optimizers
         self._skipped = self._skipped + record.skipped.float()
@@ -223,11 +227,11 @@ class Halfstep(Precision):
         return self._session.state_dict() if self._session is not None and self._session.optimizers else self._last
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them back."""
+        """Loads the loss scale and counters from a checkpoint."""
         self.session.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Ends the session: the model is an ordinary fp32 one."""
+        """Closes the session; the model is then an ordinary fp32 model."""
         self._averages.close()
         if self._session is not None:
             self._last = self.state_dict()  # not that of an evaluation
@@ -249,8 +253,8 @@ def _check_strategy(trainer: str, strategy: object) -> None:
     name, allowed = type(strategy).__name__, STRATEGIES[trainer]
     if name not in allowed:
         raise SetupError(
-            f"halfstep does not work with {trainer}(strategy=...) of {name}, but with {', '.join(allowed)}; "
-            "leave strategy out for one device, or give strategy='ddp'"
+            f"halfstep does not work with {trainer}(strategy=...) of type {name}, only with {', '.join(allowed)}; "
+            "leave strategy out for one device, or set strategy='ddp'"
         )
 
 
@@ -259,27 +263,29 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
 
 
 def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
-    """Refuses fp32 values that Lightning has put into weights that came low by now, which would round them.
+    """Refuses low weights if Lightning has loaded fp32 values into them, which rounds these values.
 
-    Checkpoints only unless the plan `trains_them` as they came.
+    With averaging callbacks they are always refused, with a checkpoint unless the plan trains them in their own format
+    (`trains_them`).
     """
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)
     if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
         what = f"{type(averaging[0]).__name__} would keep its averages" if averaging else "ckpt_path would be loaded"
         raise SetupError(
-            f"{what} in {low}, as the weights came, and round them: call module.float() before trainer.fit(module)"
+            f"{what} in {low}, the format of the weights, which would round fp32 values; call module.float() before "
+            "trainer.fit(module)"
         )
 
 
 def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
-    """Has averaging callbacks read and write fp32 weights where they exchange them with averages; returns the undo."""
+    """Makes averaging callbacks exchange fp32 weights with their averages; returns a stack that undoes this."""
     undo = ExitStack()
     averaging = _averaging_of(trainer) if session.plan.param == "low" else []
     if averaging and session.plan.master == "none":
         raise SetupError(
-            f"{type(averaging[0]).__name__} averages weights, and {session.plan.name} has them in {session.plan.low} "
-            "alone, which would round the averages; use Halfstep('O2')"
+            f"{type(averaging[0]).__name__} averages weights, but {session.plan.name} has them only in "
+            f"{session.plan.low}, which would round the averages; use Halfstep('O2')"
         )
     for callback in averaging:
         for name in EXCHANGING:
@@ -290,7 +296,7 @@ def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
 
 @contextmanager
 def _as_in_their_classes(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Takes the compiled forwards that `Trainer.fit(torch.compile(model))` puts on instances away for a while."""
+    """Within the context, removes the compiled `forward` that `Trainer.fit(torch.compile(model))` puts on instances."""
     compiled = [vars(each) for each in models if isinstance(each, LightningModule) and "forward" in vars(each)]
     held = [(attributes, attributes.pop("forward")) for attributes in compiled]
     try:

@@ -1,4 +1,4 @@
-"""torch.amp's names put on halfstep's drop-ins, for scripts that stay as they are, and taken off again."""
+"""Replaces torch.amp's names with halfstep's drop-ins, so that scripts need no change, and restores them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from halfstep.scale.grad_scaler import GradScaler
 
 
 class CudaAutocast(autocast):
-    """`torch.cuda.amp.autocast`, whose device is fixed."""
+    """The drop-in for `torch.cuda.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-        """Makes torch's own in code that torch.compile traces."""
+        """Returns torch's own autocast in code that torch.compile traces."""
         return super().__new__(cls, "cuda", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
@@ -26,10 +26,10 @@ class CudaAutocast(autocast):
 
 
 class CpuAutocast(autocast):
-    """`torch.cpu.amp.autocast`, whose device is fixed."""
+    """The drop-in for `torch.cpu.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
-        """Makes torch's own in code that torch.compile traces."""
+        """Returns torch's own autocast in code that torch.compile traces."""
         return super().__new__(cls, "cpu", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
@@ -37,14 +37,14 @@ class CpuAutocast(autocast):
 
 
 class CudaGradScaler(GradScaler):
-    """`torch.cuda.amp.GradScaler`, whose device is fixed."""
+    """The drop-in for `torch.cuda.amp.GradScaler`, which has no argument for the device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("cuda", *args, **kwargs)
 
 
 class CpuGradScaler(GradScaler):
-    """`torch.cpu.amp.GradScaler`, whose device is fixed."""
+    """The drop-in for `torch.cpu.amp.GradScaler`, which has no argument for the device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu", *args, **kwargs)
@@ -54,17 +54,17 @@ _TORCHS_FWD, _TORCHS_BWD = torch.amp.custom_fwd, torch.amp.custom_bwd
 
 
 def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
-    """`torch.amp.custom_fwd`, also for functions that are written for CUDA and get tensors on the CPU alone."""
+    """`torch.amp.custom_fwd`, also for functions that are written for CUDA and called with CPU tensors only."""
     return _where_tensors_are(fwd, device_type, partial(_TORCHS_FWD, cast_inputs=cast_inputs))
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-    """`torch.amp.custom_bwd`, also for functions that are written for CUDA and get tensors on the CPU alone."""
+    """`torch.amp.custom_bwd`, also for functions that are written for CUDA and called with CPU tensors only."""
     return _where_tensors_are(bwd, device_type, _TORCHS_BWD)
 
 
 def _where_tensors_are(function: Any, device_type: str, torchs: Callable[..., Any]) -> Any:
-    """Decorates as torch does, and for CUDA so that on a CPU it is the CPU's autocast that is asked."""
+    """Decorates as torch does, but a function for CUDA follows the CPU's autocast if its tensors are on the CPU."""
     asked, on_cpu = torchs(device_type=device_type), torchs(device_type="cpu")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 def install() -> Callable[[], None]:
     """Replaces torch.amp's names with halfstep's, and returns a function that undoes it.
 
-    Names imported earlier stay torch's.
+    Names that were imported earlier are not affected.
     """
     with ExitStack() as stack:
         for module, name, drop_in in PLACES:

@@ -1,6 +1,6 @@
 """halfstep inside Hugging Face's Trainer: a mixin, and a Trainer with it. Needs the extra [transformers].
 
-A run of `train` is one Session on the Accelerator that the Trainer has (`halfstep.adapters.accelerate`).
+Each call of `train` is one Session on the Trainer's Accelerator (`halfstep.adapters.accelerate`).
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ else:
     _Mixed = object  # what a Trainer is mixed with
 
 FILTERED = (
-    "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses in place of infinite "
-    "and NaN ones, which hides what halfstep reports; look at halfstep/skipped beside it. With False, one such loss "
-    "makes all that the Trainer logs after it NaN"
+    "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses instead of infinite "
+    "and NaN ones, which hides failures that halfstep reports; look at halfstep/skipped too. With False, the Trainer "
+    "logs NaN for all losses from the first such loss on"
 )
 _LOG = logging.getLogger("halfstep")
 
 
 class HalfstepMixin(_Mixed):
-    """Makes a Trainer train under a plan: `class MyTrainer(HalfstepMixin, SFTTrainer)`, or `HalfstepTrainer` as it is.
+    """Makes a Trainer train under a plan: `class MyTrainer(HalfstepMixin, SFTTrainer)`, or use `HalfstepTrainer`.
 
-    `plan` and `halfstep`, a dict of settings, are those of `halfstep.initialize`. The session is there while `train`
-    runs; before and after, the model is an ordinary fp32 one, and what is saved always is. Logs have `halfstep/scale`
-    and `halfstep/skipped` (how many steps of this run so far) beside the Trainer's own `grad_norm`.
+    `plan` and the settings in `halfstep`, a dict, are those of `halfstep.initialize`. The session is open while `train`
+    runs; before and after, the model is an ordinary fp32 model. Checkpoints are always fp32. Logs have `halfstep/scale`
+    and `halfstep/skipped` (steps of this run so far) in addition to the Trainer's own `grad_norm`.
 
     Raises:
-        SetupError: an argument is not supported.
+        SetupError: halfstep does not support one of the TrainingArguments.
     """
 
     def __init__(
@@ -76,31 +76,31 @@ class HalfstepMixin(_Mixed):
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the scheduler as the Trainer does, of an optimizer that the session steps."""
+        """Makes the scheduler as the Trainer does, for an optimizer whose steps the session makes."""
         take_over(self.accelerator, self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes a pass as the Trainer does.
+        """Runs a training step as the Trainer does, if the optimizer is the session's.
 
         Raises:
-            SetupError: another optimizer has taken the place of the session's.
+            SetupError: the session's optimizer was replaced by another.
         """
         if not isinstance(self.optimizer, SessionOptimizer):
             other = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper has one inside
             raise SetupError(
-                f"the Trainer's optimizer is a {type(other).__name__} that halfstep was not given: give it to "
+                f"the Trainer's optimizer, {type(other).__name__}, is not an optimizer of the session; pass it to "
                 "HalfstepTrainer(optimizers=...), or set self.optimizer in an override of create_optimizer that ends "
                 "with `return super().create_optimizer()`"
             )
         return super().training_step(*args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the model as the Trainer does, ready to be loaded into."""
+        """Makes the model as the Trainer does, widened to fp32 so that a checkpoint can be loaded into it."""
         return self._widened(super().call_model_init(*args, **kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and ends the session."""
+        """Trains as the Trainer does, and closes the session."""
         if resume_from_checkpoint:
             self._widened(self.model)
         try:
@@ -109,7 +109,7 @@ class HalfstepMixin(_Mixed):
             self._close()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs what the Trainer does, with a loss what the last step did, and ends the session where training has."""
+        """Logs as the Trainer does, adds scale and skips to a loss, and closes the session when training ends."""
         if "train_runtime" in logs:  # before the best weights are loaded, for which PEFT makes new parameters
             self._close()
         if "loss" in logs and self._record is not None:
@@ -118,7 +118,7 @@ class HalfstepMixin(_Mixed):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Saves as the Trainer does; a config that goes with whole weights says float32, where some of them are."""
+        """Saves as the Trainer does; the config of a whole model says float32 if some of its weights are fp32."""
         super().save_model(output_dir, *args, **kwargs)
         folder = Path(output_dir or self.args.output_dir)
         whole = isinstance(self.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
@@ -132,7 +132,7 @@ class HalfstepMixin(_Mixed):
         return bool(low) or any(p.dtype is torch.float32 for p in self.model.parameters())
 
     def _widened(self, model: Any) -> Any:
-        """Returns a model that came low as one in fp32, since a checkpoint is loaded before the session opens."""
+        """Returns a model with low weights widened to fp32, since checkpoints are loaded before the session opens."""
         if any(p.requires_grad and is_low(p) for p in model.parameters()):
             initialize(model, None, self._plan, **{**self._settings, "sinks": []}).close()
         return model
@@ -154,12 +154,12 @@ def _check_arguments(args: Any) -> None:
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name, False):
             raise SetupError(
-                f"TrainingArguments({name}=True) is on beside halfstep, which casts by its plan; leave {name} out"
+                f"TrainingArguments({name}=True) does not work with halfstep, which casts by its plan; leave {name} out"
             )
     if args.n_gpu > 1:
         raise SetupError(
-            f"the Trainer would run on {args.n_gpu} devices in one process by DataParallel, in which halfstep does not "
-            "train; start one process for each (torchrun --nproc-per-node=...), or set CUDA_VISIBLE_DEVICES=0"
+            f"the Trainer would run on {args.n_gpu} devices in one process by DataParallel, which halfstep does not "
+            "support; start one process per device (torchrun --nproc-per-node=...), or set CUDA_VISIBLE_DEVICES=0"
         )
     if args.logging_nan_inf_filter:
         _LOG.warning(FILTERED)

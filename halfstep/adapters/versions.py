@@ -1,4 +1,4 @@
-"""Which releases of a foreign package an adapter works with."""
+"""Checks that the installed release of a package is one that its adapter supports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_version(package: str, version: str, *, first: str, below: str) -> None
     """
     if not _numbers(first) <= _numbers(version) < _numbers(below):
         raise SetupError(
-            f"{package} {version} is installed, and halfstep's adapter is made for {first} up to but not {below}; "
+            f"{package} {version} is installed, but halfstep's adapter needs at least {first} and less than {below}; "
             f"run: pip install '{package}>={first},<{below}'; {more(SUPPORT)}"
         )
 

@@ -355,7 +355,7 @@ def test_what_layers_add_counts_beside_a_loss_that_is_given():
 def test_a_batch_without_a_loss_is_refused():
     model = nested()
     model.compile("sgd")
-    with pytest.raises(SetupError, match=r"give compile\(loss="):
+    with pytest.raises(SetupError, match=r"set compile\(loss="):
         find_broken(model, *batch(model))
 
 

@@ -252,7 +252,7 @@ def test_what_cannot_be_logged_is_refused(tmp_path):
     other = level("O1", "bf16")
     with pytest.raises(PlanError, match=r"call apply_plan\(model, plan\)"):
         StepLog(tmp_path / "run.jsonl", model, LossScaleOptimizer(keras.optimizers.SGD(0.1)), other)
-    with pytest.raises(SetupError, match="give 'warn' or 'raise'"):
+    with pytest.raises(SetupError, match="set it to 'warn' or 'raise'"):
         LogCallback(tmp_path / "run.jsonl", PLAN, on_failure="no")
 
 

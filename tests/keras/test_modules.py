@@ -229,5 +229,5 @@ def test_what_has_no_layers_yet_is_refused():
         SetupError, match=r"layer 'one' of .* is not built; call the model on a batch first: model\(x\)"
     ):
         as_modules(keras.Sequential([layers.Dense(1, name="one")]))
-    with pytest.raises(SetupError, match=r"give a keras\.Model"):
+    with pytest.raises(SetupError, match=r"pass a keras\.Model"):
         as_modules(layers.Dense(1))

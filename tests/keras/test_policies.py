@@ -189,10 +189,10 @@ def test_a_model_keeps_its_policies_where_it_is_saved(tmp_path):
     ("plan", "words"),
     [
         (level("O1", "bf16").edit(OpChange("deny", "softmax")), "Rule\\('type:Softmax', FULL\\)"),
-        (level("O2", "bf16").edit(Rule("head", LOW, buffers="low")), "leave them out"),
+        (level("O2", "bf16").edit(Rule("head", LOW, buffers="low")), "leave buffers and input out"),
         (
             level("O1", "bf16").edit(Rule("head", Policy("full", "full", "low"))),
-            "give Policy\\('full', 'full', 'input'\\)",
+            "use Policy\\('full', 'full', 'input'\\)",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_model_without_layers_yet_and_one_that_was_trained_are_refused():
 
 @pytest.mark.parametrize("call", [set_plan, policy_map, lambda plan: apply_plan(vgg(), plan)])
 def test_what_is_no_plan_is_refused(call):
-    with pytest.raises(PlanError, match=r"'O1' is not a Plan; give one, such as level\('O1', 'fp16'\)"):
+    with pytest.raises(PlanError, match=r"'O1' is not a Plan; pass one, such as level\('O1', 'fp16'\)"):
         call("O1")
 
 

@@ -79,7 +79,7 @@ def test_a_model_that_was_built_before_the_plan_was_set_is_told_of(caplog):
         assert caplog.text == ""
         keras.config.set_dtype_policy("float32")
         set_plan(O1, others=before)
-    assert "built before set_plan, and so with other policies: 'outer';" in caplog.text
+    assert "models built before set_plan keep their policies: 'outer';" in caplog.text
     assert "inner" not in caplog.text
     assert "call apply_plan(model, plan)" in caplog.text
 

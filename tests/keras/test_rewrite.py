@@ -69,9 +69,7 @@ def test_a_deleted_model_that_is_not_collected_yet_does_not_count():
 def test_what_comes_too_late_is_refused():
     before = models()
     model = network()
-    with pytest.raises(
-        SetupError, match=rf"'{model.name}' is built already.*apply_plan\(model, level\('O1', 'fp16'\)\)"
-    ):
+    with pytest.raises(SetupError, match=rf"already built.*'{model.name}'.*apply_plan\(model, level\('O1', 'fp16'\)\)"):
         enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), others=before)
     with pytest.raises(SetupError, match="'adam' is not a Keras optimizer"):
         enable_mixed_precision_graph_rewrite("adam")
@@ -80,5 +78,5 @@ def test_what_comes_too_late_is_refused():
     with pytest.raises(SetupError, match="with a new optimizer"):
         enable_mixed_precision_graph_rewrite(used, others=(*before, model))
     keras.config.set_dtype_policy("mixed_float16")
-    with pytest.raises(PlanError, match="is 'mixed_float16' already"):
+    with pytest.raises(PlanError, match="is already 'mixed_float16'"):
         enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.1), others=(*before, model))

@@ -283,7 +283,7 @@ def test_what_cannot_be_wrapped_is_refused():
         LossScaleOptimizer("sgd")
     with pytest.raises(PlanError, match="loss_scale is 'dynamc'"):
         LossScaleOptimizer(keras.optimizers.SGD(LR), "dynamc")
-    with pytest.raises(ValueError, match="give the variables too"):
+    with pytest.raises(ValueError, match="pass the variables too"):
         wrapped.apply([0.0])
     with pytest.raises(ValueError, match=r"call optimizer\.build\(model\.trainable_variables\)"):
         wrapped.unscale([0.0])

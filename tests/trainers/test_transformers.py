@@ -190,7 +190,7 @@ def test_a_model_that_came_low_resumes_bit_identically_too(level, way, tmp_path)
 
 @pytest.mark.parametrize("name", ["fp16_full_eval", "bf16_full_eval", "bf16"])
 def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_path):
-    with pytest.raises(SetupError, match=rf"TrainingArguments\({name}=True\) is on beside halfstep"):
+    with pytest.raises(SetupError, match=rf"TrainingArguments\({name}=True\) does not work with halfstep"):
         trainer_of("O1", "bf16", tmp_path, settings={name: True})
 
 
@@ -225,7 +225,7 @@ def test_a_replaced_optimizer_is_refused_before_it_steps(prepared, tmp_path):
             trainer.optimizer = trainer.accelerator.prepare(made) if prepared else made
 
     trainer.add_callback(Replace())
-    with pytest.raises(SetupError, match=r"a SGD that halfstep was not given: .*HalfstepTrainer\(optimizers=\.\.\.\)"):
+    with pytest.raises(SetupError, match=r"SGD, is not an optimizer of .*HalfstepTrainer\(optimizers=\.\.\.\)"):
         trainer.train()
     assert same_weights(weights(trainer.model), before)
 

@@ -1,6 +1,6 @@
 """halfstep inside Keras 3, on the TensorFlow, JAX and torch backends; needs the extra [keras].
 
-A Plan becomes Keras's own dtype policies, its loss scale an optimizer that wraps another, and the run log a callback.
+A plan becomes Keras dtype policies, its loss scale becomes a wrapper around the optimizer, and the run log a callback.
 """
 
 from halfstep.adapters.keras.find import find_broken

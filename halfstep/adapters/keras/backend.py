@@ -1,4 +1,4 @@
-"""The backend's own part of each mechanism, from the file of the backend that Keras runs on."""
+"""Imports the functions that differ between backends from the file of the backend that Keras runs on."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ elif BACKEND == "torch":
     )
 else:
     raise ImportError(
-        f"halfstep trains on Keras's backends tensorflow, jax and torch, not {BACKEND}; choose one before the import "
-        "of keras: os.environ['KERAS_BACKEND'] = 'jax'"
+        f"halfstep supports the Keras backends tensorflow, jax and torch, not {BACKEND}; choose one before importing "
+        "keras: os.environ['KERAS_BACKEND'] = 'jax'"
     )
 
 __all__ = ["apply_where_finite", "blame_step", "gradients", "hand_out_batches", "rewrite_graphs", "summed", "sync"]

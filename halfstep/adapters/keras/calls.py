@@ -1,4 +1,4 @@
-"""The calls of a model's layers as they are made: with what each was given, and gave."""
+"""Records the calls of a model's layers: the arguments and the outputs of each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Original = Callable[..., Any]
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer; `parent` is the call that made it.
+    """One call of a layer; `parent` is the call during which it was made.
 
-    The cast of an input to what the layer computes in, and a loss that the layer adds, are calls of their own.
+    The cast of an input to the layer's compute format, and a loss that the layer adds, are recorded as separate calls.
     """
 
     path: str
@@ -34,7 +34,7 @@ class Call:
 
     @property
     def given(self) -> Any:
-        """All that it was given."""
+        """The positional and keyword arguments of the call."""
         return self.args, self.kwargs
 
 
@@ -42,13 +42,13 @@ Around = Callable[[Call, Original], Any]
 
 
 def as_it_is(call: Call, original: Original) -> Any:
-    """Makes a call."""
+    """Runs the original function of a call with the arguments of the call."""
     return original(*call.args, **(call.kwargs or {}))
 
 
 @contextmanager
 def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call]]:
-    """Has every call of a layer made by `around`; gives the list of calls, in the order in which they return."""
+    """Runs every call of a layer through `around`; yields the list of calls, in the order in which they return."""
     calls: list[Call] = []
     stack: list[Call] = []
 
@@ -99,7 +99,7 @@ def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call
 
 @contextmanager
 def in_fp32(layer: Any) -> Iterator[None]:
-    """Has a layer, and every layer that it holds, compute in fp32; weights are as they are stored."""
+    """Makes a layer and every layer inside it compute in fp32; weights keep the format in which they are stored."""
     held = [(each, each._dtype_policy) for each in layer._flatten_layers() if computes_low(each)]
     for each, _ in held:
         policy = keras.DTypePolicy("float32")

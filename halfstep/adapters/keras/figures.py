@@ -1,4 +1,4 @@
-"""What is said of tensors of Keras: whether they are finite, and how large."""
+"""Describes Keras tensors: whether they are finite, and how large their values are."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ ops, tree = keras.ops, keras.tree
 
 
 def is_floating(value: Any) -> bool:
-    """Returns whether it is a tensor of floating-point numbers."""
+    """Returns whether a value is a tensor of floating-point numbers."""
     return keras.utils.is_keras_tensor(value) is False and hasattr(value, "dtype") and "float" in str(value.dtype)
 
 
 def finite(values: Any) -> bool:
-    """Returns whether all numbers in a structure of tensors are."""
+    """Returns whether all floating-point numbers in a structure of tensors are finite."""
     return all(bool(np.isfinite(each).all()) for each in _floating(values))
 
 
 def finite_but_for_masks(values: Any) -> bool:
-    """Returns whether all are finite, or minus infinity, with which a mask leaves something out."""
+    """Returns whether all floating-point numbers are finite or minus infinity, which masks use."""
     return all(bool((each < np.inf).all()) for each in _floating(values))
 
 
 def figures(values: Any) -> str:
-    """Returns how large the finite numbers are, and how many are not."""
+    """Describes floating-point numbers: the largest finite magnitude, and how many are infinite or NaN."""
     found = _floating(values)
     numbers = np.concatenate([each.ravel() for each in found]) if found else np.zeros(0)
     finite = np.isfinite(numbers)

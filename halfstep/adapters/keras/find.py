@@ -1,4 +1,4 @@
-"""Which layer of a Keras model makes the first value that is not finite, found by one more run of a batch."""
+"""Finds the layer of a Keras model that makes the first non-finite value, by running a batch again."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def find_broken(
     scale: float = 1.0,
     loss: Callable[[Any, Any], Any] | None = None,
 ) -> Verdict | None:
-    """Returns which layer makes the first value that spoils the loss or a gradient; None where these are finite.
+    """Returns which layer first makes the loss or a gradient non-finite; None if the loss and all gradients are finite.
 
-    The batch is run once more, layer by layer, as in training; `scale` is the loss scale of the failing step, and
-    `loss` the function of `y` and the model's output where the model is not compiled. What layers add to the loss is
-    part of it. Weights, statistics and random states stay as they are. What happens inside the loop of a recurrent
-    layer is told of that layer, and an overflow in the cast of an input of the layer that casts it.
+    Runs the batch again layer by layer, as in training. `scale` is the loss scale of the failing step. If the model is
+    not compiled, pass `loss`, a function of `y` and the model's output. Losses that layers add are included. Weights,
+    statistics and random states are not changed. A failure inside the loop of a recurrent layer is reported for that
+    layer, and an overflow in the cast of an input for the layer that casts it.
 
     Raises:
-        SetupError: there is no loss.
+        SetupError: the model has no loss, and none was passed.
     """
     x, y = (tree.map_structure(_as_tensor, each) for each in (x, y))
 
@@ -56,25 +56,26 @@ def find_broken(
 
 
 def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any:
-    """Returns the loss of a batch as `fit` computes it, in a StatelessScope that collects losses.
+    """Returns the loss of a batch as `fit` computes it; call it in a StatelessScope that collects losses.
 
     Raises:
-        SetupError: there is none.
+        SetupError: the model has no loss.
     """
     outputs = model(x, training=True)
     own = type(model).compute_loss is not keras.Model.compute_loss
     if not own and model.loss is None and not model.losses:  # of which Keras makes zero on JAX
         raise SetupError(
-            f"model {model.name!r} has no loss: give compile(loss=...), add_loss or compute_loss; what a train_step "
-            "computes itself is not known outside of it"
+            f"model {model.name!r} has no loss: set compile(loss=...), or use add_loss or compute_loss; a loss that "
+            "train_step computes itself is not known outside of train_step"
         )
     return model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
 
 
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
-    """Returns what `find_broken` does of a compiled model; on torch with the operation that `blame` names.
+    """Returns the verdict of `find_broken` on a compiled model; on torch, with the operation that `blame` names.
 
-    A layer that `blame` names is taken where it lies inside of the other: a cast between two layers is the next one's.
+    The layer that `blame` names is used only if it is inside the layer that `find_broken` names, which counts a cast
+    between two layers as part of the second.
     """
 
     def loss() -> Any:
@@ -114,23 +115,25 @@ def _in_forward(calls: Sequence[Call], passes: Callable[[Any], bool] = finite) -
 
 
 def _of_call(broken: Call) -> Verdict:
-    """Returns what is wrong in a call that was given finite numbers."""
+    """Returns the verdict on a call whose outputs are not finite though its inputs are."""
     cure = Rule(broken.path, FULL)
     if broken.gives == "casts":
         low = keras.backend.standardize_dtype(broken.outputs.dtype)
-        seen = f"its input has {figures(broken.given)}, which is cast to {low}: outside of its range"
-        return _say(broken, "forward", Kind.OVERFLOW, seen, f"{_wide(cure)}; or scale down what it is given", cure)
-    seen = f"inputs have {figures(broken.given)}, {broken.gives} {figures(broken.outputs)}"
+        seen = f"its input has {figures(broken.given)}, which overflow in the cast to {low}"
+        return _say(broken, "forward", Kind.OVERFLOW, seen, f"{_wide(cure)}; or scale down its input", cure)
+    seen = f"inputs have {figures(broken.given)}, {broken.gives} have {figures(broken.outputs)}"
     spoiled = [v.path for v in broken.layer.weights if not finite(v.value)]
     if spoiled:
-        advice = "load weights that are finite: an earlier step wrote these, or they came so"
-        return _say(broken, "forward", Kind.WEIGHTS, f"{', '.join(spoiled)} are not finite", advice)
+        advice = "load weights that are finite: these were written by an earlier step, or loaded as they are"
+        return _say(broken, "forward", Kind.WEIGHTS, f"weights that are not finite: {', '.join(spoiled)}", advice)
     advice = "look at divisions, logarithms and roots in this layer"
     cured = _cured_in_fp32(broken.layer, lambda: _gives_finite(broken))
     if cured:
-        return _say(broken, "forward", Kind.OVERFLOW, f"{seen}; in fp32 they are finite", _wide(cure), cure)
+        return _say(
+            broken, "forward", Kind.OVERFLOW, f"{seen}; in fp32 the {broken.gives} are finite", _wide(cure), cure
+        )
     if cured is False:
-        advice += ": what it computes is not finite in fp32 either"
+        advice += ": its results are not finite in fp32 either"
     return _say(broken, "forward", Kind.INVALID, seen, advice)
 
 
@@ -145,8 +148,8 @@ def _in_loss(value: Any, y: Any) -> Verdict | None:
         return _say(
             _LOSS, "forward", Kind.INPUT_DATA, f"the targets have {figures(y)}", "look at this batch of the data"
         )
-    advice = "look at divisions, logarithms and roots in the loss: what the model returned is finite"
-    return _say(_LOSS, "forward", Kind.INVALID, f"the loss is {figures(value)}", advice)
+    advice = "look at divisions, logarithms and roots in the loss: the outputs of the model are finite"
+    return _say(_LOSS, "forward", Kind.INVALID, f"the loss has {figures(value)}", advice)
 
 
 def _in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Verdict | None:
@@ -159,20 +162,20 @@ def _in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Ve
         while low > 1.0 and _first_in_backward(model, run, low) is not None:
             low /= 4.0
         cure = Scaling("dynamic", init=low)
-        advice = f"let the scale back off, or begin at {low:g}: LossScaleOptimizer(optimizer, {cure!r})"
+        advice = f"let the scale back off, or start it at {low:g}: LossScaleOptimizer(optimizer, {cure!r})"
         seen = f"{found.seen} at a loss scale of {scale:g}"
         return _say(found.at, "backward", Kind.SCALE_TOO_HIGH, seen, advice, cure)
     if _cured_in_fp32(model, lambda: _first_in_backward(model, run, 1.0) is None):
         full = Rule(unscaled.at.path, FULL)
         seen = f"{unscaled.seen}; in fp32 all gradients are finite"
         return _say(unscaled.at, "backward", Kind.OVERFLOW, seen, _wide(full), full)
-    advice = "look at roots, powers and divisions in it, whose derivatives have poles, or compute it in fp32"
+    advice = "look at its roots, powers and divisions, whose derivatives have poles, or compute it in fp32"
     return _say(unscaled.maker, "backward", Kind.INVALID, unscaled.seen, advice)
 
 
 @dataclass(frozen=True)
 class _Gradient:
-    """The first gradient that is not finite: the call where it shows, and the one whose code makes it."""
+    """The first non-finite gradient: `at` is the call where it appears, `maker` the call whose code makes it."""
 
     at: Call
     maker: Call
@@ -190,7 +193,7 @@ def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float)
         elif arriving:
             break
         elif not finite(found):
-            seen = f"arriving gradients have {figures(arrived[call])}, those it gives {figures(found)}"
+            seen = f"incoming gradients have {figures(arrived[call])}, outgoing gradients have {figures(found)}"
             return _Gradient(call, call, seen)
     if not arriving:
         return None
@@ -203,9 +206,10 @@ def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float)
 
 
 def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Iterator[tuple[Call, bool, Sequence[Any]]]:
-    """Yields each call twice, as the backward pass meets it.
+    """Yields each call twice, in the order of the backward pass.
 
-    At its end with the gradients that arrive there, and at its start with those that it gives, of its weights too.
+    First at the end of the call, with the gradients of its outputs; then at its start, with the gradients of its inputs
+    and weights. The bool tells whether it is the end.
     """
     marks: list[tuple[Call, bool, list[int]]] = []  # which tapped tensors lie there
 
@@ -233,7 +237,10 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
 
 
 def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
-    """Returns what `run` does with a layer, and all that it holds, in fp32; False if they are, None if it fails."""
+    """Returns the result of `run` while a layer and all layers inside it compute in fp32.
+
+    False if they compute in fp32 anyway, None if `run` fails.
+    """
     if not any(computes_low(each) for each in layer._flatten_layers()):
         return False
     try:

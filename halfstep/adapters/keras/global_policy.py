@@ -1,4 +1,4 @@
-"""A Plan as the policies that Keras knows: their names, and the map that layers take theirs from as they are built."""
+"""Translates a plan into Keras policies: their names, and the map in which Keras looks up layers as they are built."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _UNSEEN = "rules_not_seen_yet"  # on the map that is set: those of which `apply_
 def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
     """Returns the plan as a map from a layer's path to its policy, for `dtype=` or `keras.config.set_dtype_policy`.
 
-    Keras looks layers up in it as they are built, by path: a rule on a type finds those that have a name of Keras's
-    making (`dense_1`), and none finds layers without weights, which have no path. `apply_plan` sees to the rest.
+    Keras looks up each layer by its path when the layer is built. So a rule on a type finds only layers with names that
+    Keras made (`dense_1`), and no rule finds layers without weights, which have no path. `apply_plan` handles the rest.
 
     Raises:
-        PlanError: the plan asks for something that Keras's policies cannot say.
+        PlanError: the plan has a setting that Keras policies cannot express.
     """
     default = policy_name(plan, policy_of(plan))
     entries: dict[str, list[str]] = {}
@@ -53,26 +53,25 @@ def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
 
 
 def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype_policies.DTypePolicyMap:
-    """Makes the plan the global policy, which layers that are built from now on take; returns its map.
+    """Sets the plan as Keras's global policy, for layers that are built from now on; returns the policy map.
 
-    Call it before the model is made and `apply_plan(model, plan)` after. `keras.config.set_dtype_policy("float32")`
-    takes it back. A model that is built already keeps its policies, and a warning says so, but of `others`.
+    Call it before the model is made, and `apply_plan(model, plan)` after. `keras.config.set_dtype_policy("float32")`
+    undoes it. Models that are already built keep their policies, and a warning names those that are not in `others`.
 
     Raises:
-        PlanError: as `policy_map`, or a policy is set already.
+        PlanError: as `policy_map`, or a global policy is already set.
     """
     present = keras.config.dtype_policy()
     if present.name != "float32" or isinstance(present, keras.dtype_policies.DTypePolicyMap):
         raise PlanError(
-            f"the global policy is {present.name!r} already; take it back first: "
-            "keras.config.set_dtype_policy('float32')"
+            f"the global policy is already {present.name!r}; reset it first: keras.config.set_dtype_policy('float32')"
         )
     made = policy_map(plan)
     built = built_models(others)
     if built:
         _LOG.warning(
-            f"built before set_plan, and so with other policies: {', '.join(built[:3])}; call apply_plan(model, plan), "
-            "or name what is to stay so: set_plan(plan, others=(model,))"
+            f"models built before set_plan keep their policies: {', '.join(built[:3])}; call apply_plan(model, plan), "
+            "or list the models that should keep them: set_plan(plan, others=(model,))"
         )
     vars(made)[_UNSEEN] = [rule for rule in plan.rules if rule.pattern]
     keras.config.set_dtype_policy(made)
@@ -80,7 +79,7 @@ def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype
 
 
 def built_models(others: tuple[keras.Model, ...]) -> list[str]:
-    """Returns the names, quoted and sorted, of models that are built and in use, but for `others`."""
+    """Returns the names, quoted and sorted, of models that are built and in use, except `others`."""
     if not _built(others):
         return []
     gc.collect()  # what was deleted, and waits for it
@@ -98,12 +97,12 @@ def _built(others: tuple[keras.Model, ...]) -> list[str]:
 
 
 def rules_seen() -> None:
-    """Notes that what the rules of the global policy match is known: `apply_plan` has said so, or raised an error."""
+    """Records that `apply_plan` has checked the rules of the global policy, so that there is no warning of them."""
     vars(keras.config.dtype_policy()).pop(_UNSEEN, None)
 
 
 def tell_unseen_rules(variables: Sequence[Any]) -> None:
-    """Warns of rules of the plan that is set that match no layer which holds one of the variables."""
+    """Warns of rules of the global policy that match none of the layers to which the variables belong."""
     unseen: list[Rule] = vars(keras.config.dtype_policy()).pop(_UNSEEN, [])
     parts = [v.path.split("/")[:-1] for v in variables]
     paths = {"/".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
@@ -116,18 +115,19 @@ def tell_unseen_rules(variables: Sequence[Any]) -> None:
 
 
 def policy_name(plan: Plan, policy: Policy) -> str:
-    """Returns Keras's name of a policy of a plan.
+    """Returns Keras's name for a policy of a plan.
 
-    Keras casts inputs and weights of a layer to what it computes in, and returns that. A variable in fp32 under
-    low computation is a master: it is rounded to low at each use.
+    Keras casts the inputs and weights of a layer to the format in which the layer computes, and returns outputs in that
+    format. An fp32 variable of a layer that computes in low precision is a master: it is rounded at each use.
 
     Raises:
-        PlanError: there is none.
+        PlanError: Keras has no such policy.
     """
     if policy.output not in ("input", policy.compute):
         raise PlanError(
-            f"{policy!r} computes {policy.compute} and returns {policy.output}, but a layer of Keras returns what it "
-            f"computes in, and the next casts it; give Policy({policy.param!r}, {policy.compute!r}, 'input')"
+            f"{policy!r} computes {policy.compute} and returns {policy.output}, but the output of a Keras layer has "
+            "the format in which the layer computes, and the next layer casts it; use "
+            f"Policy({policy.param!r}, {policy.compute!r}, 'input')"
         )
     if policy.compute == "full":
         return "float32"
@@ -135,28 +135,28 @@ def policy_name(plan: Plan, policy: Policy) -> str:
 
 
 def mixed_name(plan: Plan) -> str:
-    """Returns Keras's name of low computation with fp32 variables."""
+    """Returns Keras's name for a policy that computes in low precision and has fp32 variables."""
     return f"mixed_{DTYPES[plan.low]}"
 
 
 def policy_of(plan: Plan) -> Policy:
-    """Returns the plan's policy of layers that no rule matches.
+    """Returns the plan's policy for layers that no rule matches.
 
     Raises:
-        PlanError: it is no plan, or one with something that Keras has no means for.
+        PlanError: `plan` is not a Plan, or has a setting that Keras cannot express.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r:.80} is not a Plan; give one, such as level('O1', 'fp16')")
+        raise PlanError(f"{plan!r:.80} is not a Plan; pass one, such as level('O1', 'fp16')")
     if plan.op_changes != OpChanges():
         raise PlanError(
-            f"plan {plan.name!r} has op_changes, which change torch's op table, and Keras has none; give a rule on the "
-            "layer, such as Rule('type:Softmax', FULL)"
+            f"plan {plan.name!r} has op_changes, which change torch's op table, but Keras has no op table; use a rule "
+            "on the layer instead, such as Rule('type:Softmax', FULL)"
         )
     for rule in plan.rules:
         if rule.buffers != "keep" or rule.input != "policy":
             raise PlanError(
-                f"rule {rule.pattern!r} has buffers or input of its own; Keras keeps the variables of a layer in one "
-                "format and casts its inputs to what it computes in: leave them out"
+                f"rule {rule.pattern!r} sets buffers or input, but Keras stores all variables of a layer in one format "
+                "and casts inputs to the format in which the layer computes; leave buffers and input out"
             )
     root = next((rule.policy for rule in plan.rules if not rule.pattern), None)
     if root is not None:
@@ -165,7 +165,7 @@ def policy_of(plan: Plan) -> Policy:
 
 
 def _regex(rule: Rule) -> str:
-    """Returns what the path of a layer that a rule matches looks like: parts between slashes, the model's own first."""
+    """Returns a regular expression for the paths of layers that a rule matches: "model/block/layer"."""
     if rule.pattern.startswith(TYPE_PREFIX):
         words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", rule.pattern.removeprefix(TYPE_PREFIX))
         words = re.sub(r"([A-Z])([A-Z][a-z])", r"\1_\2", words).lower()

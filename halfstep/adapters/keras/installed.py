@@ -1,4 +1,4 @@
-"""Keras itself, and what is said where it, or the backend that it is to use, is not installed."""
+"""Imports Keras; if Keras or its backend is not installed, the error says what to install."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ except ImportError as error:
     raise ImportError(
         "halfstep.adapters.keras needs keras; run: pip install 'halfstep[keras]'"
         if missing == "keras"
-        else f"Keras is to run on {missing}, which is not installed; run: pip install {missing}, or choose a backend "
-        "that is installed before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
+        else f"Keras is set to run on {missing}, which is not installed; run: pip install {missing}, or choose an "
+        "installed backend before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
     ) from error
 except ValueError as error:  # of a name that no backend has
     raise ImportError(
-        f"{error}; choose tensorflow, jax or torch before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
+        f"{error}; choose tensorflow, jax or torch before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
     ) from error
 
 FIRST, BELOW = "3.15", "3.16"

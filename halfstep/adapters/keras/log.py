@@ -1,4 +1,4 @@
-"""The run log from Keras: a callback for `fit`, and a call for loops of one's own."""
+"""Writes the run log from Keras: a callback for `fit`, and a class for custom loops."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _VERDICTS = 3  # looked for in a run: each costs several runs of a batch without
 
 
 class StepLog:
-    """Writes halfstep's run log from a loop of one's own: call `step` after each step of the optimizer.
+    """Writes halfstep's run log from a custom training loop: call `step` after each step of the optimizer.
 
-    `every` is how often histograms of weights, and of the gradients that `step` is given, are written. `halfstep report
-    PATH` draws the page. Reading a step's values waits for the device. Leave it as a `with`, or call `close`.
+    Every `every` steps, histograms of the weights and of the gradients passed to `step` are written. `halfstep report
+    PATH` turns the log into a page. Reading a step's values waits for the device. Use it in a `with` statement, or call
+    `close` at the end.
 
     Raises:
-        SetupError: the optimizer does not scale.
-        PlanError: a layer has another policy than the plan's.
+        SetupError: the optimizer is not a LossScaleOptimizer.
+        PlanError: a layer does not have the plan's policy.
         LogError: the path cannot be written.
     """
 
@@ -46,7 +47,7 @@ class StepLog:
     ) -> None:
         if not isinstance(optimizer, LossScaleOptimizer):
             raise SetupError(
-                f"the optimizer is a {type(optimizer).__name__}, whose scale and skips are not known; wrap it: "
+                f"expected a LossScaleOptimizer, which knows scale and skips, got {type(optimizer).__name__}; wrap it: "
                 "LossScaleOptimizer(optimizer, plan.scale)"
             )
         self._model, self._optimizer, self._every = model, optimizer, every
@@ -67,11 +68,12 @@ class StepLog:
         optimizer_variables: Sequence[Any] | None = None,
         trainable_variables: Sequence[Any] | None = None,
     ) -> bool:
-        """Writes what the step did; returns whether it was skipped, or of several steps at once any of them.
+        """Writes the row of a step; returns whether the step was skipped.
 
-        The number is that of the optimizer's steps, skipped ones among them. `loss` is the unscaled one, `gradients`
-        those of the scaled loss in the order of `model.trainable_variables`.
-        A stateless loop gives its variables after the step.
+        If the optimizer made several steps since the last call, one row stands for all, skipped if any of them was.
+        Steps are numbered by the optimizer, skipped ones included. `loss` is the unscaled loss, `gradients` are those
+        of the scaled loss, in the order of `model.trainable_variables`. A stateless loop passes its variables after the
+        step.
         """
         carried, skips, last = self.scale, self._skipped, self.number
         self.number, self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
@@ -87,11 +89,11 @@ class StepLog:
         return skipped
 
     def due(self) -> bool:
-        """Returns whether the step to come is one of those with histograms."""
+        """Returns whether histograms will be written for the next step."""
         return (self.number + 1) % self._every == 0
 
     def _read(self, values: Sequence[Any]) -> tuple[int, float, int, float]:
-        """Returns how many steps there were, the scale, how many of them were skipped, and the last norm."""
+        """Returns the number of steps, the scale, the number of skipped steps, and the last gradient norm."""
         optimizer = self._optimizer
         by_id = {id(v): value for v, value in zip(optimizer.variables, values, strict=True)}
         applied = next(v for v in optimizer.inner_optimizer.variables if v.name == "iteration")  # accumulating ones too
@@ -108,7 +110,7 @@ class StepLog:
                 self.log.record(Observation(self.number, module, kind, name, format_name(dtype), scale, stats))
 
     def close(self) -> None:
-        """Ends the log."""
+        """Closes the log."""
         self.log.close()
 
     def __enter__(self) -> StepLog:
@@ -123,16 +125,17 @@ class StepLog:
 class LogCallback(keras.callbacks.Callback):
     """Writes halfstep's run log while `fit` runs: loss, scale, skips and gradient norm of every step.
 
-    At every `every`-th step it adds histograms of the weights, and of their gradients on that batch, which costs one
-    more forward and backward pass. A step that is skipped with the scale at its floor is run once more, layer by layer:
-    the verdict names the layer, is written, and logged; with `on_failure="raise"` it ends the run. With
-    `steps_per_execution` above 1, and with several replicas, the batches are not seen: there are neither gradients'
-    histograms nor verdicts; and of the former, one row stands for all steps of an execution. The loss of a step comes
-    from the mean that Keras keeps, so that after one that is not finite there is none until the next epoch.
+    Every `every` steps it adds histograms of the weights, and of their gradients on that batch, which costs one more
+    forward and backward pass. If a step is skipped and the scale cannot go lower, its batch is run again, layer by
+    layer, for a verdict that names the layer. The verdict is written, and logged as a warning; with
+    `on_failure="raise"` it ends the run. With `steps_per_execution` above 1, or with several replicas, the callback
+    does not see the batches: it writes neither histograms of gradients nor verdicts. With `steps_per_execution` above
+    1, one row stands for all steps of an execution. The loss of a step is computed from the mean that Keras keeps, so
+    after a non-finite loss no loss is written until the next epoch.
 
     Raises:
         SetupError, PlanError, LogError: as `StepLog`, when `fit` begins.
-        NumericsError: a step failed for good, with `on_failure="raise"`.
+        NumericsError: with `on_failure="raise"`, a step was skipped and the scale cannot go lower.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class LogCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if on_failure not in ("warn", "raise"):
-            raise SetupError(f"on_failure is {on_failure!r}; give 'warn' or 'raise'")
+            raise SetupError(f"on_failure is {on_failure!r}; set it to 'warn' or 'raise'")
         self._path, self._plan, self._every, self._on_failure = path, plan, every, on_failure
         self._steps: StepLog | None = None
         self._train_function: Any = None
@@ -160,8 +163,8 @@ class LogCallback(keras.callbacks.Callback):
         self._found = len(self.verdicts)
         if self.model.steps_per_execution > 1:
             _LOG.warning(
-                f"steps_per_execution is {self.model.steps_per_execution}: the log has one row for so many steps, "
-                "skipped where any of them was; which, their batches and their gradients are not seen"
+                f"steps_per_execution is {self.model.steps_per_execution}: the log has one row per execution, "
+                "skipped if any of its steps was; halfstep does not see which step, nor batches and gradients"
             )
         self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
         self._train_function, self._runs_again = self.model.train_function, True
@@ -171,11 +174,11 @@ class LogCallback(keras.callbacks.Callback):
         self._batch = batch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins a mean of losses anew, as Keras does."""
+        """Resets the sums of losses, as Keras does at each epoch."""
         self._sums = (0.0, 0.0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes what the step did."""
+        """Writes the row of the step, and a verdict if the step was skipped and the scale cannot go lower."""
         sync(self.model)
         steps = self._steps
         assert steps is not None
@@ -187,7 +190,7 @@ class LogCallback(keras.callbacks.Callback):
             self._blame(carried)
 
     def _loss(self) -> float | None:
-        """Returns the loss of the last step, from the sums of which Keras's mean of the epoch is made."""
+        """Returns the loss of the last step, from the change of the sums in Keras's mean of the epoch."""
         mean = next((each for each in self.model.metrics if each.name == "loss"), None)
         if mean is None:
             return None
@@ -196,9 +199,10 @@ class LogCallback(keras.callbacks.Callback):
         return (self._sums[0] - before[0]) / weight if weight and np.isfinite(before[0]) else None
 
     def _run_again(self, run: Callable[..., Any], scale: float) -> Any:
-        """Returns what `run` makes of the last batch; None if that is not known, and from an error on, which is told.
+        """Returns the result of `run` on the last batch; None if no batch was seen, or once `run` has failed.
 
-        What a `train_step` of one's own does with a batch is not known, and no diagnosis is to end `fit`.
+        `run` may fail, since a custom `train_step` may use batches in any way. A failure is logged and does not end
+        `fit`.
         """
         if self._batch is None or not self._runs_again:
             return None
@@ -207,7 +211,7 @@ class LogCallback(keras.callbacks.Callback):
         except Exception as error:
             self._runs_again = False
             _LOG.warning(
-                "no verdicts and histograms of gradients from here on: a batch could not be run again: %s", error
+                "no verdicts and no histograms of gradients from now on: a batch could not be run again: %s", error
             )
             return None
 
@@ -220,18 +224,20 @@ class LogCallback(keras.callbacks.Callback):
         assert self._steps is not None
         self.verdicts.append(verdict)
         self._steps.log.record(verdict)
-        message = f"step {self._steps.number} was skipped at a loss scale of {scale:g}, which goes no lower: {verdict}"
+        message = (
+            f"step {self._steps.number} was skipped at a loss scale of {scale:g}, which cannot go lower: {verdict}"
+        )
         if self._on_failure == "raise":
             self.close()
             raise NumericsError(message, verdict)
         _LOG.warning(message)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Ends the log."""
+        """Closes the log."""
         self.close()
 
     def close(self) -> None:
-        """Ends the log, also of a run that an error ended; idempotent."""
+        """Closes the log; call it if an error ended `fit`. Idempotent."""
         if self._steps is not None:
             self._steps.close()
             self.model.train_function = self._train_function
@@ -239,16 +245,16 @@ class LogCallback(keras.callbacks.Callback):
 
 
 def _names_as_planned(model: keras.Model, plan: Plan) -> tuple[str, ...]:
-    """Returns the names of the model's layers.
+    """Returns the names of the model's layers, all of which must have the plan's policies.
 
     Raises:
-        PlanError: a layer has another policy than the plan's.
+        PlanError: a layer does not have the plan's policy.
     """
     assignment = describe(model, plan)
     wrong = [f"{each.name or '(model)'}: {each.reason}" for each in assignment.modules if "not as" in each.reason]
     if wrong:
         raise PlanError(
-            f"{len(wrong)} layers of {model.name!r} have other policies than plan {plan.name!r} gives them "
+            f"{len(wrong)} layers of {model.name!r} do not have the policies of plan {plan.name!r} "
             f"({'; '.join(wrong[:3])}); call apply_plan(model, plan) before model.compile"
         )
     return tuple(each.name for each in assignment.modules if each.name)

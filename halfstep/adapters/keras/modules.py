@@ -1,4 +1,4 @@
-"""The layers of a Keras model as modules that torch, and so a session of halfstep, finds; of the torch backend."""
+"""Makes torch, and so a session, find the layers of a Keras model as modules; for the torch backend."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from halfstep.torch_internals import buffers_of
 
 
 def as_modules(model: keras.Model) -> Any:
-    """Has torch find each layer of a built model as a module, under Keras's name of it; returns the model.
+    """Makes torch find each layer of a built model as a module, under the layer's Keras name; returns the model.
 
-    Keras registers a layer as a module only where it is an attribute of another, and running statistics as parameters.
-    Afterwards `halfstep.initialize`, `check`, `blame` and `whatif` name layers as `apply_plan` does, rules find them,
-    copies can be made, on which cures are tried, and statistics are buffers, which a skipped step leaves as they were.
-    Weights, `state_dict`, and what Keras saves stay as they are. Call it after `model.to(device)`; idempotent.
+    Keras registers a layer as a module only if it is an attribute of another layer, and running statistics as
+    parameters. After this call, `halfstep.initialize`, `check`, `blame` and `whatif` name layers as `apply_plan` does,
+    rules match them, the model can be copied to try cures, and running statistics are buffers, which a skipped step
+    leaves unchanged. Weights, `state_dict` and what Keras saves are not affected. Call it after `model.to(device)`;
+    idempotent.
 
     Raises:
         SetupError: Keras runs on another backend, or the model is not built.
     """
     if BACKEND != "torch":
         raise SetupError(
-            f"layers are modules of torch only on the torch backend, and this is {BACKEND}; use LossScaleOptimizer and "
-            "StepLog here, or choose torch before the import of keras: os.environ['KERAS_BACKEND'] = 'torch'"
+            f"as_modules works only on the torch backend, and this is {BACKEND}; use LossScaleOptimizer and StepLog "
+            "instead, or choose torch before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
         )
     if not isinstance(model, keras.Model):
-        raise SetupError(f"{model!r:.80} is not a Keras model; give a keras.Model")
+        raise SetupError(f"{model!r:.80} is not a Keras model; pass a keras.Model")
     unbuilt = next((layer.name for layer in reversed(_layers(model)) if not layer.built), None)
     if unbuilt is not None:
         raise SetupError(f"layer {unbuilt!r} of {model.name!r} is not built; call the model on a batch first: model(x)")
@@ -45,7 +46,7 @@ def as_modules(model: keras.Model) -> Any:
 
 @contextmanager
 def seen_as_modules(model: keras.Model) -> Iterator[None]:
-    """Does so for a while, and puts back what Keras has made."""
+    """Applies `as_modules` to a model within the context, then restores what Keras registered."""
     if "named_modules" in vars(model):
         yield
         return
@@ -68,7 +69,7 @@ def _layers(model: keras.Model) -> list[Any]:
 
 
 def _make_buffers(layer: Any) -> None:
-    """Makes variables buffers that Keras holds as parameters and that no gradient is ever to change."""
+    """Turns those parameters of a layer into buffers that no gradient ever changes, such as running statistics."""
     held = layer.torch_params
     frozen = {id(v) for each in _layers(layer) if not each.trainable for v in each.weights}  # for a time
     for variable in layer.variables:
@@ -77,9 +78,10 @@ def _make_buffers(layer: Any) -> None:
 
 
 def _named_children(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Replaces torch's: the layers below by their own names, then what is no layer, such as the variables.
+    """Replaces torch's `named_children`: yields layers by their Keras names, then modules that are not layers.
 
-    Where all of these belong to layers below, which have them too, rules on one layer would meet those of the others.
+    The module of the variables is left out if all of them belong to layers below, which have them too: else a rule on
+    one of these layers would also match the variables of the others.
     """
     below = named_children(layer)
     yield from below
@@ -111,7 +113,7 @@ def _named(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Gives variables the names of their layers."""
+    """Yields parameters or buffers as torch does, but names variables after their layers."""
     names = {id(v.value): f"{path}.{v.name}" for path, each in layers_of(layer) for v in own_variables(each)}
     for name, tensor in of_torch(layer, prefix, recurse, remove_duplicate):
         known = names.get(id(tensor))

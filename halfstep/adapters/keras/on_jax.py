@@ -1,4 +1,4 @@
-"""What is JAX's own: steps and gradients without assignments, and the state that `fit` keeps outside of the model."""
+"""The functions for JAX: steps and gradients without assignments, and the state that `fit` keeps outside the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Steps where no gradient overflowed, and adapts the scale; waits for the device, as branches may not assign."""
+    """Steps unless a gradient overflowed, and adapts the scale; waits for the device, since branches may not assign."""
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
     optimizer.adapt(found, norm)
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
+    """Returns the gradients of `run(tap)` with respect to the tensors that `run` passes to `tap`, and to the variables.
 
-    `run` assigns nothing that stays: it runs in a `StatelessScope`, and opens none, which would hide variables. A
-    tapped tensor gets zeros added, whose gradient is its own.
+    `run` is called in a `StatelessScope`, so that its assignments do not last. It must not open another one, which
+    would hide variables. Zeros are added to each tapped tensor; their gradient is that of the tensor.
     """
     zeros: list[Any] = []
 
@@ -43,12 +43,12 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns None: halfstep sees the operations of torch alone."""
+    """Returns None, since halfstep sees only the operations of torch."""
     return None
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Has each batch that `fit` draws given to `take` too; does nothing where a call of Keras's makes several steps."""
+    """Passes each batch that `fit` draws to `take` as well; does nothing if Keras makes several steps per call."""
     if model.steps_per_execution > 1:
         return
     step = model.train_function
@@ -62,14 +62,14 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients as they are: those of all devices together."""
+    """Returns the gradients unchanged, since they are already those of all devices together."""
     return grads
 
 
 def sync(model: Any) -> None:
-    """Puts the state that `fit` holds into the variables of the model and its optimizer."""
+    """Writes the state that `fit` holds to the variables of the model and its optimizer."""
     model.jax_state_sync()
 
 
 def rewrite_graphs() -> None:
-    """Does nothing: there are no graphs but those of Keras's layers."""
+    """Does nothing, since there are no graphs other than those of Keras's layers."""

@@ -1,4 +1,4 @@
-"""What is TensorFlow's own: steps across replicas, tapes, and the batches that `fit` draws."""
+"""The functions for TensorFlow: steps across replicas, gradients from tapes, and the batches that `fit` draws."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Steps where no gradient of any replica overflowed, and adapts the scale.
+    """Steps unless a gradient of any replica overflowed, and adapts the scale.
 
-    Replicas sum their gradients only within the step, so each of them must know of an overflow in any before.
+    Replicas sum their gradients only within the step, so each must know before the step whether any of them overflowed.
 
     Raises:
-        SetupError: it is called outside of `strategy.run`.
+        SetupError: called outside `strategy.run`.
     """
     context = tf.distribute.get_replica_context()
     if context is None:
-        raise SetupError("apply() was called outside of a replica; call the train step as strategy.run(step, args)")
+        raise SetupError("apply() was called outside a replica; call the train step as strategy.run(step, args)")
     step = optimizer.inner_optimizer.apply
     if not tf.distribute.has_strategy():
         tf.cond(found, lambda: None, lambda: step(grads, variables))
@@ -44,9 +44,10 @@ def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: A
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
+    """Returns the gradients of `run(tap)` with respect to the tensors that `run` passes to `tap`, and to the variables.
 
-    `run` assigns nothing that stays: it runs in a `StatelessScope`, and opens none, which would hide variables.
+    `run` is called in a `StatelessScope`, so that its assignments do not last. It must not open another one, which
+    would hide variables.
     """
     tapped: list[Any] = []
     with tf.GradientTape() as tape:
@@ -63,12 +64,15 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns None: halfstep sees the operations of torch alone."""
+    """Returns None, since halfstep sees only the operations of torch."""
     return None
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Has each batch that `fit` draws given to `take` too; does nothing where a call of Keras's makes several steps."""
+    """Passes each batch that `fit` draws to `take` as well.
+
+    Does nothing if Keras makes several steps per call, or trains several replicas.
+    """
     if model.distribute_strategy.num_replicas_in_sync > 1 or model.steps_per_execution > 1:
         return
     step = model.train_step
@@ -84,7 +88,7 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients that the step takes: summed over replicas, and of an embedding one row for each index."""
+    """Returns the gradients that the step applies: summed over replicas, and for an embedding one row per index."""
     found = [g for g in grads if g is not None]
     context = tf.distribute.get_replica_context()
     if context is not None and context.num_replicas_in_sync > 1:
@@ -93,7 +97,7 @@ def summed(grads: Sequence[Any]) -> Sequence[Any]:
 
 
 def _rows(grad: tf.IndexedSlices) -> Any:
-    """Returns the rows of a gradient, those of one index summed; by sorting, as XLA knows no sizes made on the way."""
+    """Returns the rows of a gradient, summed by index; sorts them, since XLA refuses sizes that depend on data."""
     order = tf.argsort(grad.indices)
     indices = tf.gather(grad.indices, order)
     is_next = tf.cast(indices[1:] != indices[:-1], tf.int32)
@@ -102,9 +106,9 @@ def _rows(grad: tf.IndexedSlices) -> Any:
 
 
 def sync(model: Any) -> None:
-    """Does nothing: variables hold their values."""
+    """Does nothing, since variables hold their current values."""
 
 
 def rewrite_graphs() -> None:
-    """Has TensorFlow rewrite the graphs of functions, where it can, to compute in fp16."""
+    """Makes TensorFlow rewrite the graphs of functions, where it can, to compute in fp16."""
     tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})

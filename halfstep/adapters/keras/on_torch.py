@@ -1,4 +1,4 @@
-"""What is torch's own: steps, gradients, and the batches that `fit` draws."""
+"""The functions for torch: steps, gradients, and the batches that `fit` draws."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from halfstep.records import Verdict
 
 @torch.no_grad()
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Steps where no gradient overflowed, and adapts the scale; waits for the device, as Keras's own branches do."""
+    """Steps unless a gradient overflowed, and adapts the scale; waits for the device, as Keras's own branches do."""
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
     optimizer.adapt(found, norm)
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of what `run(tap)` returns for each tensor that it gives to `tap`, and for variables.
+    """Returns the gradients of `run(tap)` with respect to the tensors that `run` passes to `tap`, and to the variables.
 
-    `run` assigns nothing that stays: it runs in a `StatelessScope`, and opens none, which would hide variables.
+    `run` is called in a `StatelessScope`, so that its assignments do not last. It must not open another one, which
+    would hide variables.
     """
     tapped: list[torch.Tensor] = []
 
@@ -42,9 +43,9 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns which operation makes the first value of a loss, or of its gradients, that is not finite.
+    """Returns which operation makes the first non-finite value of a loss or its gradients.
 
-    The model runs as it is, in its own policies. None where the operation cannot be seen.
+    The model runs under its own policies. None if the operation cannot be seen.
     """
     try:
         with seen_as_modules(model), initialize(model, plan="O0") as session:
@@ -54,7 +55,7 @@ def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Has each batch that `fit` draws given to `take` too; does nothing where a call of Keras's makes several steps."""
+    """Passes each batch that `fit` draws to `take` as well; does nothing if Keras makes several steps per call."""
     if model.steps_per_execution > 1:
         return
     step = model.train_function
@@ -68,13 +69,13 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients as they are: those of all devices together."""
+    """Returns the gradients unchanged, since they are already those of all devices together."""
     return grads
 
 
 def sync(model: Any) -> None:
-    """Does nothing: variables hold their values."""
+    """Does nothing, since variables hold their current values."""
 
 
 def rewrite_graphs() -> None:
-    """Does nothing: there are no graphs but those of Keras's layers."""
+    """Does nothing, since there are no graphs other than those of Keras's layers."""

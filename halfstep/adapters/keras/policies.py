@@ -1,4 +1,4 @@
-"""A Plan as Keras's own dtype policies: what it gives each layer, and how the layers get it."""
+"""Applies a plan as Keras dtype policies: decides which policy each layer gets, and sets it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _GIVEN = "policy_given_by_plan"  # on a layer: the policy that it has from a pla
 
 
 def apply_plan(model: keras.Model, plan: Plan) -> Assignment:
-    """Gives every layer of a built model the policy that the plan has for it; prints as what each got, and why.
+    """Sets the plan's policy on every layer of a built model; print the result to see what each layer got, and why.
 
-    A layer that was given a `dtype=` of its own keeps it, unless a rule names it. A second plan replaces the first.
+    A layer that was made with its own `dtype=` keeps it, unless a rule matches it. A second plan replaces the first.
 
     Raises:
         PlanError: the model is not built, has run already, was made under another global policy, or has weights that
             the plan stores in another format; a rule matches no layer; two rules disagree on a layer; or as
-            `policy_map`. Nothing was changed.
+            `policy_map`. The model is then unchanged.
     """
     decided = _decide(model, plan)
     _check_not_compiled(decided)
@@ -51,28 +51,28 @@ def _give(layer: Any, name: str) -> None:
 
 
 def _without_plan(layer: Any) -> Any:
-    """Returns the policy that a layer had before `apply_plan`, or has got from somebody else since."""
+    """Returns the policy that a layer had before `apply_plan`, or got from other code since."""
     given, before = vars(layer).get(_GIVEN, (None, None))
     return before if layer._dtype_policy is given else layer._dtype_policy
 
 
 def describe(model: keras.Model, plan: Plan) -> Assignment:
-    """Returns what each layer of a model has, and why; changes nothing.
+    """Returns the formats of each layer of a model, and why it has them; changes nothing.
 
     Raises:
         PlanError: the model is not built, a rule matches no layer, or two rules disagree on a layer.
     """
     modules = [
-        _formats(path, each.layer, each.why if each.holds else f"not as planned ({each.policy}, {each.why})")
+        _formats(path, each.layer, each.why if each.holds else f"not as planned, which is {each.policy} ({each.why})")
         for path, each in _decide(model, plan).items()
     ]
     return Assignment(plan, tuple(modules))
 
 
 def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the layers of a model that compute, the model itself as "" first, with their dotted paths in it.
+    """Yields the dotted path and the layer for each layer of a model that computes; the model itself is first, as "".
 
-    Of layers of the types `opaque` nothing inside is yielded.
+    Layers inside layers of the types `opaque` are left out.
     """
     seen: set[int] = set()
 
@@ -88,14 +88,14 @@ def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[
 
 
 def children_of(layer: Any) -> list[Any]:
-    """Returns the layers right below a layer that compute."""
+    """Returns the direct sublayers of a layer that compute, which input layers do not."""
     is_model = isinstance(layer, keras.Model)
     found = layer.layers if is_model else layer._flatten_layers(include_self=False, recursive=False)
     return [child for child in found if not isinstance(child, keras.layers.InputLayer)]
 
 
 def named_children(layer: Any) -> list[tuple[str, Any]]:
-    """Returns them with their names; the second of one name is `name_1`, as Keras counts names of its own making."""
+    """Returns the direct sublayers of a layer by unique names: a second `name` is `name_1`, as Keras counts."""
     named: dict[str, Any] = {}
     children = children_of(layer)
     taken = {child.name for child in children}
@@ -109,7 +109,7 @@ def named_children(layer: Any) -> list[tuple[str, Any]]:
 
 
 def own_variables(layer: Any) -> list[Any]:
-    """Returns the weights of a layer that belong to none below it."""
+    """Returns the weights of a layer that belong to none of its sublayers."""
     below = {id(v) for child in children_of(layer) for v in child.weights}
     return [v for v in layer.weights if id(v) not in below]
 
@@ -119,19 +119,19 @@ class LayerSite(Site):
 
     @property
     def type_names(self) -> tuple[str, ...]:
-        """The short names of its class and of all bases that are layers."""
+        """The short names of the layer's class and of all base classes that are layers."""
         return tuple(cls.__name__ for cls in type(self.module).__mro__ if issubclass(cls, keras.layers.Layer))
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of its own variables."""
+        """The names of the layer's weights."""
         layer: Any = self.module
         return tuple(v.name for v in layer.weights)
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """What a layer gets: the name of a policy, and why."""
+    """Which policy a layer gets, by name, and why."""
 
     layer: Any
     policy: str
@@ -139,18 +139,21 @@ class _Decision:
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """What it computes in, and what it stores."""
+        """The compute dtype and the variable dtype of the policy."""
         policy = keras.dtype_policies.get(self.policy)
         return policy.compute_dtype, policy.variable_dtype
 
     @property
     def holds(self) -> bool:
-        """Whether the layer has it."""
+        """Whether the layer has the dtypes of the policy."""
         return (self.layer.compute_dtype, self.layer.variable_dtype) == self.dtypes
 
 
 def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
-    """Returns by path what each layer gets: from a rule on it, its own dtype, a rule on what holds it, or the plan."""
+    """Returns which policy each layer gets, by path.
+
+    The first that applies decides: a rule on the layer, the layer's own dtype, a rule on a layer around it, the plan.
+    """
     default = policy_name(plan, policy_of(plan))
     if not model.built:
         raise PlanError(f"model {model.name!r} is not built, so its layers have no names; call model.build(shape)")
@@ -170,7 +173,7 @@ def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
 
 
 def _names(path: str, layer: Any) -> tuple[str, ...]:
-    """Returns the names by which rules find a layer: its path, and that with its own name, which others may have."""
+    """Returns the names by which rules find a layer: its path, and the same with a name that others may have."""
     above = path.rpartition(".")[0]
     named = f"{above}.{layer.name}".removeprefix(".") if path else path
     return (path,) if named == path else (path, named)
@@ -196,8 +199,8 @@ def _check_not_compiled(decided: Mapping[str, _Decision]) -> None:
         ran = next((name for name, function in _FUNCTIONS.items() if getattr(model, function, None) is not None), None)
         if ran is not None:
             raise PlanError(
-                f"model {model.name!r} was compiled by model.{ran}, and what runs is made already; call "
-                "apply_plan(model, plan) before it, or model.compile(...) again and then apply_plan"
+                f"model {model.name!r} was compiled by model.{ran}, and compiled code would not follow the plan; call "
+                f"apply_plan(model, plan) before model.{ran}, or call model.compile(...) again and then apply_plan"
             )
 
 
@@ -207,23 +210,23 @@ def _check_takes(model: keras.Model, plan: Plan, decided: Mapping[str, _Decision
     low = next((policy for policy in kept.values() if policy != "float32"), None)
     if low is not None and ("" in kept or len(kept) == len(decided) - 1):
         raise PlanError(
-            f"model {model.name!r} was made, or saved, under the policy {low!r}: its layers would keep that as their "
-            f"own dtype, in place of what plan {plan.name!r} has for them; call "
-            "keras.config.set_dtype_policy('float32') before the model is made, and load weights, not the model"
+            f"model {model.name!r} was made or saved under the policy {low!r}, which its layers would keep instead of "
+            f"the policies of plan {plan.name!r}; call keras.config.set_dtype_policy('float32') before making the "
+            "model, and load weights into it, not a saved model"
         )
 
 
 def _check_stored(decided: Mapping[str, _Decision]) -> None:
     wrong = [
-        f"{path or '(model)'} ({stored.dtype}, planned is {each.dtypes[1]})"
+        f"{path or '(model)'} ({stored.dtype}, expected {each.dtypes[1]})"
         for path, each in decided.items()
         for stored in own_variables(each.layer)[:1]
         if "float" in stored.dtype and stored.dtype != each.dtypes[1]
     ]
     if wrong:
         raise PlanError(
-            f"the model is built with weights in other formats than the plan's: {named(wrong)}; "
-            "call set_plan(plan) before the model is made, and give layers with such a rule their dtype="
+            f"the model stores weights in other formats than the plan: {named(wrong)}; "
+            "call set_plan(plan) before making the model, and pass dtype= to layers that get their format from a rule"
         )
 
 

@@ -1,4 +1,4 @@
-"""The one line of TensorFlow 1 and 2.3 that switched mixed precision on, by today's means."""
+"""The one-line switch for mixed precision of TensorFlow 1 and 2.3, implemented with a plan."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ def enable_mixed_precision_graph_rewrite(
     *,
     others: tuple[keras.Model, ...] = (),
 ) -> LossScaleOptimizer:
-    """Makes models that are built from now on compute in fp16 with fp32 variables, and returns the optimizer wrapped.
+    """Makes models that are built from now on compute in fp16 with fp32 variables, and returns the wrapped optimizer.
 
-    It is `set_plan(level("O1", "fp16"))` and `LossScaleOptimizer`. On TensorFlow graphs without Keras's layers are
-    rewritten too, where TensorFlow has a rewrite for the device. `others` are models that stay as they are.
+    It is `set_plan(level("O1", "fp16"))` and `LossScaleOptimizer`. On TensorFlow, graphs without Keras layers are
+    rewritten too, if TensorFlow has a rewrite for the device. Models in `others` are not affected.
 
     Raises:
-        SetupError: a model was built before, which keeps its policy, or the optimizer was used, scales or is none.
-        PlanError: a global policy is set already, or `loss_scale` stands for none.
+        SetupError: a model that is not in `others` is already built, or the optimizer is already built, scales the loss
+            itself, or is not a Keras optimizer.
+        PlanError: a global policy is already set, or `loss_scale` is not valid.
     """
     plan = customize(level("O1", "fp16"), loss_scale=loss_scale)
     wrapped = LossScaleOptimizer(optimizer, plan.scale)
     if optimizer.built:
         raise SetupError(
-            f"{optimizer.name!r} was built for a model already; switch mixed precision on before the model is made, "
-            "with a new optimizer"
+            f"optimizer {optimizer.name!r} is already built for a model; switch mixed precision on before making the "
+            "model, with a new optimizer"
         )
     built = built_models(others)
     if built:
         raise SetupError(
-            f"{', '.join(built[:3])} is built already and would stay as it is; call "
-            "enable_mixed_precision_graph_rewrite before the model is made, or for this one apply_plan(model, "
-            "level('O1', 'fp16')) and LossScaleOptimizer(optimizer); name models that are to stay so: others=(model,)"
+            f"models that are already built would keep their policies: {', '.join(built[:3])}; call "
+            "enable_mixed_precision_graph_rewrite before making the model, or use apply_plan(model, level('O1', "
+            "'fp16')) and LossScaleOptimizer(optimizer); list models that should keep theirs: others=(model,)"
         )
     set_plan(plan, others=others)
     rewrite_graphs()

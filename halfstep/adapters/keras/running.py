@@ -1,4 +1,4 @@
-"""Running statistics in Keras: a callback that has a skipped step leave them as they were."""
+"""A Keras callback that keeps running statistics unchanged when a step is skipped."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ ops = keras.ops
 
 
 class KeepStatistics(keras.callbacks.Callback):
-    """Puts running statistics, as BatchNormalization's, back where `fit` skips a step.
+    """Restores running statistics, such as BatchNormalization's, when `fit` skips a step.
 
-    Keras assigns them in the forward pass, before it is known that the step is skipped: after a batch that is not
-    finite they would not be either, for good. It copies them, and waits for the device, at each step.
+    Keras assigns them in the forward pass, before it is known that the step is skipped, so one non-finite batch would
+    make them non-finite for good. The callback copies them, and waits for the device, at each step.
 
     Raises:
-        SetupError: the optimizer does not count skips, when `fit` begins.
+        SetupError: when `fit` begins, the optimizer is not a LossScaleOptimizer.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds what is to be kept: no gradient changes it, and it is not frozen."""
+        """Finds the running statistics: variables that no gradient changes, in layers that are not frozen."""
         if not isinstance(self.model.optimizer, LossScaleOptimizer):
-            raise SetupError("KeepStatistics needs to know of skips; wrap the optimizer: LossScaleOptimizer(optimizer)")
+            raise SetupError(
+                "KeepStatistics requires an optimizer that counts skips; wrap yours: LossScaleOptimizer(optimizer)"
+            )
         layers = [layer for _, layer in layers_of(self.model) if layer.trainable]
         self._variables = [v for layer in layers for v in own_variables(layer) if not v.trainable]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Copies them."""
+        """Copies the running statistics."""
         self._skipped, self._values = self._read_skipped(), [ops.copy(v) for v in self._variables]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Puts them back after a step that was skipped."""
+        """Restores the running statistics if the step was skipped."""
         if self._read_skipped() > self._skipped:
             for variable, value in zip(self._variables, self._values, strict=True):
                 variable.assign(value)

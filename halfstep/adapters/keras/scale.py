@@ -1,4 +1,4 @@
-"""The loss scale in Keras: an optimizer that wraps another and follows the rule of halfstep's dynamic scale."""
+"""The loss scale in Keras: an optimizer that wraps another and adapts its scale as halfstep does."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ ops = keras.ops
 
 @keras.saving.register_keras_serializable(package="halfstep")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Scales the loss for another optimizer, whose step is skipped where a gradient is not finite.
+    """Wraps an optimizer: scales the loss, and skips steps whose gradients are not finite.
 
-    `scaling` is a Scaling, "dynamic", "none" (only the skips) or a number. `model.compile(optimizer=...)` takes it as
-    any other, and `fit` does the rest. A loop of one's own scales and applies: `scale_loss`, gradients, `apply`; to see
-    or change true gradients in between, `unscale` and `apply_unscaled`. The scale and its counters are variables of the
-    optimizer, saved and loaded with it. Under a strategy of several replicas a step is skipped if it overflowed in any.
+    `scaling` is a Scaling, "dynamic", a number, or "none", which only skips. Pass this optimizer to
+    `model.compile(optimizer=...)`; `fit` does the rest. A custom loop calls `scale_loss`, computes gradients, and calls
+    `apply`, or `unscale` and `apply_unscaled` to read or change unscaled gradients in between. The scale and its
+    counters are variables of the optimizer, saved and loaded with it. Under a strategy with several replicas, all skip
+    a step that overflowed in any of them.
 
     Raises:
-        SetupError: the optimizer scales already.
-        PlanError: `scaling` stands for no loss scale.
+        SetupError: `inner_optimizer` is not a Keras optimizer, or scales the loss itself.
+        PlanError: `scaling` is not a valid loss scale.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
             raise SetupError(
-                f"{inner_optimizer.name!r} scales the loss already; give the optimizer that it wraps: "
+                f"optimizer {inner_optimizer.name!r} already scales the loss; pass the optimizer that it wraps: "
                 "LossScaleOptimizer(optimizer.inner_optimizer)"
             )
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
             raise SetupError(
-                f"{inner_optimizer!r:.80} is not a Keras optimizer; give one, such as keras.optimizers.Adam(1e-3)"
+                f"{inner_optimizer!r:.80} is not a Keras optimizer; pass one, such as keras.optimizers.Adam(1e-3)"
             )
         scaling = as_scaling(scaling)
         super().__init__(inner_optimizer, scaling.first, scaling.growth_interval, name=name)
@@ -54,7 +55,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._seen = local()  # what `unscale` has found; each replica runs in a thread
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Makes the variables, those of the wrapped optimizer too."""
+        """Creates the variables, including those of the wrapped optimizer."""
         super().build(var_list)
         counter = {"shape": (), "dtype": "int", "aggregation": "none"}
         hysteresis = keras.initializers.Constant(self.scaling.hysteresis)
@@ -64,7 +65,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         tell_unseen_rules(var_list)
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns true gradients for those of a scaled loss; None stays None."""
+        """Returns the gradients of a scaled loss divided by the scale; None stays None."""
         self._check_built()
         self._seen.found = ops.logical_or(self._found(grads), getattr(self._seen, "found", False))
         return self._divided(grads)
@@ -76,14 +77,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return ops.logical_not(self.check_finite(grads))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Applies the gradients of a scaled loss, or skips the step, and adapts the scale."""
+        """Applies the gradients of a scaled loss, or skips the step if one is not finite; adapts the scale."""
         self._build_for(trainable_variables)
         self._apply(self._found(grads), self._divided(grads), trainable_variables)
 
     def apply_unscaled(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Does the same with gradients that `unscale` has returned, and skips a step that overflowed there.
+        """Applies gradients that `unscale` returned, or skips the step if there was an overflow; adapts the scale.
 
-        Both belong into one compiled function: what `unscale` finds, and clipping may hide, is remembered in between.
+        An overflow that `unscale` found counts even if clipping hid it afterwards. So call both methods in the same
+        compiled function.
         """
         self._build_for(trainable_variables)
         found = ops.logical_or(self._found(grads), getattr(self._seen, "found", False))
@@ -93,7 +95,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             return
         if variables is None:
-            raise ValueError(f"{self.name} is not built; give the variables too: apply(gradients, variables)")
+            raise ValueError(f"{self.name} is not built; pass the variables too: apply(gradients, variables)")
         with keras.name_scope(self.name):
             self.build(list(variables))
 
@@ -118,7 +120,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return list(weights), [*own, *inner]
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
-        """Returns the loss times the scale that is among the optimizer's variables."""
+        """Returns the loss times the scale in `optimizer_variables`."""
         with self._holding(optimizer_variables):
             return self.scale_loss(loss)
 
@@ -131,9 +133,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True)))
 
     def adapt(self, found: Any, norm: Any) -> None:
-        """Assigns what a step makes of the scale and of the counters.
+        """Updates the scale and the counters after a step.
 
-        `found` says that it overflowed, and `norm` is that of its true gradients.
+        `found` tells whether the step overflowed, and `norm` is the norm of its unscaled gradients.
         """
         self.grad_norm.assign(norm)
         self.skipped.assign_add(ops.cast(found, self.skipped.dtype))
@@ -148,14 +150,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             variable.assign(ops.cast(value, variable.dtype))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns what the optimizer is made of again."""
+        """Returns the config from which `from_config` makes the optimizer again."""
         config: dict[str, Any] = super().get_config()
         del config["initial_scale"], config["dynamic_growth_steps"]
         return config | {"scaling": asdict(self.scaling)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
-        """Makes the optimizer of a config."""
+        """Makes an optimizer from a config."""
         made: LossScaleOptimizer = super().from_config(
             config | {"scaling": Scaling(**config["scaling"])}, custom_objects
         )
@@ -163,7 +165,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def _norm(grads: Sequence[Any]) -> Any:
-    """Returns the L2 norm of the step's gradients together."""
+    """Returns the L2 norm over all gradients of a step."""
     return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in summed(grads) if g is not None))
 
 
