@@ -38,7 +38,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
         )
     if not loss.requires_grad:
         raise SessionError(
-            "the loss of the closure needs no gradient: it was computed under torch.no_grad(), detached, or from "
+            "the loss of the closure requires no gradient: it was computed under torch.no_grad(), detached, or from "
             "nothing trainable"
         )
     return loss

@@ -38,7 +38,7 @@ def backward(model, x):
     [
         (parameters_alone, "returned float, not the loss"),
         (no_scalar, "shape"),
-        (no_gradient, "needs no gradient"),
+        (no_gradient, "requires no gradient"),
         (backward, "NoneType"),
     ],
 )

@@ -601,7 +601,7 @@ LBFGS = torch.optim.LBFGS(MODEL.parameters())
     [
         (MODEL, lambda: 1.0, {}, SessionError, "the closure returned float"),
         (MODEL, lambda: MODEL(torch.ones(2)), {}, SessionError, "not one real number"),
-        (MODEL, lambda: MODEL(ONE).detach().sum(), {}, SessionError, "needs no gradient"),
+        (MODEL, lambda: MODEL(ONE).detach().sum(), {}, SessionError, "requires no gradient"),
         (MODEL, lambda: MODEL(ONE).sum().backward(), {}, SessionError, "the closure returned NoneType"),
         (MODEL, lambda: backwarded(MODEL(ONE).sum()), {}, SessionError, "ran the backward pass"),
         (MODEL, lambda: MODEL(ONE * torch.inf).sum(), {}, SessionError, "the loss of step 1 is inf in fp32 already"),
