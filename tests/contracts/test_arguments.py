@@ -99,7 +99,7 @@ def test_a_wrapped_model_is_refused_where_weights_change_format(name):
     model.second.weight = nn.Parameter(model.second.weight.detach().clone())
     wrapped = nn.parallel.DistributedDataParallel(model)
     opt = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad])
-    refuse(SetupError, r"DistributedDataParallel.*wrap after", wrapped, opt, name, low="bf16")
+    refuse(SetupError, r"DistributedDataParallel.*then wrap", wrapped, opt, name, low="bf16")
 
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])

@@ -13,7 +13,7 @@ import halfstep
 from halfstep import FULL, Rule, SessionError, SetupError
 
 LINE = r"fully_shard\(module, mp_policy=halfstep.fsdp_policy\(\"O2\", low=\"bf16\"\)\) for all of the model"
-ORDER = r"fully_shard\(.*mp_policy=halfstep.fsdp_policy\(plan, low=...\)\)`, then the optimizer"
+ORDER = r"fully_shard\(.*mp_policy=halfstep.fsdp_policy\(plan, low=...\)\)`, then make the optimizer"
 LOW = torch.bfloat16
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -177,7 +177,7 @@ def test_shards_that_are_offloaded_on_whatever_mesh():
 
 def test_shards_that_are_low():
     model = fully_shard(network().bfloat16())
-    with pytest.raises(SetupError, match=r"already low: 0.weight, .*before fully_shard"):
+    with pytest.raises(SetupError, match=r"already in low precision: 0.weight, .*before fully_shard"):
         halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 
