@@ -36,14 +36,17 @@ def forward(model):
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (MixedPrecisionPolicy(), r"'0.weight' arrives in the forward as torch.float32, and O2 reads it as torch.bf"),
-        (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' arrives .* as torch.float16"),
-        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts what its forward is given to torch.bf"),
+        (MixedPrecisionPolicy(), r"'0.weight' is torch.float32 in the forward, but O2 reads it as torch.bf"),
+        (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' is torch.float16"),
+        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts the inputs of its forward to torch.bf"),
         (
             MixedPrecisionPolicy(torch.float32),
-            "cast_forward_inputs=True it casts what its forward is given to torch.fl",
+            "cast_forward_inputs=True it casts the inputs of its forward to torch.fl",
         ),
-        (MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False), "output_dtype it casts what it ret"),
+        (
+            MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False),
+            "output_dtype it casts its outputs to",
+        ),
     ],
 )
 def test_a_policy_that_contradicts_the_plan(policy, says):
@@ -75,7 +78,7 @@ def test_only_the_model_itself_may_return_fp32_by_its_policy():
 
 def test_after_the_error_the_weights_are_those_that_were_sharded():
     model, session = opened(MixedPrecisionPolicy())
-    with pytest.raises(SetupError, match="arrives"):
+    with pytest.raises(SetupError, match="in the forward, but"):
         forward(model)
     session.close()
     forward(model).backward()  # after which FSDP2 has put back what the forward that raised has left whole
