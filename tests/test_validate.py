@@ -28,7 +28,7 @@ def test_one_of_refuses_what_is_no_string(value):
 
 @pytest.mark.parametrize("value", ["", "  ", "a\nb", "a\x00", "\ud800"])
 def test_text_refuses_what_would_not_survive_a_file(value):
-    with pytest.raises(PlanError, match=r"give non-empty printable text"):
+    with pytest.raises(PlanError, match=r"expected non-empty printable text"):
         text("name", value)
 
 
