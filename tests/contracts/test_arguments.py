@@ -74,7 +74,7 @@ def test_trainable_float8_parameters_are_named(name, dtype):
 def test_an_optimizer_of_another_model_is_refused():
     model, _ = make()
     _other, opt = make()
-    refuse(SetupError, r"not the model's", model, opt, "O2", low="bf16")
+    refuse(SetupError, r"do not belong to the model", model, opt, "O2", low="bf16")
 
 
 def test_a_wrong_model_or_optimizer_type_is_refused():

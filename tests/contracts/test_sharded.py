@@ -72,7 +72,7 @@ def test_only_the_model_itself_may_return_fp32_by_its_policy():
     wide = MixedPrecisionPolicy(LOW, output_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model[1], mp_policy=wide)
     fully_shard(model, mp_policy=wide)
-    with pytest.raises(SetupError, match=f"output_dtype it casts what it returns to torch.float32.*{LINE}"):
+    with pytest.raises(SetupError, match=f"output_dtype it casts its outputs to torch.float32.*{LINE}"):
         halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 
@@ -154,7 +154,7 @@ def test_an_optimizer_that_was_made_before_the_shards():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     fully_shard(model)
-    with pytest.raises(SetupError, match=r"not the model's.*after any .to\(device\) or fully_shard"):
+    with pytest.raises(SetupError, match=r"do not belong to the model.*after any .to\(device\) or fully_shard"):
         halfstep.initialize(model, optimizer, "O2", low="bf16")
 
 
