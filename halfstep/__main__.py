@@ -44,7 +44,7 @@ app.command(epilog=more(DIAGNOSIS))(whatif)
 
 
 def main() -> None:
-    """Runs the command line; an error that halfstep foresees is one message, not a traceback."""
+    """Runs the command line; an error of halfstep is printed as one message, without a traceback."""
     raised = None
     try:
         app(prog_name="halfstep")

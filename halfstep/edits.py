@@ -1,4 +1,4 @@
-"""What a plan is made and edited with, as pure values: policies, rules, op changes and loss scales."""
+"""The values that make and edit a plan: policies, rules, op changes and loss scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep.validate import as_tuple, count, one_of, real, text
 
 
 def _code(value: Any) -> str:
-    """Returns a value as the code that makes it; fields that have their default are left out."""
+    """Returns the code that makes a value, without the fields that have their default."""
     given = [
         _literal(getattr(value, each.name))
         if each.default is MISSING
@@ -38,10 +38,10 @@ OutputWidth = Literal["full", "low", "input"]
 class Policy:
     """The width of a module's parameters, of its computation and of its output.
 
-    "full" is fp32, "low" is the plan's low format; an output of "input" has the format of the module's input.
+    "full" is fp32, "low" is the plan's low-precision format; an output of "input" has the format of the module's input.
 
     Raises:
-        PlanError: an unknown width, or low parameters under full computation, which no op accepts.
+        PlanError: an unknown width, or low parameters with full computation, which no op accepts.
     """
 
     param: Width
@@ -54,8 +54,8 @@ class Policy:
         one_of("policy output", self.output, get_args(OutputWidth))
         if self.param == "low" and self.compute == "full":
             raise PlanError(
-                "policy has param 'low' and compute 'full': ops would get low weights with full inputs and fail; "
-                "keep the parameters full too, Policy('full', 'full', ...)"
+                "policy has param 'low' and compute 'full': ops would get low-precision weights with fp32 inputs and "
+                "fail; keep the parameters full too, Policy('full', 'full', ...)"
             )
 
     def __repr__(self) -> str:
@@ -72,17 +72,17 @@ TYPE_PREFIX = "type:"
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern and the policy of the modules it matches, with everything below them.
+    """A pattern, and the policy of the modules that it matches and of everything below them.
 
-    `pattern` is a glob over dotted module names ("head", "blocks.*.attn"; `*` runs over dots too; "" is the root), or
-    "type:LayerNorm", a glob over the short name of the module's class or any of its bases. `buffers` says what happens
-    to the floating-point buffers there: kept as they are, or stored low or full. `input` says what happens to the
-    floating-point inputs of what it matches: cast as the policy needs it (fp32 where it computes full, low where its
-    weights are low and what calls it has another policy), kept as they come, or cast to low.
+    `pattern` is a glob over dotted module names ("head", "blocks.*.attn"; `*` matches dots too; "" is the root), or
+    "type:LayerNorm", a glob over the short name of the module's class or of any of its bases. `buffers` says what
+    happens to the floating-point buffers there: kept as they are, or stored low or full. `input` says what happens to
+    the floating-point inputs of the matched modules: cast as the policy requires (to fp32 if it computes full; to low
+    if its weights are low and the caller has another policy), kept as they are, or cast to low.
 
     Raises:
-        PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown buffer
-            width or input, or an input other than the policy's where it computes full, since its ops would get mixed
+        PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown `buffers`
+            or `input`, or an `input` other than "policy" under a policy that computes full, whose ops would get mixed
             formats.
 
     >>> Rule("blocks.*.attn", Policy("full", "full", "input")).matches(("blocks.3.attn",), ())
@@ -97,21 +97,21 @@ class Rule:
     def __post_init__(self) -> None:
         text("rule pattern", self.pattern, empty=True)
         if self.pattern.removeprefix(TYPE_PREFIX) != self.pattern.removeprefix(TYPE_PREFIX).strip():
-            raise PlanError(f"rule pattern {self.pattern!r} has blanks around it; module names have none: remove them")
+            raise PlanError(f"rule pattern {self.pattern!r} has a space before or after the name; remove the space")
         if self.pattern == TYPE_PREFIX:
-            raise PlanError("rule pattern 'type:' names no class; give one, such as 'type:LayerNorm'")
+            raise PlanError("rule pattern 'type:' names no class; add one, such as 'type:LayerNorm'")
         prefix = re.match(r"(?i)type *[:=] *", self.pattern)
         if prefix and not self.pattern.startswith(TYPE_PREFIX):
             meant = TYPE_PREFIX + self.pattern[prefix.end() :]
             raise PlanError(f"rule pattern {self.pattern!r} matches no module name; did you mean {meant!r}?")
         if not isinstance(self.policy, Policy):
-            raise PlanError(f"rule {self.pattern!r} has policy {self.policy!r}; give a Policy, such as FULL or LOW")
+            raise PlanError(f"rule {self.pattern!r} has policy {self.policy!r}; expected a Policy, such as FULL or LOW")
         one_of(f"rule {self.pattern!r}: buffers", self.buffers, get_args(BufferWidth))
         one_of(f"rule {self.pattern!r}: input", self.input, get_args(RuleInput))
         if self.input != "policy" and self.policy.compute == "full":
             raise PlanError(
-                f"rule {self.pattern!r} has input {self.input!r} and computes full: its ops would get low inputs "
-                "with fp32 weights; leave out `input`, and inputs are cast to fp32"
+                f"rule {self.pattern!r} has input {self.input!r} and computes full: its ops would get low-precision "
+                "inputs with fp32 weights; leave out `input`: inputs are then cast to fp32"
             )
 
     __repr__ = _code
@@ -135,16 +135,18 @@ def _op_name(where: str, op: object) -> None:
     parts = [module, function] if colon else [module]
     if not all(part and all(word.isidentifier() for word in part.split(".")) for part in parts):
         raise PlanError(
-            f"op {name!r} in {where} is not a function name; give a public torch name such as 'softmax', "
+            f"op {name!r} in {where} is not a function name; use a public torch name such as 'softmax', "
             "or 'module:function' such as 'my_ops:swish'"
         )
 
 
 @dataclass(frozen=True)
 class OpChange:
-    """One op and the list that it moves to: allow (runs low), deny (full), infer (as its inputs), promote (widest).
+    """One op and the list that it moves to.
 
-    `op` is a public torch name such as "softmax", or "module:function" for a function that is not a torch op.
+    The lists are allow (runs low), deny (runs full), infer (runs as its inputs are) and promote (runs in the widest
+    format of its inputs). `op` is a public torch name such as "softmax", or "module:function" for a function that is
+    not a torch op.
 
     Raises:
         PlanError: an unknown list, or an invalid op name.
@@ -162,10 +164,10 @@ class OpChange:
 
 @dataclass(frozen=True)
 class OpChanges:
-    """What a plan changes in the op table, by list; lists are accepted in place of tuples.
+    """The ops that a plan moves to other lists of the op table; each field takes a tuple or a list of op names.
 
     Raises:
-        PlanError: something that is not a list of names, an invalid op name, or an op that is listed twice.
+        PlanError: a field that is not a list of names, an invalid op name, or an op that is listed twice.
     """
 
     allow: tuple[str, ...] = ()
@@ -184,11 +186,11 @@ class OpChanges:
                     where = (
                         f"twice in {field.name}" if listed[op] == field.name else f"in {listed[op]} and {field.name}"
                     )
-                    raise PlanError(f"op {op!r} is listed {where}; an op belongs to one list: remove the other")
+                    raise PlanError(f"op {op!r} is listed {where}; list each op only once")
                 listed[op] = field.name
 
     def listed(self) -> list[tuple[OpList, str]]:
-        """Returns each op with its list, list by list."""
+        """Returns a (list, op) pair for each op, list by list."""
         return [(name, op) for name in OP_LISTS for op in getattr(self, name)]
 
     def moved(self, change: OpChange) -> OpChanges:
@@ -214,8 +216,8 @@ class Scaling:
     """The kind of loss scale and, for a dynamic one, its schedule (Micikevicius et al. 2018, section 3.2).
 
     A dynamic scale starts at `init`, is multiplied by `growth` after `growth_interval` steps in a row without overflow
-    and by `backoff` once `hysteresis` overflows were seen since it last grew, and stays within [`min`, `max`]. For a
-    static one `init` is the scale. Scales and their inverses are fp32 normal numbers, so they lie in [2**-126, 2**126].
+    and by `backoff` after `hysteresis` overflows since it last grew, and stays within [`min`, `max`]. A static scale is
+    always `init`. Scales and their inverses are fp32 normal numbers, so they are in [2**-126, 2**126].
 
     Raises:
         PlanError: a value out of range, or one that this kind does not use.
@@ -250,17 +252,17 @@ class Scaling:
 
     @property
     def active(self) -> bool:
-        """Whether a loss is scaled at all."""
+        """Whether the loss is scaled at all."""
         return self.kind != "none"
 
     @property
     def adapts(self) -> bool:
-        """Whether the scale follows overflows by itself, within [`min`, `max`]."""
+        """Whether the scale adapts to overflows, within [`min`, `max`]."""
         return self.kind not in _USED_BY
 
     @property
     def first(self) -> float:
-        """The scale of the first step; 1 where there is none."""
+        """The scale of the first step; 1 if the loss is not scaled."""
         return self.init if self.active else 1.0
 
     def _set(self, name: str, value: float) -> None:
@@ -268,15 +270,15 @@ class Scaling:
 
     def _check_schedule(self) -> None:
         if self.growth == 1.0:
-            raise PlanError("scale growth is 1, so the scale could never recover; give more than 1, such as 2")
+            raise PlanError("scale growth is 1, so the scale could never recover; set it above 1, such as to 2")
         if self.backoff == 1.0:
-            raise PlanError("scale backoff is 1, so every overflow would repeat; give less than 1, such as 0.5")
+            raise PlanError("scale backoff is 1, so every overflow would repeat; set it below 1, such as to 0.5")
         if self.min > self.max:
             raise PlanError(f"scale min {self.min:g} is above max {self.max:g}; swap them or widen the range")
         if not self.min <= self.init <= self.max:
             raise PlanError(
                 f"scale init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; "
-                "give an init within, or move min or max"
+                "set init within that range, or change min or max"
             )
 
     def _check_unused(self) -> None:
@@ -285,7 +287,7 @@ class Scaling:
             if field.name not in used and getattr(self, field.name) != field.default:
                 raise PlanError(
                     f"scale {field.name} is {getattr(self, field.name)!r}, but a scale of kind {self.kind!r} does not "
-                    f"use it; leave it out, or give kind 'dynamic'"
+                    f"use it; leave it out, or use kind 'dynamic'"
                 )
 
 
@@ -293,7 +295,7 @@ Edit = Rule | OpChange | Scaling
 
 
 def spell(edits: Iterable[Edit]) -> str:
-    """Returns edits as the code that makes them.
+    """Returns the code that makes these edits.
 
     >>> spell([Rule("head", FULL), Scaling("dynamic", init=2.0**24)])
     "plan.edit(Rule('head', FULL), Scaling('dynamic', init=16777216))"

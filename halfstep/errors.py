@@ -1,4 +1,4 @@
-"""The exceptions that a caller may want to catch; every message says what came, what is allowed and what to do."""
+"""The exceptions that a caller may want to catch; every message says what is wrong, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from halfstep.pages import GUIDE, LIMITS, MISMATCH, PLANS, QUICKSTART, SEEING, m
 class HalfstepError(Exception):
     """Base of all errors that halfstep raises on purpose.
 
-    `page` is the page that says more, where one does. From Python 3.11 on a traceback ends with it, unless the message
-    names a page of its own.
+    `page` is the documentation page about such errors, or None. From Python 3.11 on, the traceback ends with it, unless
+    the message itself names a page.
     """
 
     page: ClassVar[str | None] = None
@@ -23,17 +23,17 @@ class HalfstepError(Exception):
 
 
 class FormatError(HalfstepError, ValueError):
-    """A number format that halfstep does not know, or that cannot be used where it was given."""
+    """A number format that is unknown or cannot be used here."""
 
 
 class PlanError(HalfstepError, ValueError):
-    """A plan, rule, op change or plan file that is unknown, contradicts itself or fits no module."""
+    """A plan, rule, op change or plan file that is unknown, contradicts itself or matches no module."""
 
     page = PLANS
 
 
 class SetupError(HalfstepError, ValueError):
-    """A model or optimizer that cannot be trained under the plan; raised before anything was changed."""
+    """A model or optimizer that cannot be trained under the plan; raised before anything is changed."""
 
     page = LIMITS
 
@@ -45,13 +45,13 @@ class SessionError(HalfstepError, RuntimeError):
 
 
 class StateError(HalfstepError, ValueError):
-    """A state or checkpoint that does not fit this session; raised before anything was changed."""
+    """A state or checkpoint that does not fit this session; raised before anything is changed."""
 
     page = QUICKSTART
 
 
 class DataError(HalfstepError, FileNotFoundError):
-    """Data that is not there or not in a known layout; the message says how to get it."""
+    """Data that is missing or not in a known layout; the message says how to get it."""
 
 
 class LogError(HalfstepError, ValueError):
@@ -61,13 +61,13 @@ class LogError(HalfstepError, ValueError):
 
 
 class WorkloadError(HalfstepError, ValueError):
-    """A workload that is unknown, gets a setting that it does not have, or lacks what a workload must have."""
+    """A workload that is unknown, has no setting of the given name, or lacks what every workload must have."""
 
     page = GUIDE
 
 
 class OpError(HalfstepError, RuntimeError):
-    """An op that the plan refuses where it was called, such as binary_cross_entropy on low inputs."""
+    """A call of an op that the plan refuses, such as binary_cross_entropy on low-precision inputs."""
 
     page = MISMATCH
 
@@ -79,6 +79,6 @@ class ObserveError(HalfstepError, ValueError):
 
 
 class ScriptError(HalfstepError, FileNotFoundError):
-    """A script or module that `halfstep run` cannot find; `exit_code` is python's for it."""
+    """A script or module that `halfstep run` cannot find; `exit_code` is the one that Python uses for this."""
 
     exit_code = 1

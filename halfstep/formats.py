@@ -35,7 +35,7 @@ class Format:
         return self.name
 
     def rounds_to_zero(self, value: float) -> bool:
-        """Returns whether a nonzero value is 0 in the format, rounded to nearest.
+        """Returns whether a nonzero value becomes 0 when it is rounded to the nearest value of the format.
 
         >>> FP16.rounds_to_zero(2.0**-25), FP16.rounds_to_zero(-3e-8)
         (True, False)
@@ -44,7 +44,7 @@ class Format:
 
     @property
     def usable_eps(self) -> float:
-        """The smallest power of ten that the format holds with a digit to spare: what to add to keep a zero away.
+        """The smallest power of ten that is at least 8 smallest subnormals: an eps that does not round to zero.
 
         >>> FP16.usable_eps
         1e-06
@@ -82,17 +82,17 @@ def as_format(value: Format | torch.dtype | str) -> Format:
         return value
     found = _BY_DTYPE.get(value) if isinstance(value, torch.dtype) else FORMATS.get(str(value))
     if found is None:
-        known = f"{', '.join(FORMATS)} and the torch dtypes {', '.join(map(str, _BY_DTYPE))}"
-        raise FormatError(f"unknown format {value!r}; known are {known}")
+        known = f"{', '.join(FORMATS)} or the torch dtypes {', '.join(map(str, _BY_DTYPE))}"
+        raise FormatError(f"unknown format {value!r}; expected one of {known}")
     return found
 
 
 def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:
-    """Returns how many finite values rounding `before` to `after` in `fmt` took beyond it, as a 0-dim int64 tensor.
+    """Returns how many finite values overflowed when `before` was rounded to `after` in `fmt`, as a 0-dim int64 tensor.
 
-    They lie more than half a step beyond the format's `max`, or came out inf or NaN. Both are float32 tensors of one
-    shape. It holds for any way of rounding: to nearest, after `saturate`, or a torch cast taken back to float32. Does
-    not sync.
+    A value has overflowed if it is more than half a step beyond the format's `max`, or became inf or NaN. `before` and
+    `after` are float32 tensors of the same shape. The rounding may be of any kind: to nearest, after `saturate`, or a
+    torch cast taken back to float32. Does not sync.
 
     >>> values = torch.tensor([1.0, 70000.0, 1e-9, float("inf")])
     >>> count_overflows(values, round_nearest(values, FP16), FP16)
@@ -105,9 +105,9 @@ def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:
 
 
 def saturate(t: Tensor, fmt: Format) -> Tensor:
-    """Returns `t` with what lies beyond the largest finite value of `fmt`, infinities included, set to that value.
+    """Returns `t` clamped to the largest finite values of `fmt`, infinities included.
 
-    NaN stays NaN. Rounding what this returns never overflows: it is the clamp of a cast to an 8-bit format.
+    NaN stays NaN. Rounding the result to `fmt` never overflows; a cast to an 8-bit format clamps in this way.
 
     >>> saturate(torch.tensor([1e6, float("-inf"), 0.1]), E5M2)
     tensor([ 5.7344e+04, -5.7344e+04,  1.0000e-01])
@@ -118,10 +118,10 @@ def saturate(t: Tensor, fmt: Format) -> Tensor:
 def round_nearest(t: Tensor, fmt: Format) -> Tensor:
     """Returns the float32 tensor `t` rounded to the nearest values of `fmt`, ties to even, as float32.
 
-    Rounds as IEEE 754 and torch's casts do: subnormals are values like others, zero keeps its sign, NaN stays NaN, and
-    from half a step beyond `max` on the result is an infinity. E4M3 has none: there it is `max`, also for an infinity
-    (the saturating cast of the OCP 8-bit floating point specification 1.0). For E5M2 without infinities round
-    `saturate(t, E5M2)`. No gradient flows through.
+    Rounds like IEEE 754 and torch's casts: subnormals are rounded like other values, zero keeps its sign, NaN stays
+    NaN, and values from half a step beyond `max` on become infinite. E4M3 has no infinity: such values, and infinities,
+    become `max` (the saturating cast of the OCP 8-bit floating point specification 1.0). For E5M2 without infinities,
+    round `saturate(t, E5M2)`. No gradient flows through.
 
     Raises:
         FormatError: `t` is not float32.
@@ -152,5 +152,5 @@ def round_nearest(t: Tensor, fmt: Format) -> Tensor:
 
 def _float32_values(t: Tensor) -> Tensor:
     if t.dtype != torch.float32:
-        raise FormatError(f"rounding takes float32 values, got {t.dtype}; pass t.float() if that loses nothing")
+        raise FormatError(f"rounding expects float32 values, got {t.dtype}; pass t.float() if that loses nothing")
     return t.detach()

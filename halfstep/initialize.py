@@ -1,4 +1,4 @@
-"""The line that a user adds: checks what it is given, decides on the plan, and opens the session."""
+"""`halfstep.initialize`, the line that a user adds: checks its arguments, decides on the plan, opens the session."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     on_failure: OnFailure = "raise",
     stepping: Stepping = "session",
 ) -> Session:
-    """Starts mixed precision training of a model: forward runs under the plan, `session` does backward and step.
+    """Starts mixed precision training of a model: its forward runs under the plan, the session does backward and step.
 
-    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low=None` takes the
-    format that the device computes fast and logs the choice once. `optimizer=None` is inference. Inputs of the model
-    stay in the format they come in, and products cast their operands; `input="low"` casts all floating inputs to low
-    first. `emulate` computes the low format's products in a wider one, rounded exactly (None: fp16 on a CPU, where it
-    was not measured to be fast). Each sink is called with each StepRecord, and a `Recorder`, such as a RunLog, with all
-    other records too. A model that is still in a session leaves it first, with a notice. If steps keep being skipped
-    for a reason that no lower loss scale cures, `step` raises a NumericsError that says what broke; `on_failure="warn"`
-    logs it once and goes on. With `stepping="optimizer"` a loop keeps its own `optimizer.step()`: each backward pass
-    leaves true fp32 gradients in `p.grad`, to be read and clipped as always, and the optimizer's `step` is skipped
-    where one is not finite. Trainable parameters that come in bf16 or fp16, as from a hub, start
-    fp32 values: at O1 they become fp32, at O2 the values are their masters, at O3 there are none; a warning says which.
-    For a sharded model this is a collective call.
+    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low` is the
+    low-precision format; None takes the one that the device computes fast and logs the choice once. `optimizer=None` is
+    for inference. Inputs of the model keep their format, and products cast their operands; `input="low"` casts all
+    floating inputs to low first. `emulate` computes products of the low format in a wider one, rounded exactly (None:
+    fp16 on a CPU, unless it was measured to be fast there). Each sink is called with each StepRecord; a `Recorder`,
+    such as a RunLog, gets all other records too. If the model is still in a session, that session is closed first, with
+    a warning. If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError
+    that says what broke; `on_failure="warn"` logs it once and goes on. With `stepping="optimizer"` a loop keeps its own
+    `optimizer.step()`: each backward pass leaves unscaled fp32 gradients in `p.grad`, to be read and clipped as usual,
+    and the optimizer's `step` is skipped if one is not finite. Trainable parameters in bf16 or fp16, such as those of a
+    model from a hub, are the initial values of fp32 weights at O1 and of fp32 masters at O2; at O3 they train without
+    fp32 values; a warning says which. For a sharded model this is a collective call.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
         SetupError: the model or optimizer cannot be trained under the plan, or another process that holds shards of the
-            model has raised. After any error nothing has changed.
-        SessionError: what is trained differs between the processes that hold the model's shards, or one is gone.
+            model raised an error. After any error nothing has changed.
+        SessionError: the processes that hold the model's shards do not train alike, or one of them is gone.
     """
     models = as_list(model, nn.Module, "model")
     with ExitStack() as stack:
@@ -97,32 +97,33 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
-        raise SetupError(f"sinks is {sinks!r:.80}; give a list of functions, each called with every StepRecord")
+        raise SetupError(f"sinks is {sinks!r:.80}; expected a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):
-        raise SetupError(f"on_failure is {on_failure!r}; give 'raise' or 'warn' for steps that keep being skipped")
+        raise SetupError(f"on_failure is {on_failure!r}; expected 'raise' or 'warn', for steps that keep being skipped")
     if stepping not in get_args(Stepping):
         raise SetupError(
-            f"stepping is {stepping!r}; give 'session' for session.step(), or 'optimizer' for its own step()"
+            f"stepping is {stepping!r}; expected 'session' (for session.step()) or 'optimizer' (for optimizer.step())"
         )
     if emulate not in (None, True, False):
-        raise SetupError(f"emulate is {emulate!r}; give True, False, or None to decide by the device")
+        raise SetupError(f"emulate is {emulate!r}; expected True, False, or None to decide by the device")
     if emulate is not None and plan.ops == "none":
         raise SetupError(
-            f"emulate={emulate} at {plan.name}, which runs everything as written; leave it out or use O1 to O3"
+            f"emulate={emulate} has no effect at {plan.name}, which runs everything as written; leave it out, or use "
+            "O1 to O3"
         )
 
 
 def _close(earlier: Iterable[Session]) -> None:
     for session in earlier:
         _LOG.warning(
-            "the model was still in a session (%s), now closed; the weights keep their training so far",
+            "the model was still in a session (%s), which is closed now; the weights keep what they have learned",
             session.plan.name,
         )
         session.close()
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Has the guardian watch the steps of a session that scales or casts, also with optimizers that come later."""
+    """Adds a guardian that watches the steps of a session that scales or casts, even if optimizers are added later."""
     if session.plan.ops != "none":
         session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
     return session

@@ -1,8 +1,8 @@
-"""What this machine is: its device, the class of its processor, what was measured on that class, and the versions.
+"""What this machine is: its device, the class of its processor, what was measured on that class, and versions.
 
-A flag says that a processor has units for a format, not that torch is fast with them. So kernels are chosen by a table
-of what was measured, a row for each class of processors; where nothing was measured, a row says so and takes what
-costs least if it is wrong.
+A CPU flag says that a processor has units for a format, not that torch is fast with them. So kernels are chosen by a
+table of measurements, with a row for each class of processors; a row without measurements says so, and has the choice
+that costs least if it is wrong.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from halfstep.torch_internals import onednn_takes_bf16
 from halfstep.version import __version__
 
 WideBackward = tuple[tuple[int, int], ...]
-"""Up to each head width, ascending, the longest attention that goes backward faster in fp32 than in a low format."""
+"""Pairs (head width, length), widths ascending: the longest attention with a faster backward pass in fp32 than low."""
 
 _SHORT: WideBackward = ((64, 128),)
 _ON_AVX512_BF16 = "fp32 takes 0.4 to 0.7 of bf16's time at T 128, and more at 256: 2 cores, AMD EPYC, torch 2.13"
-_NOT_MEASURED = "not measured on this class; attention as measured on AVX512-BF16"
+_NOT_MEASURED = "not measured on this class; the limits for attention are those measured on AVX512-BF16"
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ FIRST_CAPABILITY: Mapping[Format, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What choices depend on: the kind of device, its CUDA capability, and the class of the machine's processor."""
+    """The facts that choices depend on: the kind of device, its CUDA capability, the class of the processor."""
 
     kind: str
     capability: tuple[int, int] | None = None
     processor: Processor = OTHER
 
     def __str__(self) -> str:
-        """Returns the device in a word, with what says how fast it is."""
+        """Returns the kind of device, with its CUDA capability or the class of its processor."""
         if self.capability is not None:
             return "{} sm{}{}".format(self.kind, *self.capability)
         return f"{self.kind} {self.processor.name}" if self.kind == "cpu" else self.kind
@@ -110,10 +110,10 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and with what a measurement was made.
+    """The machine and the versions that a measurement was made with.
 
-    `fast` names the formats that the device computes fast; `commit` is the commit of halfstep's source, with "-dirty"
-    after it where files of the package differ from it, and None where the package is under no git of its own.
+    `fast` names the formats that the device computes fast; `commit` is the commit of halfstep's source, followed by
+    "-dirty" if files of the package differ from it, or None if the package is not in a git repository of its own.
     """
 
     device: str
@@ -135,7 +135,7 @@ def read_facts(device: torch.device) -> DeviceFacts:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Returns how many bytes of memory are free on a device; None where that is not known."""
+    """Returns how many bytes of memory are free on a device; None if that is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     known = Path("/proc/meminfo")  # of Linux; the kernel's own estimate, which counts what it would give up
@@ -144,9 +144,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def read_processor() -> Processor:
-    """Returns the class of this machine's processor, as far as torch uses it: the one place that asks torch for it.
+    """Returns the class of this machine's processor, as far as torch uses it; no other function asks torch for it.
 
-    What `halfstep doctor --save` measured on this machine stands in the place of what the table says of the class.
+    Measurements that `halfstep doctor --save` made on this machine override those of the table.
     """
     row = table_row()
     saved = read_saved(row.name, model_name(), str(torch.__version__))
@@ -158,7 +158,7 @@ def read_processor() -> Processor:
 
 
 def table_row() -> Processor:
-    """Returns the row of the table for this machine's processor, whatever was measured on it."""
+    """Returns the row of the table for this machine's processor; ignores saved measurements."""
     known = torch.cpu.get_capabilities()
     return processor_of(
         str(known.get("architecture", "")),
@@ -171,8 +171,9 @@ def table_row() -> Processor:
 def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_products: bool = True) -> Processor:
     """Returns the class of a processor that has these flags.
 
-    `vectors` is what torch's own kernels are held to (`ATEN_CPU_CAPABILITY`), `low_products` whether its oneDNN takes
-    low products (`ONEDNN_MAX_CPU_ISA`); what torch does not use is as good as absent.
+    `vectors` is the instruction set that torch's own kernels are limited to (`ATEN_CPU_CAPABILITY`); `low_products`
+    says whether torch's oneDNN computes low-precision products (`ONEDNN_MAX_CPU_ISA`). Flags that torch does not use
+    are ignored.
 
     >>> processor_of("x86_64", frozenset({"avx2", "avx512_f", "avx512_bf16"}), vectors="AVX2").name
     'x86 AVX2'
@@ -187,7 +188,7 @@ def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_
 
 
 def cpu_flags(capabilities: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the instruction sets in what `torch.cpu.get_capabilities()` gives; it also holds sizes.
+    """Returns the names of the instruction sets in `torch.cpu.get_capabilities()`, which also has sizes.
 
     >>> cpu_flags({"avx512_bf16": True, "amx_bf16": False, "l2_cache_size": 1})
     frozenset({'avx512_bf16'})
@@ -196,7 +197,7 @@ def cpu_flags(capabilities: Mapping[str, Any]) -> frozenset[str]:
 
 
 def units(fmt: Format, facts: DeviceFacts) -> str | None:
-    """Returns the name of what computes matrix products of a format fast, or None where nothing is known to.
+    """Returns the name of the units that compute matrix products of a format fast, or None if none are known.
 
     >>> units(FP16, DeviceFacts("cuda", capability=(7, 5)))
     'sm75'
@@ -231,15 +232,15 @@ def read_machine(device: torch.device) -> Machine:
 
 @functools.cache
 def _own_commit() -> str | None:
-    """Returns the commit that this process's halfstep was read from, asked once: what is loaded does not change."""
+    """Returns the commit of the loaded halfstep; asks git only once, since loaded code does not change."""
     return commit_of(Path(__file__).resolve())
 
 
 def commit_of(file: Path) -> str | None:
-    """Returns the commit that a file is part of, "-dirty" after it where files of its folder differ from it.
+    """Returns the commit that a file is part of, followed by "-dirty" if files of its folder differ from it.
 
-    None without git, and where the repository around the file does not track it: a package that lies in somebody's
-    environment has not the commit of the project that the environment was made in.
+    Returns None without git, or if the repository around the file does not track it: a package that is installed in an
+    environment inside a project is not part of that project's commit.
     """
     if not any((folder / ".git").exists() for folder in file.parents):
         return None
@@ -255,7 +256,7 @@ def commit_of(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> list[str]:
-    """Returns the lines that git prints, none where it fails; it takes no lock, for which another git might wait."""
+    """Returns the lines that git prints, or none if it fails; takes no lock that another git would wait for."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -266,7 +267,7 @@ def _git(folder: Path, *arguments: str) -> list[str]:
 
 @functools.cache
 def model_name() -> str:
-    """Returns the name that the system gives the processor."""
+    """Returns the processor's name as the operating system reports it."""
     names = Path("/proc/cpuinfo")
     if names.is_file():
         for line in names.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Frozen results of measuring: benchmarks, what a machine does, and where the time of a step goes."""
+"""Frozen results of measurements: benchmarks, the speed of a machine, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class BenchRun:
     """One workload under one plan, or under torch.amp (`peer`), over all seeds of a benchmark.
 
     `step_ms` is the spread of `times_ms`, the milliseconds of each step after the warm-up, seed after seed. `vs_o0` and
-    `vs_amp` are speed-ups: the median over steps of the time of O0, or of torch.amp in the same format, over this run's
-    time of the same step. `peak_bytes` is the most memory that one training step holds, weights included.
+    `vs_amp` are speed-ups: the median over steps of the time of O0, or of torch.amp in the same format, divided by the
+    time of this run for the same step. `peak_bytes` is the most memory that one training step holds, weights included.
     `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
-    mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have an entry
-    a seed. `losses` (in a sweep) has the loss of each step, `joules` the energy of one step. `processes` (of more than
-    one) says how many of `times_ms` each has made. `error` says why the run does not exist, or what ended it; the
-    figures are then those from before. None: not measured.
+    mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have one entry
+    per seed. `losses` (in a sweep) has the loss of each step, `joules` is the energy of one step. `processes` (if there
+    are several) says how many of `times_ms` each process measured. `error` says why the run did not start, or what
+    ended it; the figures are then those up to that point. A figure of None was not measured.
     """
 
     name: str
@@ -55,16 +55,16 @@ class BenchRun:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it ended as it got no memory."""
+        """Whether the run ended because memory ran out."""
         return self.error is not None and "out of memory" in self.error
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The same work under several plans, side by side: what was asked, where it ran, and what each run did.
+    """One workload under several plans, side by side: its settings, the machine, and the result of each run.
 
-    `complete` is false where it was interrupted; `peak_method` says how peak memory was counted; `notes` has what a
-    reader of the figures should know.
+    `complete` is false if the benchmark was interrupted; `peak_method` says how peak memory was counted; `notes` has
+    remarks that a reader of the figures should know.
     """
 
     workload: str
@@ -84,7 +84,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Point:
-    """One model and batch size of a sweep, and what each configuration did; `examples` is how many an epoch has."""
+    """One model and batch size of a sweep, and what each configuration did; `examples` is the number in an epoch."""
 
     model: str
     batch: int
@@ -94,7 +94,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A benchmark over models and batch sizes: what was asked, as text, and the points measured of `total`."""
+    """A benchmark over models and batch sizes: its arguments as text, and the points measured so far, of `total`."""
 
     schema: int
     asked: dict[str, str]
@@ -104,7 +104,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch of a model in one configuration that trains within `limit` bytes; 0: not even one example.
+    """The largest batch with which a model in one configuration trains within `limit` bytes; 0 if no example fits.
 
     `tried` has each batch size that was tried and whether it fitted; `error` says why there is no figure.
     """
@@ -121,11 +121,11 @@ class Largest:
 class BenchChange:
     """How one row of a benchmark differs from a saved one.
 
-    `verdict` is "alike", "slower", "faster", "new" (the saved one has no such row) or "too few steps"; of a row that
-    worked then "gone", "failed" or "diverged" (its loss is not finite), else "failed before too". `time` is the step
-    time now over the one then, counted in steps of `yardstick` (a row of both; None: in milliseconds), and lies between
-    `low` and `high` in 19 of 20 repetitions. `memory` is the peak now over the one then, 1.0 where they differ by less
-    than a hundredth.
+    `verdict` is "alike", "slower", "faster", "new" (the saved benchmark has no such row) or "too few steps"; for a row
+    that worked in the saved benchmark also "gone", "failed" or "diverged" (its loss is not finite), for others also
+    "failed before too". `time` is the step time now divided by the saved one, both counted in steps of `yardstick` (a
+    row of both benchmarks; None: in milliseconds); it is between `low` and `high` in 19 of 20 repetitions. `memory` is
+    the peak memory now divided by the saved one, 1.0 if they differ by less than a hundredth.
     """
 
     name: str
@@ -138,13 +138,13 @@ class BenchChange:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the row takes longer or more memory than it did, or does not work any more."""
+        """Whether the row takes more time or memory than before, or no longer works."""
         broken = self.verdict in {"slower", "gone", "failed", "diverged"}
         return broken or (self.memory is not None and self.memory > 1)
 
     @property
     def is_judged(self) -> bool:
-        """Whether there is enough of the row, then and now, to tell."""
+        """Whether both benchmarks have enough of the row to compare it."""
         return self.verdict not in {"new", "too few steps", "failed before too"}
 
 
@@ -152,9 +152,9 @@ class BenchChange:
 class Rate:
     """How fast a device does one kind of work in one format.
 
-    `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` are of one
-    call, `rate` is in `unit` (GFLOP/s, or GB/s read and written), and `vs_fp32` is the median over rounds of fp32's
-    time over this one: above 1 is faster than fp32. `error` says why there is no figure.
+    `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` is the
+    time of one call, `rate` is in `unit` (GFLOP/s, or GB/s read and written), and `vs_fp32` is the median over rounds
+    of fp32's time divided by the time in this format: above 1 is faster than fp32. `error` says why there is no figure.
     """
 
     work: str
@@ -169,7 +169,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that things take in one format: a matrix, the weights of a model, and its forward pass with them."""
+    """The bytes that a matrix, the weights of a model, and its forward pass (weights included) take in one format."""
 
     format: str
     matrix: int
@@ -189,9 +189,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """What sessions decide by: what they have it as, what the table of processor classes says, what was measured now.
+    """A choice that sessions make by the processor: the value they use, that of the table, and the one measured now.
 
-    `agrees` is whether the first is the last.
+    `table` is the value for the class of this processor; `agrees` says whether `used` is the measured value.
     """
 
     what: str
@@ -203,9 +203,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Examination:
-    """What a machine is and does, and what that recommends: a level, a format and the reason, with its figures.
+    """What a machine is, how fast it computes, and the level and format that this recommends, with the reason.
 
-    `processor` is the class of the processor and `source` where sessions have its choices from; `tools` are what fast
+    `processor` is the class of the processor, and `source` says where its choices come from; `tools` has what fast
     kernels need, and the driver; `saved` is the file that `--save` wrote.
     """
 
@@ -227,10 +227,10 @@ class Examination:
 
 @dataclass(frozen=True)
 class OpRow:
-    """What the calls of one operation in the same formats make up in a step.
+    """The calls of one operation in the same formats in a step, added up.
 
-    `formats` are those of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` are of products alone, a
-    multiply-add as two; `bytes` are read and written; `share` is that of the step's time in operations.
+    `formats` has the formats of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` counts products only, a
+    multiply-add as two; `bytes` counts reads and writes; `share` is the share of the step's time in operations.
     """
 
     operator: str
@@ -257,10 +257,10 @@ class CastRow:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """What the plan gives a module, and the rule or row that decided it.
+    """The formats that the plan gives a module, and the rule or row that decided them.
 
-    `param` is the format of its own weights ("-": it has none), `compute` that of its operations where the op table
-    leaves a choice, `output` that of its results ("-": as they come, "input": as its first floating input).
+    `param` is the format of the module's own weights ("-": it has none), `compute` that of its operations if the op
+    table leaves a choice, `output` that of its results ("-": not cast, "input": that of its first floating input).
     """
 
     name: str
@@ -273,9 +273,10 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Saving:
-    """Something that costs time in a step: where, what was seen, what to do, the edits, and the seconds that it saves.
+    """A way to save time in a step: the place, what was seen, what to do, the edits, and the seconds that it saves.
 
-    `seconds` were measured with the operations of that place alone, in the formats that they have now and would have.
+    `seconds` was measured with the operations of that place alone, in the formats that they have now and in those that
+    they would have.
     None: they could not be measured, and `evidence` says why.
     """
 
@@ -305,9 +306,9 @@ class KernelRow:
 class Inspection:
     """Where the time and the casts of one training step go, forward and backward.
 
-    `seconds` is the time in operations, each timed alone. `savings` come with the largest first. `emulated` says that
-    low products were computed in fp32 and rounded, so that their time is not that of a device with units for them.
-    `kernels` (on CUDA) are those of products, by time.
+    `seconds` is the time in operations, each timed alone. `savings` has the largest first. `emulated` says that
+    low-precision products were computed in fp32 and rounded, so that their time says nothing about a device with units
+    for them. `kernels` (on CUDA) has the kernels that compute products, sorted by time.
     """
 
     level: str

@@ -1,6 +1,6 @@
-"""What torch switches off inside a dispatch mode, or ignores where hooks came late: autocast, and compiled code.
+"""Autocast, which torch switches off in a dispatch mode, and compiled code, which ignores hooks added late.
 
-torch.compile has one stance for the whole process, so this is the one place that counts who asks for eager code.
+torch.compile has one stance for the whole process, so this is the one place that counts requests for eager code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AUTOCAST = tuple(parsed_key(f"Autocast{device}") for device in ("CPU", "CUDA", 
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation that came to a dispatch mode; one whose parts count on autocast with it as it was outside."""
+    """Runs an operation that reached a dispatch mode; if its parts rely on autocast, it is on as outside the mode."""
     if is_custom(func):
         with _autocast_as_called(func):
             return func(*args, **kwargs)
@@ -48,7 +48,7 @@ def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a composite operation, which reached a dispatch mode whole, by its parts; with autocast likewise."""
+    """Runs a composite operation, which reached a dispatch mode whole, in parts; autocast is as in `as_called`."""
     with _autocast_as_called(func) if is_custom(func) or _mixed(args, kwargs) else nullcontext():
         return call_by_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -67,7 +67,7 @@ def autocast_outside(device_type: str) -> torch.dtype | None:
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Tells whether an operation is made of others; it reaches a mode whole under torch.inference_mode."""
+    """Tells whether an operation is made of others; under torch.inference_mode a dispatch mode gets it as a whole."""
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
@@ -76,14 +76,14 @@ def is_composite(func: Any) -> bool:
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether low inputs lie beside fp32 ones, as in an LSTM of fp32 weights: autocast is off inside a mode."""
+    """Tells whether low and fp32 inputs are mixed, as in an LSTM of fp32 weights, as autocast is off in a mode."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
 
 
 @contextmanager
 def _autocast_as_called(func: OpOverload) -> Iterator[None]:
-    """Has autocast on inside as it was where `func`, which came to a dispatch mode, was called."""
+    """Switches autocast on inside as it was where `func`, which reached a dispatch mode, was called."""
     excluded = keys_excluded_here()
     with enable_reentrant_dispatch():
         outside = keys_excluded_here()
@@ -97,9 +97,9 @@ def _autocast_as_called(func: OpOverload) -> Iterator[None]:
 
 
 def take_off(mode: TorchDispatchMode, thread: int) -> None:
-    """Takes a mode off the stack of a thread, if that is the one that runs, from below those that came later.
+    """Takes a mode off this thread's mode stack, also from below modes entered later; does nothing in other threads.
 
-    Where a `with` that came later has taken it off in place of its own mode, that one is taken off.
+    If the `with` of a later mode has taken this mode off instead of its own, the later mode is taken off.
     """
     stack = mode_stack()
     if threading.get_ident() != thread or not stack:
@@ -112,7 +112,7 @@ def take_off(mode: TorchDispatchMode, thread: int) -> None:
 
 
 class _Uncompiled:
-    """The stance of torch.compile while anybody asks for eager code, and the one that it becomes again."""
+    """Sets torch.compile's stance to eager while anybody requests eager code, and then restores the earlier stance."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may release in the middle of another's turn
@@ -145,14 +145,14 @@ class _Uncompiled:
 
 
 _UNCOMPILED = _Uncompiled()
-"""torch.compile has one stance per process; empty while nobody asks for eager code."""
+"""torch.compile has one stance per process; empty while nobody requests eager code."""
 
 
 def run_uncompiled() -> Callable[[], None]:
-    """Makes compiled code run as it was written until the returned function is called, which is idempotent.
+    """Makes compiled code run eagerly until the returned function is called; calling that again does nothing.
 
-    Several may ask at a time, in any thread, and end in any order. Nothing is compiled anew afterwards: what was
-    compiled is reused.
+    Several requests may be open at a time, in any threads, and end in any order. Afterwards compiled code is reused,
+    not compiled again.
     """
     holder = _UNCOMPILED.enter()
     return lambda: _UNCOMPILED.leave(holder)
@@ -160,7 +160,7 @@ def run_uncompiled() -> Callable[[], None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Makes compiled code run as it was written inside a `with`."""
+    """Makes compiled code run eagerly inside a `with`."""
     release = run_uncompiled()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The pages of the documentation to which commands and errors point, by what they answer."""
+"""The documentation pages that commands and errors refer to, by topic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUPPORT = "docs/support.md"
 
 
 def more(page: str) -> str:
-    """Returns the words that point to a page.
+    """Returns the words that refer to a page.
 
     >>> more(NAN)
     'more: docs/nan.md'

@@ -23,13 +23,13 @@ from halfstep.formats import Format, as_format
 class StepRecord:
     """What one `session.step()` did, as tensors on the device; reading one on the host is the only sync.
 
-    `step` counts calls of `step()` from 1; `skipped` is a 0-dim bool tensor, true where a non-finite gradient or loss
-    kept the update from happening; `scale` is the loss scale that the gradients of this step carried (fp32, 1.0 where
-    scaling is off); `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32), and None at O0
-    without `max_norm`, where halfstep reads no gradient; `synced` says that the optimizer could not be predicated, so
-    that this step waited for the device once; `loss` is the sum of the losses given to `backward` since the last step,
-    without the loss scale, and None if none of them was a scalar (a single loss is that tensor, detached: copy it to
-    keep it).
+    `step` counts calls of `step()` from 1; `skipped` is a 0-dim bool tensor, true if a non-finite gradient or loss
+    prevented the update; `scale` is the loss scale that the gradients of this step carried (fp32, 1.0 if scaling is
+    off); `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32), and None at O0 without
+    `max_norm`, where halfstep reads no gradient; `synced` says that this step waited for the device once, because the
+    optimizer could not skip a step on the device by itself; `loss` is the sum of the losses passed to `backward` since
+    the last step, without the loss scale, and None if none of them was a scalar (if there was one loss, `loss` is that
+    tensor, detached: copy it to keep it).
     """
 
     step: int
@@ -42,7 +42,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a StepRecord said, read on the host; `time` is when it was made, in seconds since 1970."""
+    """The values of a StepRecord, read on the host; `time` is when it was made, in seconds since 1970."""
 
     step: int
     time: float
@@ -54,10 +54,10 @@ class StepValues:
 
 @dataclass(frozen=True)
 class SessionStart:
-    """What a session that opens will do: its plan as `plan.io.to_dict` gives it, where, and with which modules.
+    """The start of a session: its plan in the form of `plan.io.to_dict`, its device, and its modules.
 
-    `emulated` says that the low format is rounded to and not computed in; `modules` are names in the model's order;
-    `process` is this process's rank where several train together, or else None.
+    `emulated` says that results are rounded to the low format, not computed in it; `modules` has the names in the
+    model's order; `process` is the rank of this process if several train together, or else None.
     """
 
     plan: dict[str, Any]
@@ -69,12 +69,12 @@ class SessionStart:
 
 @dataclass(frozen=True)
 class Status:
-    """What a session is doing, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
+    """The state of a session, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
     `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies or
-    remainders), gradients and optimizer state. `nonfinite_gradients` names the parameters whose gradients were infinite
-    or NaN in the last step, which was skipped for them, `spoiled_by` the processes whose own loss was (empty where one
-    process trains alone, and within `join()`).
+    remainders), gradients and optimizer state. `nonfinite_gradients` names the parameters whose infinite or NaN
+    gradients made the last step be skipped; `spoiled_by` has the ranks of the processes whose own loss was infinite or
+    NaN then (empty if one process trains alone, and within `join()`).
     """
 
     level: str
@@ -92,7 +92,7 @@ class Status:
             f"{value:g}" if len(self.scales) == 1 else f"loss {k}: {value:g}" for k, value in self.scales.items()
         )
         bad = ", ".join(self.nonfinite_parameters) or "none"
-        skipped = f"\nskipped last for the gradients of: {', '.join(self.nonfinite_gradients)}" * bool(
+        skipped = f"\nlast step skipped for the gradients of: {', '.join(self.nonfinite_gradients)}" * bool(
             self.nonfinite_gradients
         )
         memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory.items())
@@ -112,7 +112,7 @@ AFTER_BACKWARD = "after backward"  # a phase: what code does with gradients betw
 
 
 class Kind(str, Enum):
-    """What kind of failure a verdict is about; each is the text that it prints, and equal to it."""
+    """The kind of failure that a verdict is about; each member equals the text that it prints."""
 
     SCALE_TOO_HIGH = "scale too high"  # overflow in backward that vanishes at a lower scale
     OVERFLOW = "overflow"  # finite inputs, a result beyond the format
@@ -137,14 +137,14 @@ EDGES: Edges = (np.array([-149.0, *range(-126, 129)]), np.array([*range(-126, 12
 
 @dataclass(frozen=True)
 class Limits:
-    """Which magnitudes can be held: none below `zero`, with fewer digits below `normal`, none above `top`."""
+    """The magnitudes that can be held: none below `zero`, with fewer digits below `normal`, none above `top`."""
 
     zero: float
     normal: float
     top: float
 
     def times(self, factor: float) -> Limits:
-        """Returns the limits of values that are divided by `factor` before they are judged."""
+        """Returns the limits for values that are divided by `factor` before they are compared with these."""
         return Limits(self.zero * factor, self.normal * factor, self.top * factor)
 
 
@@ -152,15 +152,16 @@ UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last
 
 
 def limits_of(fmt: Format) -> Limits:
-    """Returns what a format can hold; half its smallest subnormal itself rounds to zero, as ties go to even."""
+    """Returns the magnitudes that a format can hold; half its smallest subnormal rounds to zero (ties to even)."""
     return Limits(math.nextafter(fmt.smallest_subnormal / 2, math.inf), fmt.smallest_normal, fmt.max)
 
 
 def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
     """Returns how many of the elements in each row of a histogram are smaller than `limit` in magnitude.
 
-    `histogram` is (..., entries), `amax` (...) has the largest magnitude of each row; the elements of an entry count
-    as even in their logarithm. All shares that are lost, subnormal or saturated come from here, those of the page too.
+    `histogram` has shape (..., entries), `amax` (...) has the largest magnitude of each row; the elements of an entry
+    are taken as evenly spread in their logarithm. All shares of lost, subnormal or saturated elements come from this
+    function, also those of the report page.
     """
     low, high = edges
     share = np.clip((math.log2(limit) - low) / (high - low), 0.0, 1.0)
@@ -169,7 +170,7 @@ def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGE
 
 
 def count_beyond(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
-    """Returns how many are larger than `limit`: at least the largest, if that is."""
+    """Returns how many elements of each row are larger than `limit` in magnitude; at least 1 if `amax` is larger."""
     above = histogram.sum(-1) - count_below(histogram, amax, limit, edges)
     beyond: Array = np.where(amax > limit, np.maximum(1.0, above), 0.0)
     return beyond
@@ -180,7 +181,7 @@ def _add_each(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
-    """Returns a field of `TensorStats`: what it means, and how those of two tensors become that of both."""
+    """Returns a field of `TensorStats`: its meaning, and the function that merges the values of two tensors."""
     return field(metadata={"meaning": meaning, "merge": merge})
 
 
@@ -188,8 +189,8 @@ def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
 class TensorStats:
     """Counts, sums and an exponent histogram of one tensor, or of several merged; `a + b` merges two.
 
-    This is the table of statistics: the rows of `kernels/stats.py`, the lines of a log and the merging of two follow
-    its fields, and `kernels/stats.cpp` is checked against them when it is loaded.
+    This is the table of statistics: the rows of `kernels/stats.py`, the lines of a log and the merge of two follow its
+    fields, and `kernels/stats.cpp` is checked against them when it is loaded.
     """
 
     count: int = _stat("elements, finite or not")
@@ -209,26 +210,26 @@ class TensorStats:
 
     @property
     def finite(self) -> int:
-        """How many elements are finite, zeros included."""
+        """The number of finite elements, zeros included."""
         return self.count - self.infinities - self.nans
 
     @property
     def nonzero(self) -> int:
-        """How many elements are finite and not zero."""
+        """The number of elements that are finite and not zero."""
         return sum(self.exponents)
 
     @property
     def mean(self) -> float:
-        """The mean of the finite elements, 0 where there are none."""
+        """The mean of the finite elements, 0 if there are none."""
         return self.total / self.finite if self.finite else 0.0
 
     @property
     def rms(self) -> float:
-        """The root of the mean square of the finite elements, 0 where there are none."""
+        """The root of the mean square of the finite elements, 0 if there are none."""
         return math.sqrt(self.squares / self.finite) if self.finite else 0.0
 
     def below(self, limit: float) -> float:
-        """Returns how many of the finite nonzero elements are smaller than `limit` in magnitude, from the histogram."""
+        """Returns the number of finite nonzero elements below `limit` in magnitude, estimated from the histogram."""
         return self._count(count_below, limit) if limit > 0 else 0.0
 
     def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
@@ -250,7 +251,7 @@ class TensorStats:
         return self._of_nonzero(self.below(limits.normal) - self.below(limits.zero))
 
     def saturated(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
-        """Returns the share of all elements that, times `scale`, lie beyond the `max` of `fmt`, infinities included."""
+        """Returns the share of all elements that, times `scale`, are beyond the `max` of `fmt`, infinities included."""
         beyond = self._count(count_beyond, _limits(fmt, scale).top)
         return (beyond + self.infinities) / self.count if self.count else 0.0
 
@@ -268,7 +269,7 @@ DOUBLES = tuple(each.name for each in fields(TensorStats) if each.type == "float
 
 def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise FormatError(f"scale is {scale!r}; give the positive finite factor that the values are multiplied by")
+        raise FormatError(f"scale is {scale!r}; expected a positive finite number, which multiplies the values")
     return limits_of(as_format(fmt)).times(1 / scale)
 
 
@@ -276,9 +277,10 @@ def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
 class AbsorbedOverflow:
     """An overflow that another operation made finite again, so that no value shows that the result is wrong.
 
-    `operator` at the line `where` gave `exact` in fp32, which is infinite in `format`. `by`, at the line `by_where`,
-    absorbed that: an element of what it gave is `got`, in fp32 `want`, and `off` is their row's difference relative to
-    fp32. Operators have their public torch names; a line is None where it is not known.
+    The result of `operator`, at the line `where`, is `exact` in fp32, but infinite in `format`. `by`, at the line
+    `by_where`, absorbed the infinity: an element of its result is `got`, but `want` in fp32, and `off` is the
+    difference of that element's row relative to fp32. Operators have their public torch names; a line is None if it is
+    not known.
     """
 
     operator: str
@@ -304,15 +306,16 @@ class AbsorbedOverflow:
 class Observation:
     """The statistics of one tensor of one module at one step.
 
-    `kind` is one of `TENSOR_KINDS` or `UPDATE`, `name` tells several of a kind apart (the parameter's name, a place in
-    an output), `format` is the format that the tensor was stored in, `scale` the loss scale that it carries (1 for
-    weights and activations): a true value times `scale` is the value that was counted. `sampled` says that only some
-    elements were read; `stats.count` is then how many.
+    `kind` is one of `TENSOR_KINDS`, `UPDATE` or `ABSORBED`, `name` tells several tensors of one kind apart (the
+    parameter's name, a place in an output), `format` is the format that the tensor was stored in, `scale` is the loss
+    scale that it carries (1 for weights and activations): a true value times `scale` is the value that was counted.
+    `sampled` says that only some elements were read; `stats.count` is then their number.
 
-    Of kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
-    from the stored weight to the next larger value of its format: below a half, the stored weight cannot follow.
+    For kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
+    from the stored weight to the next larger value of its format: an update below one half does not change the stored
+    weight.
 
-    Of kind `ABSORBED` the elements are the fp32 values that overflowed in `format`, and `absorbed` says in which
+    For kind `ABSORBED` the elements are the fp32 values that overflowed in `format`, and `absorbed` says in which
     operation, and what became of them; for other kinds `absorbed` is None.
     """
 
@@ -330,10 +333,9 @@ class Observation:
     def lost_updates(self) -> float | None:
         """The share of updates that were smaller than half a unit in the last place; None for other kinds.
 
-        Of the weights that the step had an update for: one of exactly zero (no gradient, a skipped step) is none. With
-        a master the update is kept there until it has grown; without one (O3) it is lost for good. Of optimizers other
-        than torch's Adam, AdamW and SGD and halfstep's Lion only what changes the fp32 value is seen: what fp32 rounds
-        away counts as none.
+        Updates of exactly zero (no gradient, a skipped step) are not counted. With a master, small updates add up
+        there; without one (O3) they are lost for good. For optimizers other than torch's Adam, AdamW and SGD and
+        halfstep's Lion, only changes of the fp32 value are seen: an update that fp32 rounds away counts as zero.
         """
         if self.kind != UPDATE:
             return None
@@ -342,10 +344,10 @@ class Observation:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One operation as it ran: `operator` is aten's name, `formats` and `ranges` those of its inputs and outputs.
+    """One operation as it ran: `operator` is its aten name; the formats and ranges are those of its inputs and outputs.
 
-    A range is (smallest, largest) of the finite elements, None where there are none. `line` is the line of the user's
-    code that called it, "file.py:12 in forward", and None where it is not known.
+    A range is (smallest, largest) of the finite elements, or None if there are none. `line` is the line of the user's
+    code that called the operation, such as "file.py:12 in forward", or None if it is not known.
     """
 
     module: str
@@ -362,11 +364,11 @@ class OpCall:
 class Verdict:
     """Which operation made the first non-finite value that mattered, and what cures it.
 
-    `module` is the dotted name of the module ("" is the model itself, or code that no module called: it is then
-    `outside`), `operator` the public torch name of the op, `phase` "forward", "backward" or "after backward" (own code
-    on gradients), `kind` says of what kind it is, `where` the line of the user's code. `cure` holds the edits for
-    `plan.edit(*verdict.cure)`, empty where no edit cures it; `advice` says it in words, and `evidence` with which
-    values. `call` is the operation, None where the fault is no operation's (bad input data, bad weights).
+    `module` is the dotted name of the module ("" is the model itself, or code outside of the model if `outside` is
+    true), `operator` is the public torch name of the op, `phase` is "forward", "backward" or "after backward" (user
+    code that changes gradients), `kind` is the kind of failure, `where` is the line of the user's code. `cure` holds
+    the edits for `plan.edit(*verdict.cure)`, empty if no edit cures it; `advice` says in words what to do, `evidence`
+    which values were seen. `call` is the operation, None if no operation is at fault (bad input data, bad weights).
     """
 
     module: str
@@ -382,7 +384,7 @@ class Verdict:
 
     @property
     def place(self) -> str:
-        """The module, in words where it has no name."""
+        """The name of the module, or a description if it has none."""
         return self.module or ("code outside the model" if self.outside else "the model itself")
 
     def __str__(self) -> str:
@@ -392,9 +394,9 @@ class Verdict:
 
 
 class NumericsError(HalfstepError, ArithmeticError):
-    """Training that goes on but keeps skipping steps, and so does not learn; `verdict` says what broke and what to do.
+    """Training that keeps skipping steps, and so does not learn; `verdict` says what broke and what to do.
 
-    Raised by `session.step()` after the step, which changed nothing: training can go on after it is caught.
+    Raised by `session.step()` after the step, which changed nothing: a caller that catches it can go on training.
     """
 
     def __init__(self, message: str, verdict: Verdict) -> None:
@@ -407,10 +409,10 @@ class NumericsError(HalfstepError, ArithmeticError):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check found: `severity` is one of `SEVERITIES`, `code` a short fixed name of its kind.
+    """Something that a check found: `severity` is one of `SEVERITIES`, `code` is a short fixed name of its kind.
 
-    `place` names the module, parameter or operation, `evidence` what was seen there, `advice` what to do; `cure` holds
-    the edits for `plan.edit(*finding.cure)`, empty where no edit does it.
+    `place` names the module, parameter or operation, `evidence` says what was seen there, `advice` what to do; `cure`
+    holds the edits for `plan.edit(*finding.cure)`, empty if no edit does it.
     """
 
     severity: str
@@ -425,12 +427,12 @@ class Finding:
 
 
 def absorbed_finding(seen: Observation) -> Finding:
-    """Returns what an observation of an absorbed overflow says, as a finding."""
+    """Returns the finding for an observation of an absorbed overflow."""
     said = seen.absorbed
     assert said is not None
     place = (seen.module or "(model)") + (f", {said.where}" if said.where else "")
     advice = (
-        "compute there in fp32, or scale the values down before; halfstep.check(session, closure) tries edits of the "
+        "compute there in fp32, or scale the values down first; halfstep.check(session, closure) tries edits of the "
         "plan and names one that cures it"
     )
     return Finding("warning", "overflow absorbed", place, str(said), advice)
@@ -438,10 +440,10 @@ def absorbed_finding(seen: Observation) -> Finding:
 
 @runtime_checkable
 class Recorder(Protocol):
-    """A sink that takes more than steps: a session gives its other records to the method `record`."""
+    """A sink that takes all records: StepRecords by a call, as every sink, and other records by its method `record`."""
 
     def __call__(self, record: StepRecord, /) -> None:
-        """Takes what a step did; called on the step path, so it does not wait for the device."""
+        """Takes the record of a step; called on the step path, so it must not wait for the device."""
 
     def record(self, record: SessionStart | Observation | Verdict | Finding, /) -> None:
         """Takes a record that is already on the host."""
@@ -449,14 +451,14 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Rounded:
-    """What rounding to a format would do to the tensors of one kind of one module, all steps together.
+    """What rounding to a format would do to the tensors of one kind of one module, over all steps.
 
-    `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first. `lost` is the share of the nonzero
-    elements that becomes zero, `saturated` the share of all that lies beyond the format's largest value, for gradients
-    with what was lost and saturated on the way to them. `snr_db` is the signal to noise ratio of the rounding in
-    decibels, squares of the fp32 values over squares of their errors, infinite where all are exact. `low` is false
-    where the plan keeps these tensors full: they lose only what those before them have lost. `stats` counts the fp32
-    values, without the scale.
+    `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first. `lost` is the share of nonzero elements
+    that become zero, `saturated` is the share of all elements that are beyond the format's largest value; for gradients
+    both include what was lost and saturated earlier in the backward pass. `snr_db` is the signal-to-noise ratio of the
+    rounding in decibels (squares of the fp32 values over squares of their errors), infinite if all values are exact.
+    `low` is false if the plan keeps these tensors in fp32: they then lose only what earlier tensors have lost. `stats`
+    counts the fp32 values, without the scale.
     """
 
     module: str
@@ -474,11 +476,11 @@ class Rounded:
 class ScaleRange:
     """Which constant loss scales are safe in a format, and where a dynamic one settles.
 
-    `largest` is where the largest gradient times the scale reaches the format's largest value, also where that gradient
-    is inside a module; `place` is the module at whose outputs and weights gradients are largest. `smallest` is the
-    smallest power of two that leaves every module's gradients a signal to noise ratio of 20 dB (None: no scale does);
-    `recommended` a power of two with room for gradients 64 times as large, and `edit` that scale as an edit of a plan.
-    A dynamic scale settles between the two of `settles`.
+    `largest` is the scale at which the largest gradient, also one inside a module, reaches the format's largest value;
+    `place` is the module at whose outputs and weights gradients are largest. `smallest` is the smallest power of two at
+    which every module's gradients have a signal-to-noise ratio of 20 dB (None: no scale reaches that); `recommended` is
+    a power of two with room for gradients 64 times as large, and `edit` is that scale as an edit of a plan. A dynamic
+    scale settles between the two values of `settles`.
     """
 
     format: str
@@ -495,9 +497,10 @@ class ScaleRange:
 class WhatIf:
     """What training in other formats would do, predicted from `steps` steps in fp32.
 
-    `plan` names the plan whose low and full tensors are told apart, `rows` has an entry per format, module and kind,
-    `scales` one per format. `stay_full` has by format the findings on modules that should be fp32: the `cure` of
-    each finding is the edit that keeps the module full. In fp16 it also has those on overflows that would be absorbed.
+    `plan` names the plan that decides which tensors are low, `rows` has an entry per format, module and kind, `scales`
+    has one per format. `stay_full` has, by format, the findings on modules that should be fp32: the `cure` of each
+    finding is the edit that keeps the module full. For fp16 it also has the findings on overflows that would be
+    absorbed.
     """
 
     plan: str
@@ -516,11 +519,13 @@ class WhatIf:
         name = as_format(fmt).name
         found = next((entry for entry in self.scales if entry.format == name), None)
         if found is None:
-            raise FormatError(f"{name} was not predicted; it was asked what {', '.join(self.formats)} would do")
+            raise FormatError(
+                f"{name} was not predicted, only {', '.join(self.formats)}; pass it in `formats` to whatif"
+            )
         return found
 
     def edits(self, fmt: Format | torch.dtype | str) -> tuple[Edit, ...]:
-        """Returns the edits for `plan.edit(...)` that this prediction asks for in a format: the scale and the rules.
+        """Returns the edits for `plan.edit(...)` that this prediction recommends for a format: the scale and the rules.
 
         Raises:
             FormatError: an unknown format, or one that was not predicted.

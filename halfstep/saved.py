@@ -1,4 +1,4 @@
-"""What was measured on this machine and saved, which goes before the table of processor classes in `machine.py`."""
+"""Measurements that were saved on this machine; they override the table of processor classes in `machine.py`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What sessions decide by, as measured: the fields of `machine.Processor`, and where they hold.
+    """Measurements that sessions decide by: the fields of `machine.Processor`, and where they apply.
 
-    They hold for one class of processors, one model of them and one torch; elsewhere they are as good as absent.
+    They apply to one class of processors, one processor model and one version of torch, and are ignored elsewhere.
     """
 
     processor: str
@@ -38,13 +38,13 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def saved_path() -> Path:
-    """Returns where `halfstep doctor --save` writes: `halfstep/processor.json` in the user's configuration folder."""
+    """Returns the file that `halfstep doctor --save` writes, in the user's configuration folder."""
     place = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     return (place if place.is_absolute() else Path.home() / ".config") / "halfstep" / _NAME
 
 
 def read_saved(processor: str, model: str, torch: str) -> Saved | None:
-    """Returns what was saved, if that was on this processor and torch; says once which file it is, or what is wrong."""
+    """Returns the saved measurements if they are for this processor and torch; logs once whether the file is used."""
     try:
         return _read(saved_path(), processor, model, torch)
     except RuntimeError:  # the user has no home
@@ -59,18 +59,18 @@ def _read(path: Path, processor: str, model: str, torch: str) -> Saved | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         _LOG.warning(
-            "%s cannot be read (%s) and is left out; delete it, or run `halfstep doctor --save` again", path, error
+            "%s cannot be read (%s) and is ignored; delete it, or run `halfstep doctor --save` again", path, error
         )
         return None
     here = (processor, model, torch)
     if (found.processor, found.model, found.torch) != here:
         _LOG.warning(
-            "%s was measured on %s (%s) with torch %s and is left out on %s (%s) with torch %s; "
+            "%s was measured on %s (%s) with torch %s and is ignored on %s (%s) with torch %s; "
             "run `halfstep doctor --save` again, or delete it",
             path, found.processor, found.model, found.torch, *here,
         )  # fmt: skip
         return None
-    _LOG.warning("what halfstep chooses by this processor is as measured on %s, from %s", found.date, path)
+    _LOG.warning("halfstep's choices for this processor use the measurements of %s in %s", found.date, path)
     return found
 
 
@@ -85,7 +85,7 @@ def check_savable() -> None:
 
 
 def save(found: Saved) -> Path:
-    """Writes what was measured, in one move, and returns where.
+    """Writes the measurements to their file in one move and returns its path.
 
     Raises:
         HalfstepError: the file cannot be written.

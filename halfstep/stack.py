@@ -1,4 +1,4 @@
-"""Marks on the stack of calls, by which `observe/locator.py` tells halfstep's own frames from those of a model."""
+"""Functions that mark the call stack, so that `observe/locator.py` can tell halfstep's own frames from a model's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Result = TypeVar("Result")
 
 
 def begin_pass(run: Callable[[], Result]) -> Result:
-    """Runs a forward or a backward pass: what called this is no part of the model, and is not looked at."""
+    """Runs a forward or a backward pass; its callers are not part of the model, and their frames are not searched."""
     return run()
 
 
 def cast_at_boundary(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a tensor, or a batch with a `to`, cast where a module is entered or left."""
+    """Returns a tensor, or a batch with a `to` method, cast at the entry or exit of a module."""
     return value.to(dtype)

@@ -1,4 +1,4 @@
-"""Interleaved timing: what is compared takes turns, so that what slows the machine for a while slows all alike."""
+"""Interleaved timing: the compared calls take turns, so that a temporary slowdown of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAIRS = 5  # that a median of ratios takes at least, where more of one side wer
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has done what it was given; a CPU has."""
+    """Waits until a device has finished its work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -32,13 +32,13 @@ def take_turns(
     most: int = 25,
     turn: float = _TURN,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of one call of each, turn after turn: entry i of each list is from round i.
+    """Returns the seconds of one call of each function, round after round: entry i of each list is from round i.
 
-    A call that takes less than `turn` seconds is made again until they are over, after some calls that are not timed:
-    the first that follow another's turn are slower, until caches and threads are as they will be.
+    A call shorter than `turn` seconds is repeated to fill them, after some calls that are not timed: the first calls
+    after another function's turn are slower, until caches and threads have settled.
 
-    Rounds go on for about `seconds`, `least` to `most` of them. A call that takes more than its share leaves the rounds
-    after `least` turns, so that one slow call does not take the time of all; its list is then shorter.
+    There are `least` to `most` rounds, which take about `seconds`. A call that takes more than its share of the time
+    drops out after `least` rounds, so that one slow call does not use up the time of all; its list is then shorter.
     """
     repeats = {name: _repeats(call, device, turn) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -70,7 +70,7 @@ def _turn(call: Callable[[], object], repeats: int, device: torch.device) -> flo
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Returns the median and quartiles; None of nothing.
+    """Returns the median and quartiles of the values; None if there are none.
 
     >>> spread([4.0, 1.0, 3.0, 2.0])
     Spread(median=2.5, low=1.75, high=3.25, count=4)
@@ -84,11 +84,12 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def speedup(baseline: Sequence[float], times: Sequence[float]) -> float | None:
-    """Returns the median of the ratios baseline to time of what took turns; above 1 is faster.
+    """Returns the median of the ratios of baseline to time, for calls that took turns; above 1 is faster.
 
-    Each pair ran within one round, so that what slows the machine for a while slows both. Where one list is longer, its
-    last entries have no partner and are left out; of fewer than five pairs no median is worth much, and a call so slow
-    has averaged over such whiles itself: then it is the ratio of the medians of all.
+    The two times of a ratio come from the same round, so that a temporary slowdown of the machine affects both. If one
+    list is longer, its last entries have no partner and are left out. If that leaves fewer than five pairs, the result
+    is the ratio of the medians of all entries: the median of so few ratios says little, and such slow calls average
+    over slowdowns anyway.
 
     >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0])
     2.0

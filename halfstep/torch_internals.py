@@ -1,10 +1,10 @@
-"""Every private name of torch that halfstep stands on, and nothing else: a new torch release is checked here.
+"""Every private name of torch that halfstep uses, and nothing else: the file to check against a new torch release.
 
-A name that this torch lacks ends `import halfstep` with one error that lists all of them. A few things can change
-their meaning and keep their name; tests/torch_behaviours.py tries those in miniature. So the absence of each name below
-is loud; "tried" marks those whose change would be silent otherwise.
+If torch lacks a name, `import halfstep` fails with one error that lists all missing names. A few names could change
+their meaning instead, which no error would show: these are marked "tried", and tests/torch_behaviours.py tests what
+they do.
 
-Functions of torch's are bound as they are, attributes as `attrgetter`s: on hot paths neither costs a call in Python.
+Functions of torch are bound directly, attributes as `attrgetter`s: on hot paths neither costs a Python call.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NAMES: list[str] = []
 
 
 def _find(path: str) -> Any:
-    """Returns what a dotted path names; of a class also an attribute that its instances are declared to have.
+    """Returns the object at a dotted path; None for an attribute that a class only declares for its instances.
 
     Raises:
-        AttributeError: there is no such thing.
+        AttributeError: there is nothing at this path.
     """
     first, *rest = path.split(".")
     found: Any = importlib.import_module(first)
@@ -63,7 +63,7 @@ def _find(path: str) -> Any:
 
 
 def _name(path: str) -> Any:
-    """Returns what a dotted path names and has `missing` look for it; None where it is not there."""
+    """Returns the object at a dotted path, None if there is none, and adds the path to those that `missing` checks."""
     _NAMES.append(path)
     try:
         return _find(path)
@@ -72,13 +72,13 @@ def _name(path: str) -> Any:
 
 
 def _attribute(path: str) -> Any:
-    """Returns a function that reads an attribute of an object of a class, such as "torch.Tensor._version"."""
+    """Returns a function that reads an attribute of an instance, from a path such as "torch.Tensor._version"."""
     _name(path)
     return operator.attrgetter(path.rpartition(".")[2])
 
 
 def _method(path: str) -> Any:
-    """Returns a function that calls a method without arguments of an object of a class."""
+    """Returns a function that calls a method of an instance without arguments, from a path as for `_attribute`."""
     _name(path)
     return operator.methodcaller(path.rpartition(".")[2])
 
@@ -197,18 +197,18 @@ AVERAGING: CodeType = _name(
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
-    """Returns what a state dict says of its modules by name; a dict that torch did not make says nothing. Tried."""
+    """Returns a state dict's metadata by module name; empty for a dict that torch did not make. Tried."""
     found: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return found
 
 
 def makes_weights(module: nn.Module) -> bool:
-    """Tells whether a hook computes a module's weight before forward: the older `spectral_norm` and `weight_norm`."""
+    """Tells whether a hook computes a module's weight before forward, as the older spectral and weight norm do."""
     return any(isinstance(hook, (SpectralNorm, WeightNorm)) for hook in forward_pre_hooks_of(module).values())
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Returns the module inside the wrapper of torch.compile, None where `module` is no such wrapper."""
+    """Returns the module inside the wrapper of torch.compile, None if `module` is not such a wrapper."""
     below = modules_of(module)
     return below[COMPILED] if COMPILED in below else None  # noqa: SIM401  a ScriptModule's has no `get`
 
@@ -230,43 +230,43 @@ GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer.
 
 
 def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:
-    """Tells LR schedulers that an optimizer was stepped, by another way than its `step`."""
+    """Marks an optimizer as stepped for LR schedulers, if something other than its `step` stepped it."""
     setattr(optimizer, _STEPPED, stepped)
 
 
 def was_stepped(optimizer: Optimizer) -> bool:
-    """Tells whether LR schedulers take an optimizer for one that was stepped."""
+    """Tells whether an optimizer is marked as stepped for LR schedulers."""
     return bool(getattr(optimizer, _STEPPED, False))  # absent until the first step or scheduler
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer's own kernel looks at `found_inf`; absent from those that have no such kernel."""
+    """Tells whether an optimizer's own kernel takes `found_inf`."""
     return bool(getattr(optimizer, _FUSED, False))
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` with what a subclass needs of it under public names."""
+    """`torch.amp.GradScaler` with public names for the private parts that a subclass needs."""
 
     @property
     def growth_tracker(self) -> Tensor | None:
-        """Clean steps in a row (0-dim int32); None until the scale is on a device."""
+        """The number of steps in a row without overflow (0-dim int32); None until the scale is on a device."""
         return self._growth_tracker
 
     def scale_and_tracker(self) -> tuple[Tensor, Tensor]:
-        """Returns the scale and the growth tracker; raises where nothing was scaled yet."""
+        """Returns the scale and the growth tracker; raises an error if nothing was scaled yet."""
         return self._check_scale_growth_tracker("update")
 
     def found(self, optimizer: Optimizer) -> list[Tensor]:
-        """Returns what was found of an optimizer's gradients, nonzero for overflow, for each device."""
+        """Returns a tensor for each device, nonzero if a gradient of this optimizer overflowed there."""
         return list(self._found_inf_per_device(optimizer).values())
 
     def found_by_all(self) -> list[Tensor]:
-        """Returns the same of all optimizers since the last `update`."""
+        """Returns the overflow tensors of all optimizers since the last `update`."""
         states = self._per_optimizer_states.values()
         return [found for state in states for found in state["found_inf_per_device"].values()]
 
     def forget_found(self) -> None:
-        """Begins anew, as `update` does at its end."""
+        """Drops the overflow tensors of all optimizers, as `update` does at its end."""
         self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
@@ -274,14 +274,14 @@ class OpenGradScaler(torch.amp.GradScaler):
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _READY)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Returns whether the gradients of an optimizer were unscaled, and not stepped, since the last `update`."""
+        """Returns whether the gradients of an optimizer were unscaled, but not stepped, since the last `update`."""
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _UNSCALED)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Called before an optimizer steps on unscaled gradients that are all finite."""
+        """For subclasses: called before an optimizer steps on unscaled, finite gradients; does nothing here."""
 
     def on_device(self, device: torch.device) -> None:
-        """Called when the scale is made, on the device of the first loss."""
+        """For subclasses: called when the scale is made, on the device of the first loss; does nothing here."""
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.before_step(optimizer)
@@ -293,22 +293,23 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 class OpenAutocast(TorchAutocast):
-    """`torch.autocast` that can tell what it was made with; torch's own in code that torch.compile traces.
+    """`torch.autocast` that can make another with its settings; not used in code that torch.compile traces.
 
-    Tracing sets a subclass's state back at its end, and torch's own at once, so that one inside the other fails.
+    Tracing resets the state of a subclass at the end of the traced code, but that of `torch.autocast` at once, so that
+    nesting one in the other would fail.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes one."""
+        """Makes an instance, a plain `torch.autocast` in code that torch.compile traces."""
         return TorchAutocast(*args, **kwargs) if torch.compiler.is_compiling() else super().__new__(cls)
 
     @property
     def enabled(self) -> bool:
-        """Whether it casts: as asked, but for a device that is not there."""
+        """Whether it casts: as requested, but False for a device that is not there."""
         return self._enabled
 
     def again(self) -> torch.autocast:
-        """Returns torch's own with the same settings, but for warnings that were given."""
+        """Returns a `torch.autocast` with the same settings, without repeating the warnings of the first."""
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
@@ -326,28 +327,29 @@ for _of_scaler in (
 
 # torch.compile.
 def forget_compiled() -> None:
-    """Drops every compiled graph of this process, where there can be any."""
+    """Drops every compiled graph of this process, if there can be any."""
     if "torch._dynamo" in sys.modules:  # which takes seconds to import
         torch.compiler.reset()
 
 
 def end_stance(stance: Any) -> None:
-    """Makes what `torch.compiler.set_stance` returned the stance that was before it. Tried.
+    """Ends a stance that `torch.compiler.set_stance` returned, by changing it into the stance before it. Tried.
 
-    To set that one again would undo a `with set_stance(...)` entered since, whose end would then bring ours back.
+    Setting the stance before it again would undo a `with set_stance(...)` entered since, and the end of that `with`
+    would bring the ended stance back.
     """
     for field in fields(stance.stance):
         object.__setattr__(stance.stance, field.name, getattr(stance.prev, field.name))
 
 
 def cache_tag() -> Any:
-    """Returns the tag that torch.compile's caches on disk have in every thread. Tried."""
+    """Returns the tag of torch.compile's caches on disk, which is the same for all threads. Tried."""
     entry = _process_wide_tag()
     return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
 
 
 def set_cache_tag(tag: Any) -> None:
-    """Sets the tag of torch.compile's caches on disk in every thread. Tried."""
+    """Sets the tag of torch.compile's caches on disk for all threads. Tried."""
     entry = _process_wide_tag()
     if entry is None:
         torch.compiler.config.cache_key_tag = tag
@@ -356,9 +358,9 @@ def set_cache_tag(tag: Any) -> None:
 
 
 def _process_wide_tag() -> Any:
-    """Returns the config entry whose default holds in every thread; None where setting the config does (torch 2.11).
+    """Returns the config entry whose default holds in every thread; None if setting the config does that (torch 2.11).
 
-    A config that is set holds in one context only since torch 2.13, so not in another thread or notebook cell.
+    Since torch 2.13, a config that is set holds in one context only, so not in another thread or notebook cell.
     """
     entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
@@ -369,7 +371,7 @@ _tracing_context: Callable[[], Any] = _name("torch._guards.TracingContext.try_ge
 
 
 def is_compiling_here() -> bool:
-    """Tells whether this thread's calls are those of torch.compile, which runs backward passes to make their graph."""
+    """Tells whether torch.compile is tracing in this thread; it also runs backward passes, to make their graphs."""
     return _tracing_context() is not None
 
 
@@ -386,24 +388,24 @@ if torch.distributed.is_available():
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Tells whether an error is that of an operation that got no answer from other processes."""
+    """Tells whether an error comes from an operation that lost its connection to other processes."""
     return isinstance(error, torch.distributed.DistError) or _GLOO in str(error)
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether processes may have run out of data, within `join()` of a wrapper. Tried."""
+    """Tells whether a DistributedDataParallel is in its `join()`, where processes may have run out of data. Tried."""
     return bool(getattr(wrapper, _JOIN).enable)
 
 
 def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a communication hook was registered with a wrapper, but for a builtin one. Tried."""
+    """Tells whether a DistributedDataParallel has a communication hook that is not a builtin one. Tried."""
     return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
-    """Tells whether the wrapper that is being made sends weights: its constructor's argument, which it keeps not.
+    """Tells whether the DistributedDataParallel that is being made sends weights; it does not keep this argument.
 
-    `frame` is that of what the constructor has called. Tried.
+    `frame` is the frame of a function that its constructor called. Tried.
     """
     while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
         frame = frame.f_back
@@ -418,12 +420,12 @@ _POLICY = "_mp_policy"
 
 
 def class_index_above(base: type) -> dict[str, int]:
-    """Returns what a subclass needs of a class that FSDP2 has made, so that its modules can be sliced. Tried."""
+    """Returns the attributes that a subclass of a class made by FSDP2 needs to let its modules be sliced. Tried."""
     return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
 
 
 def holds_unreduced(module: Any) -> bool:
-    """Tells whether FSDP2 holds gradients of a module that a backward pass without reduction has left. Tried."""
+    """Tells whether FSDP2 holds gradients of a module that a backward pass without reduction left there. Tried."""
     held = _held_by(module)
     if any(getattr(p, _WAITING) is not None for p in held):
         return True
@@ -436,12 +438,12 @@ def offloads(module: Any) -> bool:
 
 
 def policy_of(module: Any) -> Any:
-    """Returns the `mp_policy` that `fully_shard` was given for a module. Tried."""
+    """Returns the `mp_policy` that was passed to `fully_shard` for a module. Tried."""
     return getattr(module._get_fsdp_state(), _POLICY)
 
 
 def _held_by(module: Any) -> list[Any]:
-    """Returns what FSDP2 keeps for each parameter of a module's own groups."""
+    """Returns FSDP2's record of each parameter in a module's own groups."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
     if groups is None:
@@ -450,7 +452,7 @@ def _held_by(module: Any) -> list[Any]:
 
 
 def is_sharding(cls: type) -> bool:
-    """Tells whether a class is one that FSDP2 has made. Tried."""
+    """Tells whether a class was made by FSDP2. Tried."""
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
@@ -458,7 +460,7 @@ _FAKE = "FakeTensor"
 
 
 def holds_shapes(cls: type) -> bool:
-    """Tells whether a class of tensors has shapes and no numbers; operations on DTensors are tried on it. Tried."""
+    """Tells whether tensors of a class have shapes but no values; DTensor tries operations on such tensors. Tried."""
     return cls.__name__ == _FAKE
 
 
@@ -487,7 +489,7 @@ _ACCUMULATE: Any = _name("torch._C._functions.AccumulateGrad")
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """Returns the tensor at which a node of a graph leaves gradients, None where it passes them on."""
+    """Returns the tensor in which an autograd node accumulates gradients, None if the node passes them on."""
     leaf: Tensor | None = node.variable if isinstance(node, _ACCUMULATE) else None
     return leaf
 
@@ -502,7 +504,7 @@ def saved_by(node: Any) -> list[Tensor]:
 
 
 def is_tracing() -> bool:
-    """Tells whether this thread traces a model for TorchScript."""
+    """Tells whether this thread is tracing a model for TorchScript."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
@@ -516,12 +518,15 @@ _end_allocations: Any = _name("torch.autograd._disable_profiler_legacy")
 
 
 def begin_allocations() -> None:
-    """Has torch note what this thread takes of the CPU allocator, until `end_allocations`."""
+    """Makes torch record this thread's allocations on the CPU, until `end_allocations`."""
     _allocations(profile_memory=True).__enter__()
 
 
 def end_allocations() -> list[tuple[str, int]]:
-    """Returns what was noted, in order: an operation or `record_function` by name, or "" and bytes (below 0: freed)."""
+    """Returns the recorded events in order.
+
+    An event is (name, 0) for an operation or a `record_function`, and ("", bytes) for memory (below 0: freed).
+    """
     return [
         ("", event.cpu_memory_usage()) if event.kind() == "memory_alloc" else (event.name(), 0)
         for thread in _end_allocations()
@@ -531,7 +536,7 @@ def end_allocations() -> list[tuple[str, int]]:
 
 
 def onednn_takes_bf16() -> bool:
-    """Returns whether torch's oneDNN computes bf16 products here; True of a torch that cannot be asked."""
+    """Returns whether torch's oneDNN computes bf16 products here; True if this torch cannot tell."""
     ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return True if ask is None else bool(ask())
 
@@ -551,6 +556,6 @@ def _is_there(path: str) -> bool:
 
 if _absent := missing():
     raise ImportError(
-        f"torch {torch.__version__} lacks {', '.join(_absent)}, on which this halfstep stands; "
+        f"torch {torch.__version__} lacks {', '.join(_absent)}, which this halfstep uses; "
         f"install torch {WORKS_WITH}, or a newer halfstep"
     )

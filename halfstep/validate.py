@@ -1,4 +1,4 @@
-"""Checks of what a user gives: membership with a near miss in the message, numbers, text."""
+"""Checks of values that a user passes: words (the message names a near miss), numbers, text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfstep.errors import PlanError
 
 
 def near_miss(value: object, allowed: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" for the allowed word nearest to `value`, or "" where none is near.
+    """Returns "; did you mean 'x'?" for the allowed word nearest to `value`, or "" if none is near.
 
     >>> near_miss("dynamc", ("none", "static", "dynamic"))
     "; did you mean 'dynamic'?"
@@ -28,35 +28,37 @@ def one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises a PlanError unless `value` is one of the allowed words."""
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(repr(word) for word in allowed)
-        raise PlanError(f"{what} is {value!r}; allowed are {listed}{near_miss(value, allowed)}")
+        raise PlanError(f"{what} is {value!r}; expected one of {listed}{near_miss(value, allowed)}")
 
 
 def text(what: str, value: object, *, empty: bool = False) -> str:
-    """Returns `value` where it is printable text; raises a PlanError otherwise.
+    """Returns `value` if it is printable text, which a plan file can hold; raises a PlanError otherwise.
 
-    Printable, because it must survive a plan file; `empty` allows "".
+    `empty` allows "".
     """
     if not isinstance(value, str):
-        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; give a string")
+        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; expected a string")
     if not value.isprintable() or (not empty and not value.strip()):
-        raise PlanError(f"{what} is {value!r}; give {'' if empty else 'non-empty '}printable text")
+        raise PlanError(f"{what} is {value!r}; expected {'' if empty else 'non-empty '}printable text")
     return value
 
 
 def real(what: str, value: object, *, low: float, high: float) -> float:
-    """Returns `value` as a float where it lies in [low, high]; raises a PlanError otherwise."""
+    """Returns `value` as a float if it is in [low, high]; raises a PlanError otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; give a number from {low:g} to {high:g}")
+        raise PlanError(
+            f"{what} is {value!r} of type {type(value).__name__}; expected a number from {low:g} to {high:g}"
+        )
     number = float(value)
     if not math.isfinite(number) or not low <= number <= high:
-        raise PlanError(f"{what} is {number:g}; give a number from {low:g} to {high:g}")
+        raise PlanError(f"{what} is {number:g}; expected a number from {low:g} to {high:g}")
     return number
 
 
 def count(what: str, value: object) -> int:
-    """Returns `value` as an int where it fits a positive 32-bit counter; raises a PlanError otherwise."""
+    """Returns `value` as an int if it fits a positive 32-bit counter; raises a PlanError otherwise."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
-        raise PlanError(f"{what} is {value!r}; give a whole number from 1 to {2**31 - 1}")
+        raise PlanError(f"{what} is {value!r}; expected a whole number from 1 to {2**31 - 1}")
     return int(value)
 
 
@@ -64,12 +66,12 @@ def instance(what: str, value: object, kind: type, example: str) -> None:
     """Raises a PlanError unless `value` is a `kind`; `example` shows one."""
     if not isinstance(value, kind):
         raise PlanError(
-            f"{what} is {value!r} of type {type(value).__name__}; give a {kind.__name__}, such as {example}"
+            f"{what} is {value!r} of type {type(value).__name__}; expected a {kind.__name__}, such as {example}"
         )
 
 
 def as_tuple(what: str, value: object, *, of: str) -> tuple[Any, ...]:
-    """Returns the items of any iterable but a string; raises a PlanError for everything else."""
+    """Returns the items of any iterable except a string; raises a PlanError for everything else."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; give a tuple of {of}")
+        raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; expected a tuple of {of}")
     return tuple(value)

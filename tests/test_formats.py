@@ -97,7 +97,7 @@ def test_as_format_takes_a_format_a_dtype_and_a_name():
 
 @pytest.mark.parametrize("value", ["half", torch.float64, torch.int8, 16, None, []])
 def test_as_format_names_what_is_known(value):
-    with pytest.raises(FormatError, match=r"unknown format .* known are fp32, tf32, bf16"):
+    with pytest.raises(FormatError, match=r"unknown format .* expected one of fp32, tf32, bf16"):
         as_format(value)
 
 
@@ -201,7 +201,7 @@ def test_saturated_values_never_overflow(fmt):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32])
 def test_only_float32_is_rounded(dtype):
     values = torch.ones(2, dtype=dtype)
-    with pytest.raises(FormatError, match="takes float32 values, got"):
+    with pytest.raises(FormatError, match="expects float32 values, got"):
         round_nearest(values, BF16)
 
 

@@ -384,7 +384,7 @@ def test_two_formats_in_an_operation_of_ones_own_and_outside_of_forward(names, t
     optimizer = names["optimizer"] = torch.optim.AdamW(model.parameters())
     names["inputs"], names["targets"] = names["loader"][0]
     names["session"] = halfstep.initialize(model, optimizer, "O2", low="fp16")
-    with pytest.raises(RuntimeError, match=r"two formats met in a forward.*halfstep\.check.*more: docs/mismatch\.md"):
+    with pytest.raises(RuntimeError, match=r"got two formats in a forward.*halfstep\.check.*more: docs/mismatch\.md"):
         model(names["inputs"])
     exec(BLOCKS["mixed"], names)
     assert capsys.readouterr().out == BLOCKS["mixed formats"]

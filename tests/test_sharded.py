@@ -271,7 +271,7 @@ def test_processes_with_different_plans_or_optimizers(found):
 
 def test_what_initialize_raises_in_one_process_is_an_error_in_all(found):
     one, other = (each["raising"] for each in found)
-    assert other.startswith("SetupError: 18 of 18 parameters in group 0 of AdamW are not the model's")
+    assert other.startswith("SetupError: 18 of 18 parameters in group 0 of AdamW do not belong to the model")
     assert one == f"SetupError: process 1 has raised {other}"
 
 

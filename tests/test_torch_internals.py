@@ -237,8 +237,8 @@ def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works():
     run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1] == (
-        f"ImportError: torch {torch.__version__} lacks torch._C._current_graph_task_id, torch._foreach_norm, on which "
-        f"this halfstep stands; install torch {torch_internals.WORKS_WITH}, or a newer halfstep"
+        f"ImportError: torch {torch.__version__} lacks torch._C._current_graph_task_id, torch._foreach_norm, which "
+        f"this halfstep uses; install torch {torch_internals.WORKS_WITH}, or a newer halfstep"
     )
 
 

@@ -16,24 +16,24 @@ def test_near_miss_is_silent_where_nothing_is_near(value):
 
 
 def test_one_of_names_value_and_choices():
-    with pytest.raises(PlanError, match=r"^master is 'splt'; allowed are 'copy', 'split'; did you mean 'split'\?"):
+    with pytest.raises(PlanError, match=r"^master is 'splt'; expected one of 'copy', 'split'; did you mean 'split'\?"):
         one_of("master", "splt", ("copy", "split"))
 
 
 @pytest.mark.parametrize("value", [None, 1, ["copy"], ("copy",)])
 def test_one_of_refuses_what_is_no_string(value):
-    with pytest.raises(PlanError, match=r"allowed are 'copy'"):
+    with pytest.raises(PlanError, match=r"expected one of 'copy'"):
         one_of("master", value, ("copy",))
 
 
 @pytest.mark.parametrize("value", ["", "  ", "a\nb", "a\x00", "\ud800"])
 def test_text_refuses_what_would_not_survive_a_file(value):
-    with pytest.raises(PlanError, match=r"give non-empty printable text"):
+    with pytest.raises(PlanError, match=r"expected non-empty printable text"):
         text("name", value)
 
 
 def test_text_refuses_other_types_by_name():
-    with pytest.raises(PlanError, match=r"name is 3 of type int; give a string"):
+    with pytest.raises(PlanError, match=r"name is 3 of type int; expected a string"):
         text("name", 3)
 
 
@@ -50,13 +50,13 @@ def test_real_takes_every_real_number(value):
 
 @pytest.mark.parametrize("value", [0.999, 2.001, float("nan"), float("inf"), -1])
 def test_real_refuses_what_is_outside(value):
-    with pytest.raises(PlanError, match=r"give a number from 1 to 2"):
+    with pytest.raises(PlanError, match=r"expected a number from 1 to 2"):
         real("init", value, low=1.0, high=2.0)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, 1j])
 def test_real_refuses_what_is_no_number(value):
-    with pytest.raises(PlanError, match=f"of type {type(value).__name__}; give a number"):
+    with pytest.raises(PlanError, match=f"of type {type(value).__name__}; expected a number"):
         real("init", value, low=1.0, high=2.0)
 
 
@@ -67,7 +67,7 @@ def test_count_takes_what_fits_a_counter(value):
 
 @pytest.mark.parametrize("value", [0, 2**31, -1, 1.0, True, "1", None])
 def test_count_refuses_the_rest(value):
-    with pytest.raises(PlanError, match=r"interval is .*; give a whole number from 1 to 2147483647"):
+    with pytest.raises(PlanError, match=r"interval is .*; expected a whole number from 1 to 2147483647"):
         count("interval", value)
 
 
@@ -77,5 +77,5 @@ def test_as_tuple_takes_any_iterable():
 
 @pytest.mark.parametrize("value", ["softmax", 3, None])
 def test_as_tuple_refuses_strings_and_single_things(value):
-    with pytest.raises(PlanError, match=r"give a tuple of Rules"):
+    with pytest.raises(PlanError, match=r"expected a tuple of Rules"):
         as_tuple("rules", value, of="Rules")

@@ -1,4 +1,4 @@
-"""The weights of sharded models as they arrive in a forward: gathered low by FSDP2, and read in the plan's formats."""
+"""The weights of sharded models in a forward: FSDP2 gathers them low, and modules read them in the plan's formats."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _CASTING = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAtte
 
 
 def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
-    """Gives each forward of a sharded module its weights in the plan's formats, and returns the undo.
+    """Casts the weights of sharded modules to the plan's formats in each forward; returns a function that undoes this.
 
-    What FSDP2 gathered low is widened where the plan has fp32 weights that no product casts; its values are rounded
-    then. Weights that only lie sharded (tensor parallel) are rounded where the plan stores them low. By hooks: FSDP2
-    puts the gathered weights into the modules by hooks of its own, between which these run.
+    Weights that FSDP2 gathered low are widened if the plan has them in fp32 and no product casts them; their values are
+    then those rounded to low. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan
+    stores them low. Hooks do this, because FSDP2 puts the gathered weights into the modules by hooks of its own,
+    between which these run.
 
     Raises:
-        SetupError: an `mp_policy` contradicts the plan, or what arrives in the first forward does; it names the module
-            or the parameter, and the line to write.
+        SetupError: an `mp_policy` contradicts the plan, or the weights in the first forward do; the message names the
+            module or the parameter, and the line to write.
     """
     fsdp = [each for each in fsdp_modules(roots) if isinstance(each, nn.Module)]
     for each in fsdp:
@@ -93,23 +94,23 @@ class _Reading:
             return
         name = f"{self._formats.name}.{name}" if self._formats.name else name
         raise SetupError(
-            f"the parameter {name!r} arrives in the forward as {p.dtype}, and {self._plan.name} reads it as "
-            f"{self._low}: the mp_policy of its fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
+            f"the parameter {name!r} is {p.dtype} in the forward, but {self._plan.name} reads it as {self._low}: the "
+            f"mp_policy passed to fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
         )
 
 
 def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
-    """Refuses an `mp_policy` by which FSDP2 casts what is passed into or out of a module otherwise than the plan."""
+    """Raises a SetupError if by an `mp_policy` FSDP2 casts inputs or outputs of a module differently from the plan."""
     policy = policy_of(module)
     given = policy.param_dtype if policy.cast_forward_inputs else None
     for option, what, to, full in (
-        ("cast_forward_inputs=True", "what its forward is given", given, plan.ops == "none"),
-        ("output_dtype", "what it returns", policy.output_dtype, is_root and plan.output == "full"),
+        ("cast_forward_inputs=True", "the inputs of its forward", given, plan.ops == "none"),
+        ("output_dtype", "its outputs", policy.output_dtype, is_root and plan.output == "full"),
     ):
         if to is not None and not (to is FP32.dtype and full):  # fp32 already
             raise SetupError(
-                f"the mp_policy of the fully_shard of {type(module).__name__} contradicts {plan.name}: by {option} it "
-                f"casts {what} to {to}, which is the plan's to decide; write {line_to_shard(plan)}"
+                f"the mp_policy passed to fully_shard for {type(module).__name__} contradicts {plan.name}: by {option} "
+                f"it casts {what} to {to}, but the plan decides that; write {line_to_shard(plan)}"
             )
 
 

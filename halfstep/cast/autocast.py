@@ -12,10 +12,10 @@ from halfstep.torch_internals import OpenAutocast
 
 
 class autocast(OpenAutocast):
-    """`torch.autocast` with its arguments, its op lists and its results; an instance may be entered inside itself.
+    """`torch.autocast` with the same arguments, op lists and results, but an instance may be entered inside itself.
 
-    So may a decorated function that calls itself, and an instance that several threads use at a time. torch's leaves
-    autocast on after the outer exit. Inside code that torch.compile traces, torch's own class is used.
+    A decorated function may also call itself, and several threads may use one instance at a time. `torch.autocast`
+    would leave autocast on after the outer exit. Code that torch.compile traces uses `torch.autocast` itself.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
@@ -34,10 +34,10 @@ class autocast(OpenAutocast):
         self.on_made()
 
     def on_made(self) -> None:
-        """Called when one is made, but for those in code that torch.compile traces; does nothing."""
+        """For subclasses: called when an instance is made, but not in code that torch.compile traces; does nothing."""
 
     def __enter__(self) -> Any:
-        """Casts from here on, in this thread."""
+        """Applies the settings to this thread."""
         once = self.again()
         once.__enter__()  # type: ignore[no-untyped-call]
         self._entered.setdefault(threading.get_ident(), []).append(once)
@@ -46,7 +46,7 @@ class autocast(OpenAutocast):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Any:
-        """Puts back what was before."""
+        """Restores the settings that this thread had before."""
         thread = threading.get_ident()
         entered = self._entered[thread]
         once = entered.pop()

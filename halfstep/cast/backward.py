@@ -1,7 +1,7 @@
-"""Backward kernels that torch has in a low format and computes slowly there: done in fp32 and rounded once instead.
+"""Backward kernels that torch computes slowly in a low-precision format: they run in fp32 and round the result once.
 
 The plan does not change: formats of inputs and results are those of the op table, as with a product that accumulates in
-fp32. What acts, acts inside the backward passes of open sessions only.
+fp32. This holds in the backward passes of open sessions only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from halfstep.machine import WideBackward
 
 
 def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
-    """Returns the kernel of the CPU's attention backward above torch's own, `stock`; it acts within `limits()`.
+    """Returns a kernel for the backward of CPU attention that wraps torch's own, `stock`; it is wide within `limits()`.
 
-    The forward pass stays low, in which torch is faster, so that nothing more is kept for backward.
+    The forward pass stays low, which is faster in torch, so no more memory is kept for backward.
     """
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
@@ -34,7 +34,7 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
 
 
 def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
-    """Returns whether attention of a head width and a length (the longer of queries and keys) lies within the limits.
+    """Returns whether attention of a head width and a length (the longer of queries and keys) is within the limits.
 
     >>> [goes_wide(((32, 512), (64, 256)), width, 300) for width in (32, 33, 65)]
     [True, False, False]

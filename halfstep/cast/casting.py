@@ -1,4 +1,4 @@
-"""What a session does to the dtypes of values: its ops, its modules' inputs and outputs, and their emulation."""
+"""The casts of a session: in its ops, at the inputs and outputs of its modules, and in the emulation of a format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Mode = AbstractContextManager[Any]
 
 
 class Casting:
-    """The casts of one session: nothing at all under a plan that runs ops as written."""
+    """The casts of one session; under a plan that runs ops as written there are none."""
 
     def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
         table = plan.ops == "table"
@@ -50,11 +50,11 @@ class Casting:
 
     @property
     def switch(self) -> Switch | None:
-        """Tells whether op casting is on in the current thread; None under a plan that runs ops as written."""
+        """The switch that tells whether op casting is on in a thread; None under a plan that runs ops as written."""
         return None if self._engine is None else self._engine.switch
 
     def open(self) -> Undo:
-        """Puts the op table in place and returns the undo.
+        """Puts the op table in place and returns a function that removes it.
 
         Raises:
             PlanError: too many sessions with different op tables are open.
@@ -74,11 +74,11 @@ class Casting:
         before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
     ) -> Undo:
-        """Sends the forward of each module that is a boundary or a door through a gate, and returns the undo.
+        """Puts gates around the forwards of modules that are boundaries or doors; returns a function that removes them.
 
-        Modules come parents first. The plan is entered by whichever is called first: its `before` is called before a
-        training forward, and it takes and returns what the model does. `full` gives the fp32 value of a stored
-        parameter, and `look` is called with what modules return before it becomes fp32.
+        Modules come parents first. The module that is called first enters the plan: its `before` is called before a
+        training forward, and its inputs and outputs have the formats of the model's. `full` returns the fp32 value of a
+        stored parameter, and `look` is called with the outputs of modules before they become fp32.
         """
         with ExitStack() as stack:
             if self._engine is None:
@@ -138,7 +138,7 @@ class Casting:
         )
 
     def emulating(self) -> Mode:
-        """Returns a context in which low products are emulated, where they are."""
+        """Returns a context in which low-precision products are emulated, if this session emulates them."""
         return nullcontext() if self._emulation is None else self._wrapped(self._emulation)
 
     def _wrapped(self, mode: Mode) -> Mode:
@@ -162,12 +162,12 @@ class Casting:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether an `as_written` is open."""
+        """Whether an `as_written` context is open."""
         return self._as_written > 0
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Runs ops as written for a while, also in forwards and regions that begin meanwhile; nests."""
+        """Runs ops as written inside a `with`, also in forwards and regions that begin there; may be nested."""
         if self._engine is None:
             yield
             return
@@ -183,15 +183,15 @@ class Casting:
         return Backward(self._engine, None if self._emulation is None else self._wrapped(self._emulation))
 
     def weights_changed(self) -> None:
-        """Drops the low copies of weights that were kept for use again."""
+        """Drops the low copies of weights that autocast keeps for reuse."""
         if self._engine is not None:
             torch.clear_autocast_cache()
 
     @contextmanager
     def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
-        """Uses `wrapped(emulation)` in place of the emulation for a while, where there is one.
+        """Uses `wrapped(emulation)` in place of the emulation, if there is one, inside a `with`.
 
-        Several may at a time, and end in any order.
+        Several may be open at a time, and end in any order.
         """
         self._over.append(wrapped)
         try:
@@ -201,7 +201,7 @@ class Casting:
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Has `begin` called before each eager forward of modules that are in no other, and before each region."""
+        """Calls `begin` before each eager forward of an outermost module and before each region, inside a `with`."""
         kept = [(gate, gate.begin) for gate in self._outermost]
         own, self._begin = self._begin, begin
         for gate, _ in kept:
@@ -215,7 +215,7 @@ class Casting:
 
 
 class Backward:
-    """The context of one backward pass: the op table acts, as checkpoints compute forward parts again."""
+    """The context of one backward pass: the op table acts there, as checkpoints compute parts of the forward again."""
 
     def __init__(self, engine: OpEngine | None, emulation: Mode | None) -> None:
         self._engine, self._emulation = engine, emulation
@@ -237,17 +237,17 @@ class Backward:
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
-    """Returns what a module is given where it is called first: it takes and returns what the model does."""
+    """Returns the formats for a module that is called first: its inputs and outputs have the formats of the model's."""
     output = None if plan.output == "keep" else FP32 if plan.output == "full" else plan.low
     takes = formats.input if formats.boundary else plan.low if plan.input == "low" else None
     return replace(formats, input=takes, output=output)
 
 
 def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
-    """Returns the first cast, and the other one for what a checkpoint inside the model computes again.
+    """Returns an output cast that does `cast`, or `again` if a checkpoint inside the model repeats the call.
 
-    Outside of `session.backward` that looks as if called first; it is to return what it returned. Autocast of the
-    device alone does not tell: the caller may be in a region of its own.
+    Outside of `session.backward` a repeated call looks like one that is called first, but must return what it returned
+    before. Autocast of the device alone does not tell them apart: the caller may be in a region of its own.
     """
     if cast is None and again is None:
         return None

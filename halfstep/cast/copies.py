@@ -1,4 +1,4 @@
-"""Copies and pickles of modules with a gate: ordinary fp32 modules of the user's classes."""
+"""Copies and pickles of modules with a gate, which are ordinary fp32 modules of the user's classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a modul
 STAND_IN = "_halfstep_stand_in"
 BASE = "_halfstep_base"
 OURS = frozenset({GATE, STAND_IN})
-"""What halfstep keeps in the `__dict__` of a module; here and in `enter.py` (DDP's `join_hook` by `Replicas`)."""
+"""The names that halfstep sets in a module's `__dict__`, here and in `enter.py` (`Replicas` sets DDP's `join_hook`)."""
 
 
 class CheckpointHook:
@@ -37,12 +37,12 @@ class CheckpointHook:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves in a submodule that is pickled by itself what does nothing, also where halfstep is not installed."""
+        """Pickles a function that does nothing in place of the hook, so that the pickle loads without halfstep."""
         return getattr, (nullcontext(), "__exit__")
 
 
 class StandIn:
-    """What is called in the place of one module's forward; it stays behind when that is copied or pickled."""
+    """The function that is called in place of a module's forward; a copied or pickled module has none."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -74,7 +74,7 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_of(self: nn.Module) -> nn.Module:
-    """Copies the module as `copy.copy` does one of the plain class."""
+    """Copies the module as `copy.copy` copies a module of the plain class."""
     own = _own(type(self), "__copy__", copy_of)
     if own is not None:
         copied: nn.Module = own(self)
@@ -85,22 +85,22 @@ def copy_of(self: nn.Module) -> nn.Module:
 
 
 def _own(cls: type, name: str, ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns a method that is not `ours`: ours may lie between classes of others, such as parametrize's on top."""
+    """Returns the first method of this name that is not `ours`; there may be classes above ours, as parametrize's."""
     found = (vars(each).get(name) for each in cls.__mro__)
     return next((method for method in found if method is not None and method is not ours), None)
 
 
 def plain_class(cls: type) -> type:
-    """Returns the user's class below one of ours, and any other class itself."""
+    """Returns the user's class below a class made by halfstep, and any other class itself."""
     plain: type = cls.__dict__.get(BASE, cls)  # of the class itself, not of a base
     return plain
 
 
 def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) -> list[nn.Module]:
-    """Returns copies as ordinary fp32 models that know of no session; what the models share their copies share.
+    """Returns copies of models as ordinary fp32 models without a session; what the models share, their copies share.
 
-    What is an attribute and was computed, as a loss that forward leaves there, is copied without its graph. Tensors
-    that are `shared` are not copied.
+    Tensors that were computed and are attributes, such as a loss that forward leaves there, are copied without their
+    graph. Tensors in `shared` are not copied.
     """
     models = list(models)
     attributes = [value for model in models for module in model.modules() for value in vars(module).values()]
@@ -117,9 +117,10 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
 
 
 def reduction_of(self: nn.Module, protocol: Any) -> Any:
-    """Pickles an ordinary fp32 module of the plain class, which loads where halfstep is not installed.
+    """Pickles the module as an ordinary fp32 module of the plain class, which loads without halfstep.
 
-    What is stored as it is written stays the same tensor, by which the pickler ties it to an optimizer's.
+    Tensors that are stored in the format in which they are written stay the same tensors, by which the pickler ties
+    them to those of an optimizer.
     """
     gate: Gate | None = self.__dict__.get(GATE)
     as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
@@ -131,10 +132,10 @@ def reduction_of(self: nn.Module, protocol: Any) -> Any:
 
 
 def class_of(self: nn.Module) -> type:
-    """Returns the class of the module; to the pickler that has just reduced it, the plain class.
+    """Returns the class of the module, or the plain class to the pickler that has just reduced the module.
 
-    The pickler compares `__class__` with the class that it is to write, and looks once, right after `__reduce_ex__`.
-    Any other way to rebuild a module than by its class alone would not load with `weights_only`.
+    The pickler compares `__class__` with the class that it will write, once, right after `__reduce_ex__`. If a module
+    were rebuilt in any way other than by its class alone, it would not load with `weights_only`.
     """
     if self.__dict__.get(_PICKLED) == threading.get_ident():
         del self.__dict__[_PICKLED]
@@ -143,5 +144,5 @@ def class_of(self: nn.Module) -> type:
 
 
 def give_class(module: nn.Module, cls: type) -> None:
-    """Gives a module a class, whatever its class says of that."""
+    """Sets the class of a module without its `__class__` property."""
     object.__dict__["__class__"].__set__(module, cls)

@@ -75,15 +75,15 @@ WRITERS: Mapping[OpOverload, OpOverload] = {
 
 
 class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Inside, matrix products, convolutions and attention of `low` tensors are those of a GPU's tensor cores.
+    """A mode in which matrix products, convolutions and attention of `low` tensors are those of a GPU's tensor cores.
 
     The operands, exact in fp32, are multiplied and summed in fp32, and the result is rounded once to `low`; an overflow
-    is inf. In the backward pass too, where the mode is on. Tensors keep their dtype. Other operations and other formats
-    pass untouched, as does a product of mixed formats, which torch refuses. A CPU without fp16 units takes a hundred
-    times as long for its own fp16 products as for fp32 ones.
+    is inf. The same holds for a backward pass inside the mode. Tensors keep their dtype. Other operations and other
+    formats are not affected, nor is a product of mixed formats, which torch refuses. A CPU without fp16 units takes a
+    hundred times as long for its own fp16 products as for fp32 ones.
 
-    May be entered again inside itself. `torch.compile`d code runs eager inside, as a dispatch mode and compiled code
-    exclude each other.
+    A mode may be entered again inside itself. Code compiled by `torch.compile` runs eagerly inside, because a dispatch
+    mode and compiled code exclude each other.
 
     Raises:
         FormatError: `low` is neither fp16 nor bf16.
@@ -116,9 +116,9 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Computes a product of `low` operands in fp32; hands everything else on.
+        """Computes a product of `low` operands in fp32, and runs everything else as it is.
 
-        What is asked of a subclass, as of a nested tensor, comes back here in parts.
+        An operation on a tensor subclass, such as a nested tensor, comes back here in parts.
         """
         if any(map(_dispatches, types)):
             traced = any(map(holds_shapes, types))  # as DTensor asks for shapes
@@ -136,7 +136,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return as_called(func, args, named)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells whether every operand is low; attention mixes in an fp32 mask and statistics, an LSTM its workspace."""
+        """Tells whether every operand is low, except masks and statistics of attention and the workspace of an LSTM."""
         low = self._dtype
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func in _MIXING:
@@ -155,9 +155,9 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
 
     def _lstm(self, x: Tensor, *args: Any) -> Any:
-        """Computes an LSTM layer: without gradients step by step, as torch does on other CPUs; else as one product.
+        """Computes an LSTM layer: step by step without gradients, as torch on other CPUs; else as one product.
 
-        With gradients, in bf16 alone, its backward pass needs the workspace of the layer in one piece.
+        Gradients, which need bf16, need one product, because the backward pass takes the workspace of the whole layer.
         """
         weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell, reverse = args[:7]
         if torch.is_grad_enabled():
@@ -183,5 +183,5 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _dispatches(kind: Any) -> bool:
-    """Tells whether a class of tensors says itself what operations do with it."""
+    """Tells whether a class of tensors has a `__torch_dispatch__` of its own."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__

@@ -1,6 +1,6 @@
-"""Entering a plan around a module's own forward, by giving the module a subclass of its class.
+"""Enters a plan around a module's own forward, by giving the module a subclass of its class.
 
-Hooks and instance attributes each break one of Ctrl-C, torch.compile, deepcopy, pickle and DataParallel.
+Hooks and instance attributes would each break one of Ctrl-C, torch.compile, deepcopy, pickle and DataParallel.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ OUTSIDE = (
     f"forward, where the plan does not apply: make this call inside `with session.autocast():`; {more(MISMATCH)}"
 )
 SHARD_FIRST = (
-    "fully_shard was called on a model that is in a halfstep session, whose optimizer and masters have its old "
-    "parameters: make a new model, and write first "
-    "`fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then the optimizer from model.parameters(), "
-    "then `halfstep.initialize`"
+    "fully_shard was called on a model in a halfstep session, whose optimizer and masters still have the old "
+    "parameters: make a new model, and call first "
+    "`fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then make the optimizer from "
+    "model.parameters(), then call `halfstep.initialize`"
 )
 
 
 def _set_class(self: nn.Module, cls: type) -> None:
-    """Sets the class; where torch takes off the one that it made for parametrizations, that below ours goes."""
+    """Sets the class; if torch removes its class for parametrizations, that class is removed from below ours."""
     own = type(self)
     if is_sharding(cls) and not is_sharding(own):
         raise SessionError(SHARD_FIRST)
@@ -73,7 +73,7 @@ def _set_class(self: nn.Module, cls: type) -> None:
 
 
 def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Yields the module's own Parameters; to torch's AveragedModel, which averages them, their fp32 values."""
+    """Yields the module's own Parameters; torch's AveragedModel, which averages them, gets their fp32 values."""
     own = nn.Module.parameters(self, recurse)
     gate = self.__dict__.get(GATE)
     if gate is None or torch.compiler.is_compiling():
@@ -84,9 +84,9 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 
 
 def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
-    """Returns methods of a class whose errors of mixed formats, outside of every forward, say what to do.
+    """Returns the methods with a wrapper: an error about mixed formats outside of every forward then says what to do.
 
-    Nothing of ours sees an operation there: the rows of the op table are kernels for autocast, which is off.
+    There nothing of halfstep sees an operation: the rows of the op table are kernels for autocast, which is off.
     """
     is_on = torch.is_autocast_enabled
 
@@ -107,7 +107,7 @@ def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, F
 
 
 def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns the methods that a user's class defines beside those of torch's modules."""
+    """Returns the methods that a user's class defines, except those that torch's modules have too."""
     own = [cls for cls in base.__mro__ if issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")]
     found = {name: value for cls in reversed(own) for name, value in vars(cls).items()}
     return {
@@ -118,7 +118,7 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
-    """Returns the `__call__` of a door whose forward is not all that computes, or not its class's."""
+    """Returns the `__call__` of a door that computes outside of its forward too, or has a forward of its own."""
     base_call = base.__call__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -140,7 +140,7 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
 
 
 def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
-    """Returns the `__call__` of a boundary with hooks that compute its weight: under the plan, as forward does."""
+    """Returns the `__call__` of a boundary whose hooks compute its weight, so that they run under the plan."""
     base_call = base.__call__
     is_on = torch.is_autocast_enabled
 
@@ -164,11 +164,12 @@ def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
 def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
 ) -> type[nn.Module]:
-    """Returns a subclass of `base` with its name, whose forward goes to the instance's stand-in or gate.
+    """Returns a subclass of `base` with its name, whose forward calls the instance's stand-in or gate.
 
-    That of a `door` does so only where the plan is not entered yet; inside it costs two looks at bits of the thread.
-    A module is entered `at_call` where its hooks compute its weight, a door also where its forward is the instance's.
-    With `explain` an error of mixed formats in another method of a user's says what to do.
+    The forward of a `door` does so only if the plan is not entered yet; inside the plan it only reads two bits of the
+    thread. With `at_call`, the module's `__call__` enters the plan: for modules whose hooks compute their weight, and
+    for doors whose forward is set on the instance. With `explain`, an error about mixed formats in another method of
+    the user's class says what to do.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
@@ -228,10 +229,10 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
 
 @functools.cache
 def _writing_through(metaclass: Any) -> Any:
-    """Returns a metaclass whose classes hand on what is written to them, and are pickled as the class below.
+    """Returns a metaclass whose classes pass attribute writes on to the class below, and are pickled as that class.
 
-    `type(self).count += 1` and torch's parametrizations write to the class of a module. What the class has itself
-    stays there: the class below would otherwise get a function of ours where somebody puts one back.
+    `type(self).count += 1` and torch's parametrizations write to the class of a module. Attributes that the class has
+    itself are written there: otherwise, code that restores a method would put a function of ours into the class below.
     """
 
     def own(cls: type, name: str) -> bool:
@@ -255,7 +256,7 @@ def _reduce_class(cls: type) -> Any:
 
 
 def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """Returns the subclass without telling the base's `__init_subclass__` and metaclass, which may keep registries."""
+    """Returns the subclass without calling the base's `__init_subclass__` and metaclass, which may keep registries."""
     written: Any = type(base)
     metaclass: Any = _writing_through(written)
     swapped: type[nn.Module]
@@ -268,7 +269,10 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
 
 
 def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Callable[[], None]:
-    """Sends calls of each module to the function beside it and returns the undo; copies of the module are not meant."""
+    """Makes calls of each module go to the function paired with it; returns a function that undoes this.
+
+    Copies of the modules are not affected.
+    """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     with ExitStack() as stack:
         for module, forward in stand_ins:
@@ -284,7 +288,7 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
 
 
 class Entrances:
-    """The modules of one session whose forward is entered through a gate; a few subclasses of a class at most."""
+    """The modules of one session whose forward is entered through a gate; a class gets a few subclasses at most."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None, bool], type[nn.Module]] = {}
@@ -292,7 +296,7 @@ class Entrances:
     def install(
         self, module: nn.Module, gate: Gate, *, door: Inside | None = None, explain: Inside | None = None
     ) -> Callable[[], None]:
-        """Sends the module's forward through the gate, that of a `door` where it is first, and returns the undo."""
+        """Puts a gate around the module's forward, for a `door` only if called first; returns the undo function."""
         base = type(module)
         at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
         key = base, door, explain, at_call

@@ -1,7 +1,7 @@
-"""Op changes of Python functions, which torch's dispatcher does not know: their attribute is replaced for a session.
+"""Op changes of Python functions, which torch's dispatcher does not know: a session replaces their attribute.
 
-Names that modules bound earlier (`from my_ops import swish`) are replaced too; what a closure, a default argument or an
-object holds is out of reach and runs as written.
+Names that modules bound earlier (`from my_ops import swish`) are replaced too; a function that a closure, a default
+argument or an object holds is out of reach and runs as written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def call_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a Python function as one of a list: its floating arguments cast, nothing inside it cast further."""
+    """Calls a Python function as an op of one list: casts its floating arguments, and nothing inside it."""
     dtypes = {"allow": switch.low, "deny": torch.float32}
     dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
     if dtype is not None:
@@ -55,7 +55,7 @@ def call_as(
 
 @dataclass
 class _Attribute:
-    """An attribute that holds a function, and the sessions that change its calls; ours while there are any."""
+    """An attribute that holds a function, and the patches of sessions; while there are any, it holds a wrapper."""
 
     holder: Any
     name: str
@@ -91,10 +91,10 @@ class _Attribute:
 
 
 def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
-    """Makes the functions named "module:function" follow their list inside the engine's regions; returns the undo.
+    """Makes functions named "module:function" follow their list inside the engine's regions; returns the undo function.
 
     Losses that torch makes of several operations are denied, unless `changes` names them. Nothing inside a function is
-    cast further. All of them are looked up before one is replaced.
+    cast further. All functions are looked up before one is replaced.
 
     Raises:
         PlanError: a module that cannot be imported, or that has no such function.
@@ -121,13 +121,13 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
 
 
 def check_functions(changes: OpChanges) -> None:
-    """Raises the PlanError that `patch_functions` would, and replaces nothing."""
+    """Raises the PlanError that `patch_functions` would raise, but replaces nothing."""
     for _, op in _functions(changes):
         _find(op)
 
 
 def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
-    """Returns the modules that bound the same function of a module, and its name there."""
+    """Returns (module, name) for each further name by which a module holds the same function."""
     function = _written(getattr(holder, name))
     if not isinstance(holder, ModuleType):
         return []
@@ -158,18 +158,18 @@ def _find(op: str) -> tuple[Any, str]:
         holder: Any = importlib.import_module(module)
     except ImportError as error:
         raise PlanError(
-            f"op {op!r}: module {module!r} cannot be imported ({error}); give 'module:function' with a module that can"
+            f"op {op!r}: module {module!r} cannot be imported ({error}); name an importable module before the colon"
         ) from error
     *classes, name = path.split(".")
     for part in classes:
         holder = getattr(holder, part, None)
     if not callable(getattr(holder, name, None)):
-        raise PlanError(f"op {op!r}: module {module!r} has no function {path!r}; give a function that it has")
+        raise PlanError(f"op {op!r}: module {module!r} has no function {path!r}; name a function that it has")
     return holder, name
 
 
 def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
-    """Adds a patch to a function, which is replaced unless it has been before."""
+    """Adds a patch to a function, and replaces the function unless it is replaced already."""
     with _LOCK:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)
@@ -181,6 +181,6 @@ def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
 
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Returns fp32 where the castable tensors among the arguments differ in dtype."""
+    """Returns fp32 if the castable tensors among the arguments differ in dtype, else None."""
     found = {t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}
     return torch.float32 if len(found) > 1 else None

@@ -1,4 +1,4 @@
-"""The gate around a module's forward: what is done before and after it, and how it is run so."""
+"""The gate around a module's forward: what is done before and after it, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import in_backward
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-EMULATED = "its low format is emulated on this device, in a dispatch mode that compiled code would bypass"
+EMULATED = "its low-precision format is emulated on this device, in a dispatch mode that compiled code would bypass"
 SWITCHED_OFF = (
     "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
     f"module in fp32 with a rule, Rule(name, FULL); {more(MISMATCH)}"
 )
 INSIDE = (
-    "values of two formats met in a forward under the plan: halfstep.check(session, closure) names the operation, and "
-    f"the edit that keeps its module in fp32; {more(MISMATCH)}"
+    "an operation got two formats in a forward under the plan: halfstep.check(session, closure) names the operation, "
+    f"and the edit that keeps its module in fp32; {more(MISMATCH)}"
 )
 # torch's words for formats that do not go together
 MIXED = re.compile(
@@ -42,11 +42,11 @@ class Gate:
     """What is done around one module's forward; shared by deep copies of the module, never pickled.
 
     `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
-    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and args and kwargs as they were given.
-    `around` is a context for eager calls only (emulation), with which torch.compile runs `uncompiled` instead. `before`
-    is called before each eager training forward, and `begin` before any eager one and its casts. `full` gives the fp32
-    value of a parameter whose stored form is low. `first` takes its place where
-    `marker`, which is on inside the plan, is off.
+    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and the args and kwargs before `cast_in`.
+    `around` is a context for eager calls only (emulation); with it, torch.compile runs `uncompiled` instead. `before`
+    is called before each eager training forward, `begin` before every eager forward and its casts. `full` returns the
+    fp32 value of a parameter that is stored low. `first` is the gate to use instead if `marker`, which is on inside the
+    plan, is off.
     """
 
     region: Callable[[], AbstractContextManager[Any]]
@@ -71,9 +71,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class Inside:
-    """What tells that a plan is entered: both bits, as in a backward pass the marker is on outside of every forward.
+    """The thread's bits that tell whether a plan is entered: those of the device and of the marker must both be on.
 
-    There a checkpoint switches the device's bit on as its caller had it; the format tells a caller's from the plan's.
+    The marker alone does not tell: in a backward pass it is on outside of every forward too. There a checkpoint sets
+    the device's bit as its caller had it; the format `low` tells autocast of the caller's from the plan's.
     """
 
     device_type: str
@@ -82,7 +83,7 @@ class Inside:
 
 
 def run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a forward, and all that the gate does around it."""
+    """Runs a forward eagerly, with all that the gate does around it."""
     if gate.begin is not None:
         gate.begin()
     if gate.before is not None and module.training and torch.is_grad_enabled():
@@ -112,13 +113,13 @@ def _run_inside(
 
 
 def explain(error: RuntimeError, where: str, why: str) -> None:
-    """Adds to torch's error of formats that do not go together why they met, unless it says so already."""
+    """Adds to torch's error about mismatched formats why they met, unless the error says so already."""
     if not torch.compiler.is_compiling() and MIXED.search(str(error)) and more(MISMATCH) not in str(error):
         error.args = (f"{error} ({where}: {why})", *error.args[1:])
 
 
 def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a call under the plan; the forward in it casts, and says that it begins."""
+    """Runs a call under the plan; the forward inside it does the casts and calls `begin` and `before`."""
     with nullcontext() if gate.around is None else gate.around():
         token = gate.enter()
         try:
@@ -130,7 +131,7 @@ def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args:
 def run_generator(
     gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> Generator[Any, Any, Any]:
-    """Does the same around each part of a forward that is a generator, and nothing while its caller has the turn."""
+    """Does the same as `run_eager` around each part of a generator forward, and nothing while the caller runs."""
     parts: Generator[Any, Any, Any]
 
     def start(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -165,13 +166,13 @@ def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: 
 
 
 def run_uncompiled() -> Callable[..., Any]:
-    """Returns what runs a forward eagerly where it should be compiled, and says so once."""
+    """Returns a function that runs a forward eagerly in place of compiled code, and logs that once."""
     said = False
 
     def run(*arguments: Any) -> Any:
         nonlocal said
         if not said:
-            _LOG.warning("torch.compile is left out for this model: %s", EMULATED)
+            _LOG.warning("torch.compile is not used for this model: %s", EMULATED)
             said = True
         return run_eager(*arguments)
 
@@ -189,10 +190,11 @@ def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
 
 
 def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether a call where autocast is off or in another format runs so: the model's own code has set it.
+    """Returns whether a call with autocast off or in another format stays so, because the model's own code has set it.
 
-    That it is `inside` the plan its mark tells, but not in a backward pass, where the mark may be on outside of every
-    forward and off in the repetition of what was inside. A checkpoint repeats a call there as it was made.
+    The plan's marker tells whether the call is `inside` the plan, except in a backward pass: there it may be on outside
+    of every forward, and off while a checkpoint repeats a call from inside one. A repeated call runs as it did at
+    first.
     """
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
@@ -205,7 +207,7 @@ def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool)
 
 
 def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call inside the plan with the plan's mark on, by which modules inside see autocast as this one does."""
+    """Makes a call inside the plan with the plan's marker on, so that modules inside see autocast as this one does."""
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
     torch.set_autocast_enabled(marker, True)
@@ -216,7 +218,7 @@ def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: 
 
 
 def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs a forward where the model's own code has switched autocast off."""
+    """Runs a forward in which the model's own code has switched autocast off."""
     try:
         return forward(module, *args, **kwargs)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A lock for what the process has once, which finalizers can use too: they may run while anybody holds it."""
+"""A lock for state that a process has once; finalizers, which may run while anybody holds it, can use it too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeferringLock:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Does this at once if nobody holds the lock, else just before it is released; never waits."""
+        """Runs `work` at once if nobody holds the lock, else just before the lock is released; never waits."""
         self._waiting.append(work)
         if self._lock.acquire(blocking=False):
             try:

@@ -49,43 +49,43 @@ def outputs_to(output: Format | Literal["input"]) -> CastOut:
 
 
 class Values32(Protocol):
-    """The fp32 values of parameters whose stored form is low."""
+    """The fp32 values of parameters that are stored low."""
 
     def __contains__(self, parameter: object) -> bool:
-        """Returns whether the stored form of `parameter` was made low."""
+        """Returns whether the session stores `parameter` low."""
 
     def full(self, parameter: nn.Parameter) -> Tensor:
-        """Returns the fp32 value."""
+        """Returns the fp32 value of a parameter."""
 
     def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
-        """Adopts an entry of the parameter's shape as its value; returns the low tensor that belongs into it."""
+        """Takes a state dict's entry of the parameter's shape as its fp32 value; returns the low tensor to store."""
 
     def loaded(self, parameter: nn.Parameter) -> None:
-        """Is told that this tensor was copied into the parameter, which changes no value."""
+        """Called after the tensor that `load` returned was copied into the parameter, which changes no fp32 value."""
 
 
 class Given:
-    """The fp32 values that states were last given."""
+    """The fp32 values that were last put into state dicts."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
     def note(self, parameter: nn.Parameter, name: str, state: dict[str, Any]) -> None:
-        """Notes that a state has a parameter's value under this name."""
+        """Records that a state dict has a parameter's value under this name."""
         self._last[id(parameter)] = name, weakref.ref(state[name])
 
     def in_state(self, state: dict[str, Any], parameter: nn.Parameter) -> Tensor | None:
-        """Returns the tensor that `state` already holds for a tied parameter under another name."""
+        """Returns the tensor that `state` already holds for a tied parameter under another name, else None."""
         name, value = self._last.get(id(parameter), ("", None))
         known = None if value is None else value()
         return known if known is not None and state.get(name) is known else None
 
 
 def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> Undo:
-    """Makes `state_dict` of one module (not its children) give fp32 values, and `load_state_dict` take them.
+    """Makes `state_dict` of one module (not its children) return fp32 values, and `load_state_dict` accept them.
 
-    The modules of a model share what was `given`, so that tied weights are one tensor in a state, as torch has it.
-    The hooks' undo is returned.
+    The modules of a model share one `given`, so that tied weights are one tensor in a state dict, as in torch. Returns
+    a function that removes the hooks.
     """
     taken: list[nn.Parameter] = []
 
@@ -119,7 +119,10 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
 
 
 def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> list[nn.Parameter]:
-    """Gives `values` the entries of the module's own parameters, and the state what is to be stored; returns whose."""
+    """Passes the entries of the module's own parameters to `values` and puts what to store in their place.
+
+    Returns the parameters that had an entry.
+    """
     taken: list[nn.Parameter] = []
     for name, parameter in _kept(module, values):
         if prefix + name not in state:
@@ -134,9 +137,9 @@ def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values
 
 
 def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> None:
-    """Refuses entries that no value can be read from, for the parameters of `module` and of all below it.
+    """Refuses entries from which no value can be read, for the parameters of `module` and of all modules below it.
 
-    Looks below as well because torch loads module by module: the first one to be loaded sees all that comes.
+    It looks below as well because torch loads module by module: the first module that is loaded must check all entries.
     """
     for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         if name not in state or parameter not in values:
@@ -144,27 +147,28 @@ def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values
         entry = state[name]
         if not isinstance(entry, Tensor) or entry.layout is not torch.strided or entry.is_meta or entry.is_quantized:
             raise StateError(
-                f"the entry {name!r} of the state is {_described(entry)}; load dense tensors with plain storage"
+                f"the entry {name!r} of the state dict is {_described(entry)}; expected a dense tensor with plain "
+                "storage"
             )
 
 
 def _described(entry: Any) -> str:
     if not isinstance(entry, Tensor):
-        return f"no tensor but {'None' if entry is None else 'of type ' + type(entry).__name__}"
+        return f"not a tensor but {'None' if entry is None else 'of type ' + type(entry).__name__}"
     kind = "meta" if entry.is_meta else "quantized" if entry.is_quantized else str(entry.layout).removeprefix("torch.")
     return f"a {kind} tensor"
 
 
 def holds_state(module: nn.Module) -> bool:
-    """Tells whether parameters or buffers lie at or below a module."""
+    """Tells whether there are parameters or buffers in a module or below it."""
     return any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
 
 
 def keep_parameters(module: nn.Module) -> Undo:
-    """Makes `load_state_dict(assign=True)` of one module raise before it changes anything; returns the undo.
+    """Makes `load_state_dict(assign=True)` of one module fail before it changes anything; returns the undo function.
 
-    It would put other Parameters into the model than those that the optimizer updates. A model needs it on every
-    module that holds state, since a load may begin at any of them.
+    Such a load would replace the Parameters that the optimizer updates. Every module of a model that holds state needs
+    this, since a load may begin at any of them.
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -174,7 +178,7 @@ def keep_parameters(module: nn.Module) -> Undo:
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
         raise StateError(
             "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; load without assign "
-            "(a second time, if an earlier assign=True has left its mark in the dict), or before halfstep.initialize"
+            "(once more, if an earlier load had left assign=True in the state dict), or before halfstep.initialize"
         )
 
     hook = CheckpointHook(refuse)
@@ -184,7 +188,7 @@ def keep_parameters(module: nn.Module) -> Undo:
 
 
 def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:
-    """Returns a module's own parameters that are kept, also where a parametrization has moved them one level down."""
+    """Returns the module's own parameters that are in `values`, also if a parametrization moved them one level down."""
     lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
     owners = [("", module), *((f"parametrizations.{name}.", each) for name, each in lists.items())]
     found = [(prefix + name, p) for prefix, owner in owners for name, p in parameters_of(owner).items()]
@@ -192,20 +196,20 @@ def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]
 
 
 def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Raises where torch computes a parametrized weight to put it, in fp32, into an original that is stored low."""
+    """Raises a SessionError if torch computes a parametrized weight to put it, in fp32, into one that is stored low."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_OF_A_CALL):
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_code is parametrize.remove_parametrizations.__code__:
             raise SessionError(
-                "remove_parametrizations would write an fp32 weight into one that the session stores low: give it "
-                "leave_parametrized=False, or call it after session.close()"
+                "remove_parametrizations would write an fp32 weight into one that the session stores in low precision; "
+                "pass leave_parametrized=False, or call it after session.close()"
             )
     return args, kwargs
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:
-    """Casts a module's own floating buffers to `dtype` and returns the undo, which gives back their first dtypes."""
+    """Casts a module's own floating buffers to `dtype`; returns a function that restores their first dtypes."""
     before = {name: b.dtype for name, b in buffers_of(module).items() if b is not None and b.dtype is not dtype}
     changed = {name: old for name, old in before.items() if old in CASTABLE}
     for name in changed:

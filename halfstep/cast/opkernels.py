@@ -1,8 +1,8 @@
-"""What each action of the op table does to one call of an aten overload, as functions for torch's dispatcher.
+"""The actions of the op table, as functions for torch's dispatcher that run one call of an aten overload.
 
-A function gets the dispatcher's key set and the call's arguments. One that acts switches autocast off below it, as
-torch's own kernels do, so that the parts of a composite op are not cast again; one that passes redispatches, so that
-autocast stays on for them.
+A function gets the dispatcher's key set and the call's arguments. If it acts on the op, it switches autocast off below
+it, as torch's own kernels do, so that the parts of a composite op are not cast again; if it passes the op on, it
+redispatches, so that autocast stays on for the parts.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class OpSite:
         self._composite = is_composite(overload_name(schema_of(overload)))
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the op under autocast, which for this op itself does nothing."""
+        """Runs the op itself without casts; autocast stays on for its parts."""
         if keyset.has(_TRACING):
             return self._below_traced(keyset, args, kwargs)
         return self.overload.redispatch(keyset & self._after, *args, **kwargs)
 
     def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does the same while torch.compile traces: a redispatch would go round its decompositions in Python.
+        """Does what `below` does while torch.compile traces, where a redispatch would bypass decompositions in Python.
 
-        Nor can the key set that we got be handed down less autocast: the tracing dispatcher would begin anew.
+        Nor can the key set, less autocast, be passed on: the tracing dispatcher would begin anew.
         """
         if not self._composite:
             return self.excluded(args, kwargs)
@@ -133,10 +133,11 @@ def _low(site: OpSite) -> Act:
 
 
 def _recurrent(site: OpSite) -> Act:
-    """Casts sequences and states; the products inside cast weights themselves, with autocast's cache.
+    """Casts sequences and states; the products inside cast the weights themselves, with autocast's cache.
 
-    An fp32 sequence would send fp16 on a CPU to a oneDNN kernel that the CPU may not have. On CUDA torch's own autocast
-    casts what cuDNN runs to fp16, whatever the region's format (ATen/cudnn/AutocastRNN.cpp), so that bf16 is cast here.
+    In fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may not have. On CUDA, torch's own
+    autocast casts what cuDNN runs to fp16, whatever the region's format (ATen/cudnn/AutocastRNN.cpp), so bf16 is cast
+    here.
     """
     weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
     device_type = site.device_type
@@ -164,7 +165,7 @@ def _full(site: OpSite) -> Act:
 
 
 def _full_by_dtype(site: OpSite) -> Act:
-    """Asks the op itself for fp32, which spares a copy of its input; a dtype that the caller gave wins."""
+    """Passes fp32 as the op's own `dtype`, which saves a copy of its input; a dtype from the caller wins."""
     position = site.arguments.index("dtype")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,9 +190,10 @@ def _promote(site: OpSite) -> Act:
 
 
 def _norm(site: OpSite) -> Act:
-    """Computes in fp32 where parameters and input differ in format, and returns the format of the input.
+    """Computes in fp32 if parameters and input differ in format, and returns the format of the input.
 
-    On a CPU also where they do not: the gradients of low parameters would be added up in the low format.
+    On a CPU some norms do so even if the formats agree: the gradients of low parameters would be summed in the low
+    format.
     """
     on_cpu = site.device_type == "cpu"
     mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
@@ -215,7 +217,10 @@ def _norm(site: OpSite) -> Act:
 
 
 def _statistics(site: OpSite, action: Action) -> Act:
-    """Casts the input as told, and the weights to the running statistics, which are written in place and never cast."""
+    """Casts the input by `action`, and the weights to the format of the running statistics, which are never cast.
+
+    The running statistics are written in place.
+    """
     weights = [site.arguments.index(name) for name in ("weight", "bias")]
     running = site.arguments.index("running_mean")
     device_type = site.device_type
@@ -239,8 +244,8 @@ def _refuse(site: OpSite) -> Act:
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[0].dtype in LOW_DTYPES:
             raise OpError(
-                f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: a low sigmoid rounds to 0 "
-                f"or 1, whose logarithm is infinite; use {instead} on the logits, or give it input.float()"
+                f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: in low precision a sigmoid "
+                f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass input.float()"
             )
         return site.excluded(*site.cast_all(args, kwargs, torch.float32))
 
@@ -248,10 +253,10 @@ def _refuse(site: OpSite) -> Act:
 
 
 def _gather(site: OpSite) -> Act:
-    """Reads rows of a low weight through fp32, so that backward adds up the gradients of a row in fp32.
+    """Reads rows of a low weight through fp32, so that backward sums the gradients of a row in fp32.
 
     torch's CPU kernels add them one by one in the low format, and a bf16 sum of ones stops at 256. Sparse gradients are
-    added up later, by the optimizer's step. What is gathered from activations passes: rows seldom meet there.
+    summed later, by the optimizer's step. Gathers from activations run as written: they seldom read one row twice.
     """
     sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
 

@@ -1,8 +1,9 @@
-"""The one place where halfstep's kernels stand in torch's dispatcher; there is one of each per process.
+"""The one place that puts halfstep's kernels into torch's dispatcher; there is one dispatcher and registry per process.
 
-It is empty while no engine is open. Kernels act only where their table's marker is on: the autocast bit of a device
-type of which this process has no tensors. Such a bit belongs to a thread, travels into autograd's threads, is saved in
-compiled graphs, and torch.compile guards on it and keys its caches by it, which no variable of ours would get.
+The registry is empty while no engine is open. Kernels act only while their table's marker is on. A marker is the
+autocast bit of a device type of which this process has no tensors. Such a bit belongs to a thread, is passed on to
+autograd's threads, is saved in compiled graphs, and torch.compile guards on it and keys its caches by it; a variable of
+ours would have none of that.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
 @dataclass(frozen=True)
 class Table:
-    """What distinguishes one engine's casting from another's: a device type, its actions, what goes backward wide."""
+    """What makes two engines cast differently: device type, actions, and which attention goes backward in fp32."""
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
     wide_backward: WideBackward = ()
 
     def digest(self) -> str:
-        """Returns a short hash of what compiled code holds, the same in every process; kernels it only calls."""
+        """Returns a short hash of the casts that compiled code contains, the same in every process."""
         return hashlib.sha256(repr((self.device_type, sorted(self.actions))).encode()).hexdigest()[:16]
 
 
@@ -55,7 +56,7 @@ class _Slot:
 
 @dataclass
 class _Site:
-    """A kernel in the dispatcher: who acts there under which marker, and torch's own kernel below it."""
+    """A kernel in the dispatcher: the function to run under each marker, and torch's own kernel below it."""
 
     site: OpSite
     stock: Any
@@ -86,7 +87,7 @@ class _Device:
 
 
 class Registry:
-    """Markers and kernels of the open engines, counted, so that the last close leaves the dispatcher as it was."""
+    """The markers and kernels of the open engines, counted, so that the last close leaves the dispatcher as it was."""
 
     def __init__(self) -> None:
         self._lock = DeferringLock()
@@ -97,10 +98,10 @@ class Registry:
         self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
-        """Returns the marker of a table, whose kernels are in place from now on.
+        """Puts the kernels of a table in place and returns its marker.
 
         Raises:
-            PlanError: as many different tables as there are markers are open.
+            PlanError: other tables use all markers.
         """
         with self._lock:
             marker = self._marker(table)
@@ -121,7 +122,7 @@ class Registry:
             return marker
 
     def release(self, marker: str) -> None:
-        """Gives a marker back; the last engine of a table takes its kernels out."""
+        """Gives a marker back; the last engine of a table removes its kernels."""
         with self._lock:
             slot = self._slots[marker]
             slot.users -= 1
@@ -139,7 +140,7 @@ class Registry:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
 
     def abandon(self, marker: str) -> None:
-        """Gives a marker back for an engine that nobody has closed, from its finalizer."""
+        """Gives back the marker of an engine that nobody has closed; called by its finalizer."""
         self._lock.defer(partial(self.release, marker))
 
     def others(self, marker: str) -> tuple[str, ...]:
@@ -153,8 +154,8 @@ class Registry:
         free = [m for m in MARKERS if m not in self._slots and m != table.device_type and m != _accelerator()]
         if not free:
             raise PlanError(
-                f"{len(self._slots)} sessions with different op tables are open, and no more can be told apart; "
-                "close one, or give them the same level and op changes"
+                f"{len(self._slots)} sessions with different op tables are open, which is the most that is possible; "
+                "close one, or use the same level and op changes in two of them"
             )
         for marker in free:
             if self._last.get(marker) == table:
@@ -173,7 +174,7 @@ class Registry:
         )  # it computes whole layers as it likes, on a CPU even under autocast
 
     def _tag_caches(self) -> None:
-        """Tells torch.compile's caches on disk, which know the markers, which tables these stand for."""
+        """Adds the tables to the tag of torch.compile's caches on disk, which know only the tables' markers."""
         tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
         before = self._cache_tag if isinstance(self._cache_tag, str) else ""
         set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
@@ -201,7 +202,7 @@ class Registry:
             device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
-        """Returns what goes backward wide in this thread: what the table says that is on, nothing outside sessions."""
+        """Returns the limits of wide attention of the table that is on in this thread; empty outside of sessions."""
         on = torch.is_autocast_enabled
         return next((slot.table.wide_backward for marker, slot in self._slots.items() if on(marker)), ())
 
@@ -221,16 +222,16 @@ class Registry:
 
 
 def find_overload(name: str) -> OpOverload | None:
-    """Returns the aten overload of a name such as "softmax.int"; None where this torch has none."""
+    """Returns the aten overload of a name such as "softmax.int"; None if this torch has none."""
     packet, _, overload = name.partition(".")
     found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     return found if isinstance(found, OpOverload) else None
 
 
 def _deviates(name: str, action: Action, own: Action | None) -> bool:
-    """Tells whether torch's own autocast, which does `own`, leaves something to do.
+    """Tells whether a kernel of ours is needed, given that torch's own autocast does `own`.
 
-    Where it promotes, it raises on a third format, such as fp16 in a bf16 region.
+    It is always needed if torch promotes: torch raises an error on a third format, such as fp16 in a bf16 region.
     """
     if action == "infer" and own is None:
         return is_composite(name)

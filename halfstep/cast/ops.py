@@ -1,7 +1,7 @@
 """The op engine: makes torch run each op in the format that an op table says, forward, backward and when compiled.
 
-`torch.autocast` does the work wherever its list for the device agrees with the table; for the other rows, and for those
-alone, a kernel of halfstep's stands in the dispatcher (opregistry.py) and acts inside the regions of this engine.
+`torch.autocast` does the work if its list for the device agrees with the table; only for the other rows there is a
+kernel of halfstep's in the dispatcher (opregistry.py), which acts inside the regions of this engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Switched = list[tuple[str, bool]]
 
 @dataclass(frozen=True)
 class Switch:
-    """What tells whether the ops of a thread are cast to `low` by a table; it does not keep the table's engine."""
+    """Tells whether a table casts the ops of a thread to `low`; does not keep the table's engine alive."""
 
     marker: str
     device_type: str
@@ -40,7 +40,7 @@ class OpEngine:
     """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels.
 
     `actions` says what happens to aten overloads, `low` is bf16 or fp16, `device_type` is where the tensors are, and
-    `wide_backward` which attention goes backward in fp32 on a CPU.
+    `wide_backward` says which attention goes backward in fp32 on a CPU.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OpEngine:
             self._finally.atexit = False
 
     def close(self) -> None:
-        """Takes the kernels out, where no other engine needs them."""
+        """Removes the kernels that no other engine needs."""
         if self._marker:
             self._finally.detach()
             REGISTRY.release(self._marker)
@@ -71,12 +71,12 @@ class OpEngine:
 
     @property
     def switch(self) -> Switch:
-        """What tells whether an open engine casts."""
+        """The switch that tells whether this engine casts; the engine must be open."""
         return Switch(self._open_marker(), self.device_type, self.low)
 
     @contextmanager
     def region(self, enabled: bool = True) -> Iterator[None]:
-        """Casts ops inside a `with`, which torch.compile can trace; where not `enabled`, ops inside run as stored."""
+        """Casts ops inside a `with`, which torch.compile can trace; with `enabled=False`, ops inside run as written."""
         marker = self._open_marker()
         if not enabled:
             with TorchAutocast(self.device_type, dtype=self.low, enabled=False):
@@ -91,9 +91,9 @@ class OpEngine:
                     yield
 
     def enter_backward(self) -> Switched:
-        """Lets the table act around a backward pass, where checkpoints compute forward parts again.
+        """Lets the table act in a backward pass, where checkpoints compute parts of the forward again.
 
-        Returns the token for `leave_backward`. Autocast itself stays as it is: checkpoints switch it on as it was, and
+        Returns the token for `leave_backward`. Autocast itself stays as it is: checkpoints restore it as it was, and
         gradients need no casts.
         """
         marker = self._open_marker()
@@ -106,7 +106,7 @@ class OpEngine:
         return switched
 
     def leave_backward(self, token: Switched) -> None:
-        """Undoes the `enter_backward` that gave this token."""
+        """Undoes the `enter_backward` that returned this token."""
         for marker, was_on in token:
             torch.set_autocast_enabled(marker, was_on)
 
@@ -128,7 +128,7 @@ class OpEngine:
         return token
 
     def leave(self, token: Token) -> None:
-        """Undoes the `enter` that gave this token; the outermost, or one in another format, drops the cast weights."""
+        """Undoes the `enter` that returned this token; the outermost, or one in another format, drops cast weights."""
         was_on, dtype, marker, marker_was_on, others = token
         if torch.autocast_decrement_nesting() == 0 or (was_on and dtype is not self.low):
             torch.clear_autocast_cache()

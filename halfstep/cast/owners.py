@@ -1,4 +1,4 @@
-"""Which session has a module."""
+"""The session that a module belongs to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""Who has a module; not in its `__dict__`, which is copied and pickled at O0 too, where its class is the user's."""
+"""The owner of each module; its `__dict__` is no place for that, as it is copied and pickled, at O0 by user classes."""
 
 
 def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
-    """Marks modules as the owner's and returns the undo."""
+    """Marks modules as belonging to `owner`; returns a function that removes the marks."""
     marked, sign = list(modules), weakref.ref(owner)
     _OWNERS.update((module, sign) for module in marked)
 
@@ -31,6 +31,6 @@ def is_marked(module: nn.Module) -> bool:
 
 
 def owners(modules: Iterable[nn.Module]) -> list[object]:
-    """Returns whose mark modules bear, each once."""
+    """Returns the owners of modules, each once."""
     signs = [sign for module in modules if (sign := _OWNERS.get(module)) is not None]
     return list({id(owner): owner for sign in signs if (owner := sign()) is not None}.values())

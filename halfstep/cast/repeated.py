@@ -1,7 +1,7 @@
-"""Tells how a call was made that a checkpoint repeats in the backward pass: the plan entered by it, or as written.
+"""Tells, for a call that a checkpoint repeats in the backward pass, whether it entered the plan or ran as written.
 
-A checkpoint restores the autocast of a call's surroundings, which the model's own code and a caller outside of the plan
-may have set alike. What it passes again is the memory of the arguments, and by that a call is known.
+A checkpoint restores autocast as it was around the call, and the model's own code and a caller outside of the plan may
+have set it alike. But it passes the same memory as arguments, by which a call is recognised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MANY = 64  # calls of one module at least, before those whose memory is gone ar
 class Calls:
     """The calls of one module that a checkpoint may repeat: whether each entered the plan, by its arguments' memory.
 
-    Memory is not kept alive. Calls with the same arguments are repeated last first, as a backward pass does.
+    The memory is not kept alive. Calls with the same arguments are repeated last first, as in a backward pass.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class Calls:
         self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
-        """Notes a call, if a checkpoint may be what makes it.
+        """Records a call if a checkpoint may have made it.
 
-        One kind runs under hooks for what is saved, the other without gradients on arguments that ask for one, as
-        only then it runs again; an evaluation does neither.
+        One kind of checkpoint makes calls under hooks for saved tensors. The other makes them without gradients, on
+        arguments that require gradients, as only then it repeats them. An evaluation does neither.
         """
         hooked = saved_tensor_hooks(True) is not None
         if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
@@ -48,7 +48,7 @@ class Calls:
         self._ways[key].appendleft(entered)
 
     def repeated(self, args: Any, kwargs: Any) -> bool | None:
-        """Returns whether the call that is repeated with these arguments entered the plan; None where none is known."""
+        """Returns whether the repeated call with these arguments entered the plan; None if no such call is known."""
         key, _ = _memory_of(args, kwargs)
         ways = self._ways.get(key)
         if ways is None or self._is_freed(key):

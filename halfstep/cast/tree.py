@@ -21,11 +21,11 @@ Convert = Callable[[Any], Any]
 
 
 def map_tensors(fn: Change, obj: Any) -> Any:
-    """Returns `obj` with `fn` applied to each tensor in it; `obj` itself where `fn` changed none.
+    """Returns `obj` with `fn` applied to each tensor in it; `obj` itself if `fn` changed none.
 
-    Entered are lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and objects with a `to` method
-    (custom batches), all at any depth; what changed is a copy, the caller's object stays as it was. Modules, strings,
-    arrays and other objects pass.
+    It enters lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and objects with a `to` method
+    (custom batches), all at any depth; those that change are copied, and the caller's object stays as it was. Modules,
+    strings, arrays and other objects are returned as they are.
 
     >>> map_tensors(torch.neg, {"x": torch.ones(1), "name": "a"})
     {'x': tensor([-1.]), 'name': 'a'}
@@ -39,8 +39,8 @@ def map_tensors(fn: Change, obj: Any) -> Any:
 def cast_floats(obj: Any, dtype: torch.dtype) -> Any:
     """Returns `obj` with its fp32, fp16 and bf16 tensors cast to `dtype`; float64, complex, integer and bool stay.
 
-    A custom batch with a `to` method is copied and its attributes cast; where
-    no attribute holds a tensor, its own `to(dtype)` decides.
+    A custom batch with a `to` method is copied and its attributes are cast; if no attribute holds a tensor, its own
+    `to(dtype)` is called.
 
     >>> cast_floats((torch.ones(1), torch.ones(1, dtype=torch.int64), "a"), torch.bfloat16)
     (tensor([1.], dtype=torch.bfloat16), tensor([1]), 'a')
@@ -63,7 +63,7 @@ def cast_floats(obj: Any, dtype: torch.dtype) -> Any:
 
 
 def first_float_dtype(args: Any, kwargs: Any = None) -> torch.dtype | None:
-    """Returns the dtype of the first fp32, fp16 or bf16 tensor in `args`, then in `kwargs`; None where there is none.
+    """Returns the dtype of the first fp32, fp16 or bf16 tensor in `args`, then in `kwargs`; None if there is none.
 
     >>> first_float_dtype((torch.tensor(1), torch.ones(1).bfloat16()), {"x": torch.ones(1)})
     torch.bfloat16
@@ -72,7 +72,7 @@ def first_float_dtype(args: Any, kwargs: Any = None) -> torch.dtype | None:
 
 
 def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
-    """Returns the tensors in what `map_tensors` enters, in order; `inside` holds the ids of what is being walked."""
+    """Returns the tensors that `map_tensors` finds, in order; `inside` holds the ids of the objects around `obj`."""
     if isinstance(obj, Tensor):
         return [obj]
     if isinstance(obj, _LEAVES) or id(obj) in inside:
@@ -81,9 +81,9 @@ def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 def _change(fn: Change, obj: Any, convert: Convert | None, inside: tuple[int, ...]) -> Any:
-    """Returns what `obj` becomes, None where nothing in it changes (torch.compile cannot compare tuples by `is`).
+    """Returns the changed `obj`, None if nothing in it changes (torch.compile cannot compare tuples by `is`).
 
-    `inside` holds the ids of the objects being walked, which may refer to each other.
+    `inside` holds the ids of the objects around `obj`, which may refer to each other.
     """
     if isinstance(obj, Tensor):
         return _unless_same(fn(obj), obj)

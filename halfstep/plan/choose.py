@@ -1,4 +1,4 @@
-"""From what a user wrote, a level, a Plan or a path, to the Plan that was meant."""
+"""Turns what a user passes (a level, a Plan or a path) into a Plan."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from halfstep.plan.plan import Plan
 def choose_plan(
     plan: Plan | str, low: Format | torch.dtype | str | None, facts: DeviceFacts
 ) -> tuple[Plan, str | None]:
-    """Returns the plan that a level, a Plan or a plan file names, and what to say of the format picked for it.
+    """Returns the plan for a level, a Plan or the path of a plan file, and a notice about the chosen format (or None).
 
-    `low=None` takes what the device of `facts` computes fast; a notice (or None) tells so.
+    `low=None` takes a format that the device of `facts` computes fast; the notice says which.
 
     Raises:
-        PlanError: no such level, no plan, or a plan file that cannot be read.
+        PlanError: an unknown level, something that is no plan, or a plan file that cannot be read.
         FormatError: an unknown format.
     """
     wanted = None if low is None else as_format(low)
     if isinstance(plan, Plan):
         return (plan if wanted is None else customize(plan, low=wanted)), None
     if not isinstance(plan, (str, os.PathLike)):
-        raise PlanError(f"plan is {plan!r:.80}; give a level ({', '.join(LEVELS)}), a Plan or the path of a plan file")
+        raise PlanError(
+            f"plan is {plan!r:.80}; expected a level ({', '.join(LEVELS)}), a Plan or the path of a plan file"
+        )
     name = os.fspath(plan)
     picked, notice = choose_low(facts) if wanted is None else (wanted, None)
     if not name.endswith((".toml", ".json")):
@@ -43,7 +45,7 @@ def choose_plan(
 
 
 def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
-    """Returns the low format to take on a device, bf16 before fp16, and the notice that says so.
+    """Returns the low-precision format for a device, bf16 if possible and else fp16, and a notice that names it.
 
     >>> choose_low(DeviceFacts("cuda", capability=(7, 5)))[0].name
     'fp16'
@@ -51,17 +53,17 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
     for fmt in (BF16, FP16):
         found = units(fmt, facts)
         if found is not None:
-            return fmt, f"low is not given; taking {fmt}, which this device computes in hardware ({found})"
+            return fmt, f"low is not set; using {fmt}, which this device computes in hardware ({found})"
     return BF16, (
-        f"low is not given; taking {BF16}, for which this device ({facts}) has no units: "
+        f"low is not set; using {BF16}, for which this device ({facts}) has no units: "
         "training at level O0 would be faster"
     )
 
 
 def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
-    """Returns whether a format's products are to be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
+    """Returns whether a format's products must be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
 
-    Natively it takes such a CPU 50 to 130 times as long as fp32, with fp16 units (convolutions) or without. bf16, which
-    goes through fp32 units where there are none of its own, is not emulated unless asked.
+    Native fp16 takes such a CPU 50 to 130 times as long as fp32, with fp16 units (convolutions) or without. bf16, which
+    uses fp32 units if the CPU has none for bf16, is emulated only on request.
     """
     return facts.kind == "cpu" and fmt == FP16 and units(fmt, facts) is None

@@ -1,4 +1,4 @@
-"""Whether a plan is compatible with a model and its optimizers: reads both, changes neither, names what is not."""
+"""Checks that a plan is compatible with a model and its optimizers; changes neither, names what is incompatible."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from halfstep.torch_internals import compiled_module, offloads
 SUPPORTED_DEVICES = ("cpu", "cuda")
 STATE_SCHEMA = 1
 FSDP_LINES = (
-    "`fully_shard(model, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then the optimizer from model.parameters(), "
-    "then `halfstep.initialize`"
+    "`fully_shard(model, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then make the optimizer from "
+    "model.parameters(), then call `halfstep.initialize`"
 )
 _SHOWN = 5
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
 def as_list(value: Any, kind: type, what: str) -> list[Any]:
-    """Returns one object or a list or tuple of them as a list.
+    """Returns one object, or a list or tuple of them, as a list.
 
     Raises:
-        SetupError: something in it is not a `kind`, it is empty, or one object stands in it twice.
+        SetupError: an item is not a `kind`, there is no item, or one object is there twice.
     """
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
@@ -41,7 +41,7 @@ def as_list(value: Any, kind: type, what: str) -> list[Any]:
                 f"{what} must be a {kind.__name__} or a list of them, not {type(item).__name__}: {item!r:.80}"
             )
     if not items or len({id(item) for item in items}) != len(items):
-        raise SetupError(f"{what} is an empty list, or holds one object twice; give each {kind.__name__} once")
+        raise SetupError(f"{what} is an empty list, or has one object twice; pass each {kind.__name__} once")
     return items
 
 
@@ -57,10 +57,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def enterable(module: nn.Module) -> bool:
-    """Returns whether a call of a module inside a model can be given something to do around it.
+    """Returns whether halfstep can enter a plan around the calls of a module inside a model.
 
-    Not what is scripted, what has a forward that is no function, and what splits or gathers the model over devices and
-    processes: below these the user's own modules are entered.
+    It cannot around scripted modules, modules whose forward is not a function, and wrappers that split or gather the
+    model over devices and processes: below these it does so around the user's own modules.
     """
     if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
@@ -68,40 +68,42 @@ def enterable(module: nn.Module) -> bool:
 
 
 def named(names: Iterable[str]) -> str:
-    """Returns the first few names in words, with how many more there are."""
+    """Returns the first few names as text, with the number of further names."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def first_device(models: Sequence[nn.Module]) -> torch.device:
-    """Returns the device of the first parameter; the CPU where there is none, which `device_of` then refuses."""
+    """Returns the device of the first parameter; the CPU if there is none, which `device_of` then refuses."""
     return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
 
 
 def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
-    """Returns the device whose kind all parameters share.
+    """Returns the device of the parameters, which must all be on one kind of device.
 
     Raises:
-        SetupError: no parameters, several kinds of device, or a kind that halfstep has not been made to work on.
+        SetupError: no parameters, several kinds of device, or a kind that halfstep does not support.
     """
     kinds = {p.device.type: p.device for model in models for p in model.parameters()}
     if not kinds:
         raise SetupError("the model has no parameters; there is nothing to train or to cast")
     if len(kinds) > 1:
         raise SetupError(
-            f"the parameters lie on several kinds of device ({', '.join(sorted(kinds))}); move the model to one"
+            f"the parameters are on several kinds of device ({', '.join(sorted(kinds))}); move the model to one"
         )
     (kind, device) = next(iter(kinds.items()))
     if kind not in SUPPORTED_DEVICES and plan.ops != "none":
         raise SetupError(
-            f"device {kind!r} is not supported; supported are {', '.join(SUPPORTED_DEVICES)} (and any at O0)"
+            f"device {kind!r} is not supported; use {' or '.join(SUPPORTED_DEVICES)}, or O0, which works on any device"
         )
     return device
 
 
 def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter] = ()) -> None:
-    """Refuses models that cannot run under the plan; `made_low` are low only because of a session about to end.
+    """Refuses models that cannot run under the plan.
+
+    `made_low` are parameters that a session about to end has made low; they are accepted.
 
     Raises:
         SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped in
@@ -113,7 +115,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         if isinstance(model, torch.jit.ScriptModule):
             raise SetupError(
                 f"{type(model).__name__} is a torch.jit.ScriptModule, whose forward halfstep cannot enter; "
-                "initialize the Python module and use torch.compile instead of torch.jit"
+                "pass the Python module, and use torch.compile instead of torch.jit"
             )
         if plan.ops == "none":
             continue
@@ -124,8 +126,8 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         ]
         if low:
             raise SetupError(
-                f"trainable parameters are already low: {named(low)}; halfstep makes the low weights itself and needs "
-                "the fp32 ones: call model.float() first, also before fully_shard (frozen low parameters may stay)"
+                f"trainable parameters are already in low precision: {named(low)}; halfstep makes low weights itself, "
+                "from fp32 ones: call model.float() first, also before fully_shard (frozen parameters may stay low)"
             )
         if not any(p.is_floating_point() or p.is_complex() for p in model.parameters()):
             raise SetupError(
@@ -136,10 +138,10 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
 
 
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns trainable parameters that came in bf16 or fp16, as from a hub, to a plan that is to train them.
+    """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub, if the plan casts.
 
-    `made_low` are those that are low because somebody made them so. Shards and other wrappers are none: their format is
-    that of what they hold, and `check_parameters` refuses low ones.
+    `made_low`, the parameters that a session has made low, are left out. So are shards and other wrappers: their format
+    is that of what they hold, and `check_parameters` refuses low ones.
     """
     known = {id(p) for p in made_low}
     every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
@@ -163,15 +165,16 @@ def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise SetupError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}; at {plan.name} the weights change their "
-                "format, which would silently end its gradient reduction: call halfstep.initialize first and wrap after"
+                "format, which would silently end its gradient reduction; call halfstep.initialize first, then wrap"
             )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Refuses optimizers that update what is not in the models.
+    """Refuses optimizers that update parameters outside of the models.
 
     Raises:
-        SetupError: names how many parameters of which group are not the models', or an object stands in two optimizers.
+        SetupError: parameters of a group belong to none of the models (the message says how many, and which group), or
+            a parameter is in two optimizers.
     """
     known = {id(p) for model in models for p in model.parameters()}
     seen: dict[int, int] = {}
@@ -183,13 +186,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                 raise SetupError(
                     f"{len(foreign)} of {len(group['params'])} parameters in group {index} of "
                     f"{type(optimizer).__name__} "
-                    f"are not the model's (shapes {shapes}); build the optimizer from this model's parameters(), after "
-                    "any .to(device) or fully_shard that replaced them, and give initialize every model that it updates"
+                    f"do not belong to the model (shapes {shapes}); build the optimizer from this model's "
+                    "parameters(), after any .to(device) or fully_shard that replaces them, and pass every model that "
+                    "it updates to initialize"
                 )
             for p in group["params"]:
                 if seen.setdefault(id(p), number) != number:
                     raise SetupError(
-                        f"a parameter of shape {tuple(p.shape)} is in two optimizers; give it to one of them"
+                        f"a parameter of shape {tuple(p.shape)} is in two optimizers; pass it to one of them only"
                     )
 
 
@@ -197,9 +201,9 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     """Refuses parameters whose memory the plan's steps could not read or write.
 
     Raises:
-        SetupError: trained parameters are not what lies in memory, are sharded by other means than FSDP2 and tensor
-            parallelism or in another format than fp32, or parameters that are trained or made low were made under
-            `torch.inference_mode`; names them.
+        SetupError: trained parameters have no plain storage, are shards but not of FSDP2 or tensor parallelism, are
+            shards that are offloaded or not fp32; or parameters that are trained or made low were made under
+            `torch.inference_mode`. The message names them.
     """
     if plan.ops == "none":
         return
@@ -208,8 +212,8 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     older = [name or "the model" for model in models for name, module in model.named_modules() if _shards(module)]
     if older:
         raise SetupError(
-            f"sharded by FullyShardedDataParallel (FSDP1): {named(older)}; it trains at O0 only, whose steps are the "
-            f"optimizer's own. Shard with FSDP2 instead: {FSDP_LINES}"
+            f"modules are sharded by FullyShardedDataParallel (FSDP1): {named(older)}; FSDP1 works only at O0, where "
+            f"the optimizer steps by itself. Shard with FSDP2 instead: {FSDP_LINES}"
         )
     wrapped = [
         f"{name} ({type(p).__name__})"
@@ -218,8 +222,8 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     ]
     if wrapped:
         raise SetupError(
-            f"parameters that have no plain storage cannot be trained at {plan.name}: {named(wrapped)}; use O0, whose "
-            "steps are the optimizer's own"
+            f"parameters that have no plain storage cannot be trained at {plan.name}: {named(wrapped)}; use O0, where "
+            "the optimizer steps by itself"
         )
     offloading = {id(module) for module in fsdp_modules(models) if offloads(module)}
     offloaded = [
@@ -227,21 +231,21 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     ]
     if offloaded:
         raise SetupError(
-            f"sharded modules are offloaded to the CPU (CPUOffloadPolicy): {named(offloaded)}; halfstep does not step "
+            f"sharded modules are offloaded to the CPU (CPUOffloadPolicy): {named(offloaded)}; halfstep cannot step "
             "these yet: leave out offload_policy (fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))), "
             "or use O0"
         )
     other = [f"{name} ({p.dtype})" for name, p in by_name if is_sharded(p) and id(p) in trained and not _is_full(p)]
     if other:
         raise SetupError(
-            f"sharded parameters are not fp32: {named(other)}; they are the masters at {plan.name}: call model.float() "
-            f"before fully_shard, which gathers them low by its policy: {FSDP_LINES}"
+            f"sharded parameters are not fp32: {named(other)}; at {plan.name} they are the masters: call model.float() "
+            f"before fully_shard, whose mp_policy makes it gather them in low precision: {FSDP_LINES}"
         )
     frozen = [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")]
     if frozen:
         raise SetupError(
             f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change "
-            "such tensors: build the model outside of it; running it under inference_mode is fine"
+            "such tensors: build the model outside of inference_mode; running the model inside is fine"
         )
 
 
@@ -250,10 +254,10 @@ def _is_full(p: Tensor) -> bool:
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses optimizers that need a closure (`optimizers` are those) where weights are low or a scale is active.
+    """Refuses `optimizers`, all of which need a closure, if weights are low or the loss is scaled.
 
     Raises:
-        SetupError: names the optimizer and the reason.
+        SetupError: there is such an optimizer; the message names it and the reason.
     """
     for optimizer in optimizers:
         if plan.param == "full" and not plan.scale.active:
@@ -261,7 +265,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         why = (
             "its closure would need the low weights while the update needs the masters"
             if plan.param == "low"
-            else "it evaluates the loss several times per step, and the loss scale may not change between"
+            else "it evaluates the loss several times per step, and the loss scale must not change in between"
         )
         raise SetupError(
             f"{type(optimizer).__name__} needs a closure, which does not work with {plan.name} and {plan.scale.kind} "
@@ -270,43 +274,45 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
 
 
 def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Refuses a session state that is incomplete or of another plan (`plan` as a dict).
+    """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict).
 
     Raises:
-        StateError: names the entries or the fields that differ.
+        StateError: the state does not fit; the message names the entries or the fields that differ.
     """
     expected = {"schema", "plan", "steps", "skipped", "scales"}
     if not isinstance(state, dict) or set(state) - {"losses"} != expected:
         have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise StateError(
-            f"a session state has the entries {sorted(expected)}, this one has {have}; was the file cut short?"
+            f"expected a session state with the entries {sorted(expected)}, got {have}; was the file cut short?"
         )
     kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict}
     for key, kind in kinds.items():
         value = state.get(key, 0)  # the first states had no "losses"
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
-            raise StateError(f"session state: {key} is {value!r:.60}; a {'count' if kind is int else 'dict'} is needed")
+            raise StateError(f"session state: {key} is {value!r:.60}; expected a {'count' if kind is int else 'dict'}")
     for key, value in state["scales"].items():
         if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
-            raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; a loss id and a dict are needed")
+            raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; expected a loss id and a dict")
     if len(state["scales"]) < state.get("losses", 0):
         raise StateError(
-            f"this session state has the loss scales of {len(state['scales'])} losses of {state['losses']}: "
-            "torch.distributed.checkpoint loads what a new state has, and that has no loss but 0; save the state as "
-            'one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
+            f"this session state has the loss scales of {len(state['scales'])} of {state['losses']} losses: "
+            "torch.distributed.checkpoint loads only the entries of a new state, which has loss 0 only; save the state "
+            'as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
         )
     if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
-        raise StateError(f"session state of schema {state['schema']!r}; this halfstep reads {STATE_SCHEMA}")
+        raise StateError(f"session state has schema {state['schema']!r}; this halfstep reads schema {STATE_SCHEMA}")
     strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
     if strange is not None:
         raise StateError(
-            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; plain values are needed"
+            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected plain values"
         )
     differing = sorted(
         (key for key in plan.keys() | state["plan"].keys() if _differs(key, state["plan"], plan)), key=str
     )
     if differing:
-        which = ", ".join(f"{key}: {state['plan'].get(key)!r} there, {plan.get(key)!r} here" for key in differing)
+        which = ", ".join(
+            f"{key}: {state['plan'].get(key)!r} in the state, {plan.get(key)!r} here" for key in differing
+        )
         raise StateError(
             f"this session state belongs to another plan ({which}); initialize with that plan, or do not load the "
             "session state: model and optimizer states load under any plan, only the loss scale and counters restart"
@@ -314,13 +320,13 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
 
 
 def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Returns whether two plans train differently by a field; masters that are kept have the same values however."""
+    """Returns whether two plans train differently because of a field; both kinds of master have the same values."""
     values = there.get(key), here.get(key)
     return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is what a plan is written as, and can be compared with one."""
+    """Returns whether a value has only the types of a plan's dict, so that it can be compared with one."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):

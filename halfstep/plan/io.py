@@ -28,9 +28,9 @@ _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
 
 
 def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -> type[Struct]:
-    """Returns the type of a table in a plan file that stands for a value: its fields, and no others.
+    """Returns the type of the table in a plan file that stands for a value of class `of`: its fields, and no others.
 
-    `changed` has the types of fields that are written otherwise, or only in the file. What has a default in the value
+    `changed` has the types of fields that the file writes differently, or that only the file has. Fields with a default
     may be left out.
     """
     optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
@@ -41,7 +41,7 @@ def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -
 
 
 def _partial(table: type[Struct]) -> type[Struct]:
-    """Returns a table of which all may be left out, as another plan has it."""
+    """Returns a table of which all fields may be left out, because a base plan has them."""
     given = [(each.name, Union[each.type, UnsetType], UNSET) for each in msgspec.structs.fields(table)]  # noqa: UP007
     return msgspec.defstruct(table.__name__, given, forbid_unknown_fields=True, kw_only=True)
 
@@ -89,7 +89,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _entries(value: Any) -> Any:
-    """Returns a value as it stands in a plan file."""
+    """Returns a value in the form that it has in a plan file."""
     match value:
         case Format():
             return value.name
@@ -103,7 +103,7 @@ def _entries(value: Any) -> Any:
 
 
 def edit_to_dict(edit: Edit) -> dict[str, Any]:
-    """Returns an edit as a dict of strings and numbers, as it stands in a plan file, and in `edit` what it is.
+    """Returns an edit as a dict of strings and numbers, as in a plan file; the entry `edit` says of which kind it is.
 
     >>> edit_to_dict(OpChange("deny", "softmax"))
     {'edit': 'op_change', 'list': 'deny', 'op': 'softmax'}
@@ -113,31 +113,32 @@ def edit_to_dict(edit: Edit) -> dict[str, Any]:
 
 
 def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
-    """Returns the edit that a dict of `edit_to_dict` stands for; the dict is left as it is.
+    """Returns the edit that a dict of `edit_to_dict` stands for; does not change the dict.
 
     Raises:
-        PlanError: it stands for none.
+        PlanError: the dict does not stand for an edit.
     """
     try:
         entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
     except msgspec.ValidationError as error:
-        raise PlanError(f"{entries!r:.80} is not an edit: {error}; give what edit_to_dict returns") from None
+        raise PlanError(f"{entries!r:.80} is not an edit: {error}; pass a dict that edit_to_dict returned") from None
     kind = next(kind for kind, table in _EDITS.items() if isinstance(entry, table))
     return _rule(_given(entry)) if kind is Rule else kind(**_given(entry))
 
 
 def _given(table: Any) -> dict[str, Any]:
-    """Returns what a table gives."""
+    """Returns the fields of a table that are set."""
     return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not UNSET}
 
 
 def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | None = None) -> Plan:
-    """Returns the plan that a dict stands for, as `to_dict` makes it or with a level as `base` for what is not named.
+    """Returns the plan that a dict stands for: as made by `to_dict`, or with a level as `base` for missing fields.
 
-    `low` is the format of a dict that names none. The dict is left as it is.
+    `low` is the format if the dict names none. The dict is not changed.
 
     Raises:
-        PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction, with its path.
+        PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction; the message has its
+            path.
     """
     _check_schema(entries)
     try:
@@ -163,7 +164,7 @@ def _numbered(number: int, table: Struct) -> Rule:
 
 
 def _check_schema(entries: object) -> None:
-    """Raises a PlanError for a schema other than ours; asked first, as another schema may have other keys."""
+    """Raises a PlanError for a schema other than ours; checked first, as another schema may have other keys."""
     if not isinstance(entries, Mapping):
         raise PlanError(f"at the top level: expected a table of fields, got {type(entries).__name__}: {entries!r:.40}")
     schema = entries.get("schema")
@@ -171,7 +172,7 @@ def _check_schema(entries: object) -> None:
         raise PlanError(f"at `$.schema`: the plan has no schema version; add schema = {SCHEMA}")
     if type(schema) is not int or schema != SCHEMA:
         raise PlanError(
-            f"at `$.schema`: the plan is of schema {schema!r}, this halfstep reads {SCHEMA}; "
+            f"at `$.schema`: the plan has schema {schema!r}, but this halfstep reads schema {SCHEMA}; "
             "update halfstep, or save the plan again with this one"
         )
 
@@ -180,12 +181,12 @@ def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> Fo
     if "low" in given:
         return as_format(given["low"])
     if low is None:
-        raise PlanError('at `$.low`: the plan names no low format; add low = "bf16" or low = "fp16"')
+        raise PlanError('at `$.low`: the plan names no low-precision format; add low = "bf16" or low = "fp16"')
     return as_format(low)
 
 
 def _base(given: dict[str, Any]) -> Plan | None:
-    """Returns the level that a plan builds on, taken out of what is given; without one no field may be missing."""
+    """Takes `base` out of what is given and returns that level; without a base (None), no field may be missing."""
     if "base" in given:
         with _at("$.base"):
             return level(given.pop("base"), given["low"])
@@ -195,13 +196,13 @@ def _base(given: dict[str, Any]) -> Plan | None:
         them = "it" if len(missing) == 1 else "them"
         raise PlanError(
             f"at the top level: the plan lacks {', '.join(missing)}; add {them}, or add base = one of "
-            f"{', '.join(LEVELS)} for the fields that are not named"
+            f"{', '.join(LEVELS)} for the fields that are missing"
         )
     return None
 
 
 def _scaling(given: Mapping[str, Any], base: Scaling | None) -> Scaling:
-    """Returns the scale; of another kind than the base's, it starts from that kind's defaults."""
+    """Returns the loss scale; if its kind is not the base's, other fields have that kind's defaults."""
     if base is not None and given.get("kind", base.kind) == base.kind:
         return replace(base, **given)
     if "kind" not in given:
@@ -217,7 +218,7 @@ def _rule(given: dict[str, Any]) -> Rule:
 
 @contextmanager
 def _at(path: str) -> Iterator[None]:
-    """Adds the path in the file to an error of a value that came from there."""
+    """Adds the path in the file to an error about the value at that path."""
     try:
         yield
     except HalfstepError as error:
@@ -238,20 +239,25 @@ _WORDS = (
 
 
 def _explain(message: str, entries: Mapping[str, Any]) -> str:
-    """Returns msgspec's message with the path first, the value that came, and what is known or allowed there."""
+    """Returns msgspec's message with the path first, the value that was found, and the keys or values allowed there."""
     found = re.search(r" - at (`key` in )?`(\$.*)`$", message)  # absent where it is the whole file
     text, path = (message[: found.start()], found[2]) if found else (message, "$")
     unknown = re.search(r"unknown field `(.*)`", text)
     if unknown is not None:
         known = list(_types(path))
-        return f"{_place(path)}: unknown key {unknown[1]!r}; known are {', '.join(known)}{near_miss(unknown[1], known)}"
+        return (
+            f"{_place(path)}: unknown key {unknown[1]!r}; expected one of {', '.join(known)}"
+            f"{near_miss(unknown[1], known)}"
+        )
     if "invalid enum value" in text.lower():
         parent, _, key = path.rpartition(".")
         allowed = _words(_types(parent)[key])
         value = _value(path, entries)
-        return f"{_place(path)}: {value!r}; allowed are {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
+        return (
+            f"{_place(path)}: got {value!r}, expected one of {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
+        )
     if found and found[1]:
-        return f"{_place(path)}: a key in it is not text; keys are names, such as 'low'"
+        return f"{_place(path)}: a key is not text; expected names, such as 'low'"
     for theirs, ours in _WORDS:
         text = text.replace(theirs, ours)
     return f"{_place(path)}: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"{_place(path)}: {text}"
@@ -277,7 +283,8 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
     """Returns the plan in a .toml or .json file; `low` is the format if the file names none.
 
     Raises:
-        PlanError: the file is missing, cut short, of another schema or wrong in a field; names the file and the path.
+        PlanError: the file is missing, cut short, of another schema or has a wrong field; the message names the file
+            and the path.
     """
     file = Path(path)
     codec = _codec(file)
@@ -294,10 +301,10 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes the plan to a .toml or .json file, replacing an earlier one whole or not at all.
+    """Writes the plan to a .toml or .json file; an existing file is replaced as a whole or not at all.
 
     Raises:
-        PlanError: a suffix other than these, or a folder that cannot be written to.
+        PlanError: another suffix, or a folder that cannot be written to.
     """
     file = Path(path)
     data = _codec(file).encode(to_dict(plan))
@@ -326,5 +333,5 @@ _CODECS: Mapping[str, _Codec] = {
 def _codec(file: Path) -> _Codec:
     codec = _CODECS.get(file.suffix.lower())
     if codec is None:
-        raise PlanError(f"plan file {str(file)!r} has suffix {file.suffix!r}; name it {' or '.join(_CODECS)}")
+        raise PlanError(f"plan file {str(file)!r} has suffix {file.suffix!r}; expected {' or '.join(_CODECS)}")
     return codec

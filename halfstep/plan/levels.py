@@ -31,7 +31,7 @@ class Level:
 
 
 def _row(purpose: str, in_bf16: Plan, **in_fp16: Any) -> Level:
-    """Returns the level of a plan and of what fp16 changes in it."""
+    """Returns the level of a plan in bf16, and of the fields that differ in fp16."""
     return Level(purpose, MappingProxyType({BF16: in_bf16, FP16: replace(in_bf16, low=FP16, **in_fp16)}))
 
 
@@ -76,11 +76,11 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
     """
     row = LEVELS.get(name) if isinstance(name, str) else None
     if row is None:
-        raise PlanError(f"unknown level {name!r}; known are {', '.join(LEVELS)}{_level_hint(name)}")
+        raise PlanError(f"unknown level {name!r}; expected one of {', '.join(LEVELS)}{_level_hint(name)}")
     fmt = as_format(low)
     if fmt not in LOW_FORMATS:
-        known = " and ".join(each.name for each in LOW_FORMATS)
-        raise PlanError(f"level {name} cannot train in {fmt.name}; choose one of {known}")
+        known = " or ".join(each.name for each in LOW_FORMATS)
+        raise PlanError(f"level {name} cannot train in {fmt.name}; use {known}")
     return row.plans[fmt]
 
 
@@ -107,9 +107,9 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
-    Another `low` brings that format's master and scale where the plan has its level's own. `loss_scale` is "dynamic",
-    "none", a number (also as text) or a Scaling. `rules` and `ops` are added as edits: the later one wins. `input` is
-    "keep" or "low".
+    Another `low` changes master and scale too, to those of that format, if the plan has those of its level.
+    `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling. `rules` and `ops` are added as edits, of
+    which the later one wins. `input` is "keep" or "low".
 
     Raises:
         PlanError: an invalid value, or one that contradicts the plan.
@@ -121,7 +121,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
     if norms is not None and plan.param == "full":
         raise PlanError(
             f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
-            "norms compute; leave norms out, or change an op such as ops={'allow': ['layer_norm']}"
+            "norms compute; leave norms out, or move an op, such as by ops={'allow': ['layer_norm']}"
         )
     given = {
         "scale": None if loss_scale is None else as_scaling(loss_scale),
@@ -135,7 +135,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
 
 
 def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
-    """Returns the fields that a change to `low` brings along: those in which the plan still equals its level."""
+    """Returns the fields that change with `low`: those in which the plan still equals its level."""
     row = LEVELS.get(plan.name)
     if row is None or low not in LOW_FORMATS:
         return {"low": low}
@@ -148,7 +148,7 @@ def as_scaling(value: str | float | Scaling) -> Scaling:
     """Returns the Scaling that "dynamic", "none", a number, a number as text, or a Scaling stands for.
 
     Raises:
-        PlanError: the value stands for none.
+        PlanError: the value does not stand for a Scaling.
 
     >>> as_scaling("128").init
     128.0
@@ -158,7 +158,7 @@ def as_scaling(value: str | float | Scaling) -> Scaling:
     if isinstance(value, str):
         return _scaling_from_text(value)
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling")
+        raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling")
     return Scaling("static", init=float(value))
 
 
@@ -169,7 +169,7 @@ def _scaling_from_text(value: str) -> Scaling:
         number = float(value)
     except ValueError:
         hint = near_miss(value, _NAMED_SCALES)
-        raise PlanError(f"loss_scale is {value!r}; give 'dynamic', 'none', a number or a Scaling{hint}") from None
+        raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling{hint}") from None
     return Scaling("static", init=number)
 
 
@@ -178,9 +178,9 @@ def _op_edits(ops: OpChanges | Mapping[str, Iterable[str]] | None) -> list[OpCha
         return []
     if not isinstance(ops, OpChanges):
         if not isinstance(ops, Mapping):
-            raise PlanError(f"ops is {ops!r}; give OpChanges or a dict of lists, such as {{'deny': ['softmax']}}")
+            raise PlanError(f"ops is {ops!r}; expected OpChanges or a dict of lists, such as {{'deny': ['softmax']}}")
         for key in ops:
             if key not in OP_LISTS:
-                raise PlanError(f"ops has key {key!r}; allowed are {', '.join(OP_LISTS)}{near_miss(key, OP_LISTS)}")
+                raise PlanError(f"ops has key {key!r}; expected one of {', '.join(OP_LISTS)}{near_miss(key, OP_LISTS)}")
         ops = OpChanges(**{key: as_tuple(f"ops[{key!r}]", value, of="op names") for key, value in ops.items()})
     return [OpChange(name, op) for name, op in ops.listed()]

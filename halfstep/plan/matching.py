@@ -1,4 +1,4 @@
-"""The modules of a model by name, and which rule matches each; reads the model only."""
+"""Finds the modules of a model by name, and the rule that matches each; only reads the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.validate import near_miss
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A module of the `model`-th model and the dotted names it has there; more than one where it is shared."""
+    """A module of the `model`-th model, and the dotted names that it has there; several if it is shared."""
 
     model: int
     module: nn.Module
@@ -23,22 +23,22 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The name that `named_modules()` gives it."""
+        """The module's name in `named_modules()`."""
         return self.paths[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that a pattern may match: the paths, also without what torch.compile adds."""
+        """All names that a pattern may match: the paths, with and without what torch.compile adds."""
         return (*self.paths, *(path for path in map(uncompiled, self.paths) if path not in self.paths))
 
     @property
     def type_names(self) -> tuple[str, ...]:
-        """The short names of its class and of all bases that are modules."""
+        """The short names of the module's class and of all its bases that are modules."""
         return tuple(cls.__name__ for cls in type(self.module).__mro__ if issubclass(cls, nn.Module))
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of its own parameters and buffers."""
+        """The names of the module's own parameters and buffers."""
         return (*parameters_of(self.module), *buffers_of(self.module))
 
 
@@ -60,9 +60,9 @@ def find_sites(root: nn.Module, model: int) -> list[Site]:
 
 
 def together(name: str, model: nn.Module) -> tuple[str, ...]:
-    """Returns the name of a module, and those of all others that hold one of its parameters and are not inside it.
+    """Returns the name of a module, and of all other modules that hold one of its parameters and are not inside it.
 
-    Names are as rules spell them.
+    Names are written as in rules.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> model[2].weight = model[0].weight
@@ -107,7 +107,7 @@ def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, R
 
 
 def nearest(rule: Rule, sites: Iterable[Site]) -> str:
-    """Returns what to write instead of a pattern that matches nothing, or where to look."""
+    """Returns a hint for a rule that matches nothing: what to write instead, or the names to choose from."""
     names = [name for site in sites for name in site.names if name]
     types = list(dict.fromkeys(name for site in sites for name in site.type_names))
     if rule.pattern.startswith(TYPE_PREFIX):

@@ -16,11 +16,11 @@ _NAMED_NORM = re.compile(r".*Norm(\d+d?)?")  # T5LayerNorm, LlamaRMSNorm, Frozen
 
 
 def norm_kind(module: nn.Module) -> NormKind | None:
-    """Returns by whose code the module normalises, or None where it does not.
+    """Returns whose code normalises in the module, or None if the module is not a norm.
 
-    "torch": torch's own kernels, which take low inputs with fp32 weights. "own": code of the model's, in which low and
-    fp32 values would mix; that is a class named as a norm, or derived from torch's with another forward. A class that
-    holds other layers with weights (PreNorm with its attention) is not a norm itself: its parts count.
+    "torch": torch's own kernels, which take low inputs with fp32 weights. "own": the model's own code, in which low and
+    fp32 values would mix; this is a class named as a norm, or derived from torch's with another forward. A class that
+    holds other layers with weights (PreNorm with its attention) is not a norm itself, but its parts may be.
 
     >>> norm_kind(nn.GroupNorm(1, 4))
     'torch'
@@ -33,9 +33,9 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 
 
 def has_running_stats(module: nn.Module) -> bool:
-    """Returns whether a batch or instance norm keeps running statistics beside weights.
+    """Returns whether a batch or instance norm has running statistics as well as weights.
 
-    Its kernel takes low weights only with low statistics and fp32 weights only with fp32 statistics.
+    Its kernel takes low weights only with low statistics, and fp32 weights only with fp32 statistics.
     """
     return isinstance(module, BatchNormBase) and bool(module.affine) and module.running_mean is not None
 

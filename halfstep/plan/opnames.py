@@ -1,4 +1,4 @@
-"""Whether op changes name ops that exist, can be cast, and are not one op under two names."""
+"""Checks that op changes name ops that exist, can be cast, and are not one op under two names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_op_changes(changes: OpChanges) -> None:
     """Checks every op name against the dispatcher; functions ("module:function") are looked up when a session starts.
 
     Raises:
-        PlanError: a name is no op or cannot be cast (with near misses), or two lists name the same op differently.
+        PlanError: a name is not an op or cannot be cast (with near misses), or two lists have one op under two names.
     """
     listed: dict[str, tuple[str, str]] = {}
     for category, op in changes.listed():
@@ -19,6 +19,5 @@ def check_op_changes(changes: OpChanges) -> None:
             name, where = listed.setdefault(overload, (op, category))
             if where != category:
                 raise PlanError(
-                    f"op {op!r} in {category} and {name!r} in {where} are both {overload!r}; "
-                    "an op belongs to one list: remove the other"
+                    f"op {op!r} in {category} and {name!r} in {where} are both {overload!r}; list each op only once"
                 )

@@ -1,7 +1,8 @@
 """The op table: which torch op runs low, full or with its widest input; the same on every device.
 
-Its rows are torch's autocast lists (ATen/autocast_mode.h and autocast_mode.cpp): the list for CUDA literally, and from
-the list for CPU what has no low kernel. What torch's lists lack for whole models to run is a row of halfstep's own.
+Its rows are torch's autocast lists (ATen/autocast_mode.h and autocast_mode.cpp): the whole list for CUDA, and from the
+list for CPU the ops that have no low kernel. Ops that torch's lists lack, but whole models need, are rows of halfstep's
+own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
 Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]
-"""What happens to an overload: "pass" leaves it as written and its parts to their own rows, "infer" those too."""
+"""What happens to an overload: "pass" runs it as written, its parts by their own rows; "infer" runs both as written."""
 
 Source = Literal["torch", "halfstep"]
 
@@ -181,20 +182,20 @@ def _build_rows() -> tuple[ListedOp, ...]:
 
 
 ROWS: tuple[ListedOp, ...] = _build_rows()
-"""The op table, one row an op; what no row names runs as written."""
+"""The op table, one row per op; an op without a row runs as written."""
 
 NORMS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm")
-"""Overloads that compute in fp32 and return the format of their input where low weights meet another format."""
+"""Overloads that compute in fp32 and return the format of their input if low weights come with another format."""
 
 REFUSED: Mapping[str, str] = {"binary_cross_entropy": "binary_cross_entropy_with_logits"}
-"""Ops refused on low inputs, and the one to use: a low sigmoid rounds to 0 or 1, whose logarithm is infinite."""
+"""Ops refused on low inputs, and the op to use instead: a low sigmoid rounds to 0 or 1, whose logarithm is infinite."""
 
 LOSSES = (
     "torch.nn.functional:gaussian_nll_loss",
     "torch.nn.functional:multilabel_soft_margin_loss",
     "torch.nn.functional:triplet_margin_with_distance_loss",
 )
-"""Losses that are Python functions made of several ops, which have no row; full at every level, as the others."""
+"""Losses that are Python functions made of several ops, which have no row; they run full at every level, as others."""
 
 _CPU_ONLY = (
     "cat stack trace adaptive_avg_pool3d adaptive_max_pool3d max_pool3d max_unpool2d max_unpool3d "
@@ -202,10 +203,10 @@ _CPU_ONLY = (
     "replication_pad3d fake_quantize_per_tensor_affine grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback"
 )
 AS_WRITTEN = tuple(_CPU_ONLY.split())
-"""Overloads that torch's list for CPU runs full or promotes, and the table, as on CUDA, leaves as written."""
+"""Overloads that torch's list for CPU runs full or promotes, but the table runs as written, as on CUDA."""
 
 GATHERS = ("embedding", "embedding_bag", "embedding_bag.padding_idx", "index.Tensor")
-"""Overloads whose backward on a CPU adds up low gradients one by one in the low format, so that sums stop growing."""
+"""Overloads whose backward on a CPU sums low gradients one by one in the low format, so that sums stop growing."""
 
 _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cpu", "grid_sampler"): "full",
@@ -240,9 +241,9 @@ _NAMESPACES = (
 
 
 def stock_action(overload: str, device_type: str) -> Action | None:
-    """Returns what torch's own autocast does to an overload on a device; None where it leaves it as written.
+    """Returns what torch's own autocast does to an overload on a device; None if it leaves the op as written.
 
-    Read from the dispatcher and the table; right for the devices that halfstep knows, CPU and CUDA.
+    The answer comes from the dispatcher and the table; it is right for the devices that halfstep knows, CPU and CUDA.
     """
     if not _registered(overload, f"Autocast{device_type.upper()}"):
         return None
@@ -256,7 +257,7 @@ def stock_action(overload: str, device_type: str) -> Action | None:
 
 
 def device_note(row: ListedOp, device_type: str) -> str:
-    """Returns who carries a row out on a device at O1: torch's own autocast, halfstep, or both a part.
+    """Returns who casts the ops of a row on a device at O1: torch's own autocast, halfstep, or both a part.
 
     >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
     'torch'
@@ -268,12 +269,12 @@ def device_note(row: ListedOp, device_type: str) -> str:
 def effective(plan: Plan) -> Mapping[str, Action]:
     """Returns what the plan does to each aten overload (and "module:function") that does not run as written.
 
-    Where weights are fp32, rows act by category. Where they are low, deny rows run as stored, but for losses and ops
-    without a low kernel, which run full; norms take parameters wider or narrower than their input, and gathers from
-    weights have their gradients summed in fp32. The plan's own op changes act at every level.
+    If weights are fp32, rows act by category. If weights are low, deny rows run in the stored formats, except losses
+    and ops without a low kernel, which run full; norms take parameters wider or narrower than their input, and gathers
+    from weights sum their gradients in fp32. The plan's own op changes act at every level.
 
     Raises:
-        PlanError: an op change that names nothing that can be cast.
+        PlanError: an op change names nothing that can be cast.
     """
     if plan.ops == "none":
         return {}
@@ -348,7 +349,7 @@ def overload_name(schema: FunctionSchema) -> str:
 
 
 def _obstacle(schema: FunctionSchema) -> str:
-    """Returns why an overload cannot be cast, "" where it can."""
+    """Returns why an overload cannot be cast, "" if it can."""
     name = schema.name.removeprefix("aten::")
     if "Dimname" in str(schema):
         return "it takes named tensors"
@@ -356,8 +357,8 @@ def _obstacle(schema: FunctionSchema) -> str:
         return "it takes no tensor"
     if schema.is_mutable:
         other = name.rstrip("_")
-        instead = f"; name {other!r}, and call it so" if hasattr(torch.Tensor, other) else ""
-        return f"it writes into its first argument, whose format stays{instead}"
+        instead = f"; name and call {other!r} instead" if hasattr(torch.Tensor, other) else ""
+        return f"it writes into its first argument, whose format cannot change{instead}"
     if any(result.alias_info is not None for result in schema.returns):
         return "it returns a view of its argument, and a cast would make it a copy"
     if not any("Tensor" in str(result.type) for result in schema.returns):
@@ -366,7 +367,7 @@ def _obstacle(schema: FunctionSchema) -> str:
 
 
 def _unknown(public_name: str, name: str) -> str:
-    """Returns what to say of a name that is no aten op."""
+    """Returns the message for a name that is not an aten op."""
     for module, path in (
         (torch.nn.functional, "torch.nn.functional"),
         (torch, "torch"),
@@ -383,6 +384,6 @@ def _unknown(public_name: str, name: str) -> str:
     near = difflib.get_close_matches(name, public, n=3)
     hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     return (
-        f"op {public_name!r} is not a torch op{hint}; give the name of a torch function, such as 'softmax', "
+        f"op {public_name!r} is not a torch op{hint}; use the name of a torch function, such as 'softmax', "
         'or "module:function" for a Python function'
     )

@@ -21,10 +21,11 @@ PlanOutput = Literal["full", "low", "keep"]
 class Plan:
     """How a model trains: which format, what is stored in it, which ops run in it, and how the update is kept precise.
 
-    `low` is bf16 or fp16 (a torch.dtype or name is taken too); `param` is the width of stored weights; `ops` says
-    whether the op table acts; `norms` is the width of normalisation parameters where weights are low; `master` keeps
-    the fp32 value of low weights; `output` is what the model returns ("keep": as it comes), and `input` whether its
-    inputs stay as they come (products cast their operands) or are cast to low first; `scale` is the loss scale.
+    `low` is the low-precision format, bf16 or fp16 (a torch.dtype or a name is accepted too); `param` is the width of
+    stored weights; `ops` says whether the op table is used; `norms` is the width of normalisation parameters if weights
+    are low; `master` says how the fp32 values of low weights are kept; `output` is the width of what the model returns
+    ("keep": unchanged), and `input` says whether the model's inputs keep their format (products cast their operands) or
+    are cast to low first; `scale` is the loss scale.
 
     Raises:
         PlanError: an invalid field, or fields that contradict each other; the message says why.
@@ -47,8 +48,8 @@ class Plan:
         text("plan name", self.name)
         object.__setattr__(self, "low", as_format(self.low))
         if self.low not in LOW_FORMATS:
-            known = " and ".join(fmt.name for fmt in LOW_FORMATS)
-            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; choose one of {known}")
+            known = " or ".join(fmt.name for fmt in LOW_FORMATS)
+            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; use {known}")
         one_of("plan param", self.param, get_args(Width))
         one_of("plan ops", self.ops, get_args(Ops))
         one_of("plan norms", self.norms, get_args(Width))
@@ -66,10 +67,10 @@ class Plan:
         _check_rules(self)
 
     def edit(self, *edits: Edit) -> Plan:
-        """Returns the plan with these edits made in order, the later ones winning.
+        """Returns the plan with these edits made in order; later edits win.
 
-        A Rule takes the place of the one with its pattern, an OpChange moves its op between the lists, a Scaling takes
-        the place of the scale.
+        A Rule replaces the rule with the same pattern, an OpChange moves its op to another list, a Scaling replaces the
+        loss scale.
 
         Raises:
             PlanError: something that is not an edit, or an edit that contradicts the plan.
@@ -84,7 +85,7 @@ class Plan:
             elif isinstance(edit, Scaling):
                 plan = replace(plan, scale=edit)
             else:
-                raise PlanError(f"edit {edit!r} is not an edit; give a Rule, an OpChange or a Scaling")
+                raise PlanError(f"edit {edit!r} is not an edit; expected a Rule, an OpChange or a Scaling")
         return plan
 
 
@@ -92,26 +93,26 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.param == "full" and plan.master != "none",
         "a master keeps the fp32 value of low-precision weights, but this plan keeps weights in fp32 (param 'full'); "
-        "give master 'none', or use level O2",
+        "use master 'none', or level O2",
     ),
     (
         lambda plan: plan.master == "split" and plan.low != BF16,
-        "master 'split' needs bf16 weights, whose bits are the upper half of fp32's; give master 'copy' for fp16",
+        "master 'split' needs bf16 weights, whose bits are the upper half of fp32's; use master 'copy' for fp16",
     ),
     (
         lambda plan: plan.param == "full" and plan.norms != "full",
         "norms 'low' stores normalisation weights in low precision, but this plan keeps all weights in fp32 (param "
-        "'full') and the op table decides how norms compute; leave norms out, or change an op such as 'layer_norm'",
+        "'full') and the op table decides how norms compute; leave norms out, or move an op such as 'layer_norm'",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",
         "weights are in low precision but ops is 'none': fp32 values (rotary tables, masks, torch.zeros states) would "
-        "meet them in matrix products and fail; give ops 'table', as O2 does",
+        "meet them in matrix products and fail; use ops 'table', as O2 does",
     ),
     (
         lambda plan: plan.ops == "none" and plan.scale.active,
         "a loss scale keeps low-precision gradients from underflow, but with ops 'none' no gradient is in low "
-        "precision; give scale kind 'none', or level O1",
+        "precision; use scale kind 'none', or level O1",
     ),
     (
         lambda plan: plan.ops == "none" and bool(plan.rules),
@@ -120,15 +121,15 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.ops == "none" and plan.output != "keep",
-        "the model's output is not touched where nothing is cast (ops 'none'); give output 'keep'",
+        "with ops 'none' nothing is cast, so the model's output stays as it is; use output 'keep'",
     ),
     (
         lambda plan: plan.ops == "none" and plan.input != "keep",
-        "the model's input is not touched where nothing is cast (ops 'none'); give input 'keep'",
+        "with ops 'none' nothing is cast, so the model's input stays as it is; use input 'keep'",
     ),
     (
         lambda plan: plan.ops == "none" and plan.op_changes != OpChanges(),
-        "op_changes change the op table, but ops is 'none', so no table is used; remove them, or give ops 'table'",
+        "op_changes change the op table, but ops is 'none', so no table is used; remove them, or use ops 'table'",
     ),
 )
 

@@ -29,14 +29,14 @@ QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 
 @dataclass(frozen=True)
 class ModuleFormats:
-    """What one module is given.
+    """The formats that a plan gives one module.
 
-    `param` is the format of its own fp32 parameters (None where it has none). `compute` is the format that its ops run
-    in where the op table leaves a choice (None where nothing is cast). Where `boundary` is true its forward is entered
-    specially: floating inputs are cast to `input` (None: as they come) and outputs to `output` ("input": the format
-    of the first floating input; None: as they come). `buffers` is the format of its floating buffers (None: kept).
-    `reason` says what decided, `aliases` are further names of a shared module, `model` counts the models from 0.
-    `door` is true where a call from outside of the model's forward (`model.encoder(x)`) enters the plan too.
+    `param` is the format of the module's own fp32 parameters (None if it has none). `compute` is the format that its
+    ops run in if the op table leaves a choice (None if nothing is cast). If `boundary` is true, inputs and outputs of
+    its forward are cast: floating inputs to `input` (None: unchanged) and outputs to `output` ("input": the format of
+    the first floating input; None: unchanged). `buffers` is the format of its floating buffers (None: unchanged).
+    `reason` says what decided, `aliases` are further names of a shared module, `model` counts the models from 0. `door`
+    is true if a call from outside of the model's forward (`model.encoder(x)`) enters the plan too.
     """
 
     name: str
@@ -55,13 +55,13 @@ class ModuleFormats:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A plan and what it gives each module, in the order of `named_modules()`, model by model."""
+    """A plan and the formats that it gives each module, in the order of `named_modules()`, model by model."""
 
     plan: Plan
     modules: tuple[ModuleFormats, ...]
 
     def names(self) -> tuple[str, ...]:
-        """Returns the dotted names of all modules; of several models with the model's number before them."""
+        """Returns the dotted names of all modules; with several models, each name begins with the model's number."""
         several = any(formats.model > 0 for formats in self.modules)
         return tuple(
             ".".join([*([str(formats.model)] if several else []), *filter(None, [uncompiled(formats.name)])])
@@ -69,7 +69,7 @@ class Assignment:
         )
 
     def of(self, name: str, *, model: int = 0) -> ModuleFormats:
-        """Returns what the module of this dotted name is given; "" is the model itself.
+        """Returns the formats of the module with this dotted name; "" is the model itself.
 
         Raises:
             PlanError: there is no such module.
@@ -97,7 +97,7 @@ def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Decision:
-    """The policy of a module and why; `stored_full` keeps its own parameters fp32 without another policy."""
+    """The policy of a module and its reason; `stored_full` keeps its own parameters fp32 under the same policy."""
 
     policy: Policy
     buffers: BufferWidth
@@ -111,25 +111,24 @@ class _Decision:
         return "full" if self.stored_full else self.policy.param
 
     def enters_from(self, caller: _Decision) -> bool:
-        """Returns whether a module with this decision is entered specially when called from one with another."""
+        """Returns whether values are cast when a module with the decision `caller` calls a module with this one."""
         # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
         by_policy = self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
         return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
 def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Iterable[nn.Parameter] = ()) -> Assignment:
-    """Returns what the plan gives each module of a model, or of several trained together.
+    """Returns the formats that the plan gives each module of a model, or of several models trained together.
 
-    `made_low` are parameters that are low only because of a session about to end: they count as the fp32 that they will
-    be.
+    `made_low` are parameters that a session about to end has made low: they count as fp32, which they will be then.
 
-    The rule that matches the module, or else its nearest ancestor, decides; where none does, the plan. What the model
-    itself returns is `plan.output`'s to decide. Where weights are low and `plan.norms` is "full", torch's norm classes
-    keep fp32 parameters and norm classes of the model's own are computed in fp32, unless a rule matches the norm.
+    The rule that matches the module or its nearest ancestor decides; without such a rule, the plan decides.
+    `plan.output` decides what the model itself returns. If weights are low and `plan.norms` is "full", torch's norm
+    classes keep fp32 parameters and the model's own norm classes compute in fp32, unless a rule matches the norm.
 
     Raises:
-        PlanError: a rule matches nothing, two rules disagree on a module, a tied parameter or a shared module would
-            get two formats, a rule asks for what the module or its kernel cannot do, or an op change names no op.
+        PlanError: a rule matches nothing, two rules disagree on a module, a tied parameter or a shared module would get
+            two formats, a rule requires what the module or its kernel cannot do, or an op change names no op.
     """
     roots = [unwrap(each) for each in ([model] if isinstance(model, nn.Module) else model)]
     check_op_changes(plan.op_changes)
@@ -148,29 +147,34 @@ def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
     """Refuses modules whose forward the plan would have to enter and cannot.
 
     Raises:
-        SetupError: names a module whose forward is set on the instance, is a generator, or is scripted.
+        SetupError: a forward is set on the instance, is a generator, or is scripted; the message names the module.
     """
     modules = [pair for model in models for pair in model.named_modules()]
     for (name, module), formats in zip(modules, assignment.modules, strict=True):
         what = f"{type(module).__name__} {name!r}" if name else f"the model ({type(module).__name__})"
         scripted = isinstance(module, torch.jit.ScriptModule)
         if scripted and (formats.boundary or assignment.plan.param == "low"):
-            raise SetupError(f"{what} is scripted, and halfstep can neither enter its forward nor cast its weights")
+            raise SetupError(
+                f"{what} is scripted, so halfstep can neither enter its forward nor cast its weights; "
+                "use the Python module"
+            )
         if not formats.boundary:
             continue
         if "forward" in module.__dict__:
             raise SetupError(
-                f"{what} has its forward set on the instance, which hides that of its class, through which halfstep "
-                "enters it; define it in the class (or wrap the module in one), or set it after initialize"
+                f"{what} has its forward set on the instance, which hides the forward of its class, where halfstep "
+                "enters; define it in the class (or wrap the module in one), or set it after initialize"
             )
         if inspect.isgeneratorfunction(type(module).forward):
-            raise SetupError(f"{what} has a generator as its forward, which runs after the call; return the values")
+            raise SetupError(
+                f"{what} has a generator as its forward, which runs after the call; return the values, do not yield"
+            )
 
 
 def _assign(
     plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int]
 ) -> list[ModuleFormats]:
-    """Returns what the modules of one model get: decisions go down every path, boundaries lie where they change."""
+    """Returns the formats of one model's modules: decisions go down every path, and a boundary is where they change."""
     at = {path: site for site in sites for path in site.paths}
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}
@@ -189,7 +193,7 @@ def _depth(path: str) -> int:
 
 
 def _is_uncalled(module: nn.Module) -> bool:
-    """Returns whether nothing goes through the class's forward: lists and dicts of modules, torch.compile's wrapper."""
+    """Returns whether the class's forward is never called: lists and dicts of modules, torch.compile's wrapper."""
     if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
         return False
     return type(module).forward is nn.Module.forward or compiled_module(module) is not None
@@ -202,14 +206,14 @@ def _of_plan(plan: Plan) -> _Decision:
 
 
 def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
-    """Returns the decision for a module that `rule` matches directly, or (None) that takes it from its parent."""
+    """Returns the decision for a module: that of `rule`, which matches it directly, or (None) that of its parent."""
     statistics = has_running_stats(site.module)
     if rule is not None:
         if statistics and (rule.policy.param == "low") != (rule.buffers == "low"):
             raise PlanError(
                 f"rule {rule.pattern!r} gives {type(site.module).__name__} {site.name!r} {rule.policy.param} weights "
                 f"with buffers {rule.buffers!r}, but its kernel takes low weights only with low running statistics and "
-                "fp32 ones only with fp32 ones; give param 'low' with buffers 'low', or param 'full' with 'keep'"
+                "fp32 ones only with fp32 ones; use param 'low' with buffers 'low', or param 'full' with buffers 'keep'"
             )
         return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", rule.input, ruled=True)
     full = _full_anyway(plan, site.module, owner)
@@ -229,10 +233,11 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
 
 
 def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
-    """Returns why a module computes full wherever no rule says otherwise; None where it does not.
+    """Returns why a module computes full unless a rule says otherwise; None if it does not.
 
-    Parametrizations make a weight out of a stored low one: inverses, exponentials and powers, which have no low kernel
-    or no meaning in low. What they return has the format of what they got, and parameters of their own stay fp32.
+    Parametrizations compute a weight from one that is stored low, by inverses, exponentials and powers, which have no
+    low kernel or make no sense in low precision. Their results have the format of their inputs, and their own
+    parameters stay fp32.
     """
     if plan.param == "low" and isinstance(owner, ParametrizationList):
         return "parametrizations full"
@@ -251,7 +256,7 @@ def _formats(
         if replace(decided[path], reason=decision.reason) != decision:
             raise PlanError(
                 f"{type(site.module).__name__} is shared as {site.name!r} ({decision.reason}) and {path!r} "
-                f"({decided[path].reason}), which would give it two policies; put one rule on both"
+                f"({decided[path].reason}), which would give it two policies; put the same rule on both"
             )
     formats = ModuleFormats(
         name=site.name,
@@ -283,9 +288,9 @@ def _formats(
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
-    """Returns whether a module computes low with parameters at or below it that are stored low or that products cast.
+    """Returns whether a module computes low and holds parameters that are stored low or cast by products.
 
-    Those of norms that stay full are neither.
+    Parameters of norms that stay full do not count.
     """
     own_forward = "forward" in module.__dict__ and compiled_module(module) is None
     called = own_forward or not _is_uncalled(module)
@@ -302,9 +307,10 @@ def _width(plan: Plan, width: Width) -> Format:
 
 
 def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
-    """Returns what inputs are cast to at a boundary, None where they stay as they come.
+    """Returns the format that inputs are cast to at a boundary, None if they are not cast.
 
-    The root is given what the user made, in which low would be silent damage; below it, what modules computed.
+    The root gets the user's data, which a cast to low would damage silently; modules below it get what other modules
+    computed.
     """
     if decision.policy.compute == "full":
         return FP32
@@ -322,7 +328,7 @@ def _model_output(plan: Plan) -> Format | None:
 
 
 def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:
-    """Returns a module's own fp32 parameters by name; `fp32` has the ids of those that count as such."""
+    """Returns a module's own fp32 parameters by name; `fp32` has the ids of low ones that count as fp32."""
     own = [(name, p) for name, p in parameters_of(module).items() if p is not None]
     return [(name, p) for name, p in own if p.dtype is torch.float32 or id(p) in fp32]
 
@@ -338,19 +344,19 @@ def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Modul
 
 
 def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> None:
-    """Raises a PlanError where two models share a module that would get different formats in them."""
+    """Raises a PlanError if two models share a module that would get different formats in them."""
     first: dict[nn.Module, ModuleFormats] = {}
     for site, formats in zip(sites, modules, strict=True):
         other = first.setdefault(site.module, formats)
         if replace(formats, name=other.name, aliases=other.aliases, model=other.model, reason=other.reason) != other:
             raise PlanError(
                 f"module {formats.name!r} of model {formats.model} is also {other.name!r} of model {other.model}, with "
-                "other formats there; give initialize the outer model alone, or put one rule on both"
+                "other formats there; pass only the outer model to initialize, or put the same rule on both"
             )
 
 
 def _check_tied(sites: Sequence[Site], modules: Sequence[ModuleFormats], fp32: Container[int]) -> None:
-    """Raises a PlanError where modules hold the same parameter and would store it in different formats."""
+    """Raises a PlanError if modules hold the same parameter and would store it in different formats."""
     first: dict[nn.Parameter, tuple[str, ModuleFormats]] = {}
     for site, formats in zip(sites, modules, strict=True):
         for name, parameter in _own_fp32(site.module, fp32):

@@ -336,13 +336,15 @@ def test_a_prediction_has_the_form_of_the_page(room, halfstep):
     assert titles(out)[: len(titles(BLOCKS["prediction"]))] == titles(BLOCKS["prediction"])
 
 
-@pytest.mark.parametrize(
-    ("block", "gains"),
-    [
-        ("recommendation", dict(product_bf16=0.23, convolution_bf16=0.52, product_fp16=0.011, convolution_fp16=0.031)),
-        ("with units", dict(product_bf16=2.3, convolution_bf16=1.8, product_fp16=0.013, convolution_fp16=0.032)),
-    ],
-)
-def test_the_recommendation_of_the_page_is_what_the_doctor_says(block, gains):
-    level, low, reason = recommend(rated(**gains))
-    assert BLOCKS[block] == f"Train at {level}{'' if level == 'O0' else f' in {low}'}: {reason}.\n"
+RECOMMENDED = {
+    BLOCKS["recommendation"]: dict(
+        product_bf16=0.23, convolution_bf16=0.52, product_fp16=0.011, convolution_fp16=0.031
+    ),
+    BLOCKS["with units"]: dict(product_bf16=2.3, convolution_bf16=1.8, product_fp16=0.013, convolution_fp16=0.032),
+}
+
+
+@pytest.mark.parametrize("block", RECOMMENDED)
+def test_the_recommendation_of_the_page_is_what_the_doctor_says(block):
+    level, low, reason = recommend(rated(**RECOMMENDED[block]))
+    assert block == f"Train at {level}{'' if level == 'O0' else f' in {low}'}: {reason}.\n"

@@ -13,7 +13,7 @@ import halfstep
 from halfstep import FULL, Rule, SessionError, SetupError
 
 LINE = r"fully_shard\(module, mp_policy=halfstep.fsdp_policy\(\"O2\", low=\"bf16\"\)\) for all of the model"
-ORDER = r"fully_shard\(.*mp_policy=halfstep.fsdp_policy\(plan, low=...\)\)`, then the optimizer"
+ORDER = r"fully_shard\(.*mp_policy=halfstep.fsdp_policy\(plan, low=...\)\)`, then make the optimizer"
 LOW = torch.bfloat16
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -36,14 +36,17 @@ def forward(model):
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (MixedPrecisionPolicy(), r"'0.weight' arrives in the forward as torch.float32, and O2 reads it as torch.bf"),
-        (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' arrives .* as torch.float16"),
-        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts what its forward is given to torch.bf"),
+        (MixedPrecisionPolicy(), r"'0.weight' is torch.float32 in the forward, but O2 reads it as torch.bf"),
+        (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' is torch.float16"),
+        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts the inputs of its forward to torch.bf"),
         (
             MixedPrecisionPolicy(torch.float32),
-            "cast_forward_inputs=True it casts what its forward is given to torch.fl",
+            "cast_forward_inputs=True it casts the inputs of its forward to torch.fl",
         ),
-        (MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False), "output_dtype it casts what it ret"),
+        (
+            MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False),
+            "output_dtype it casts its outputs to",
+        ),
     ],
 )
 def test_a_policy_that_contradicts_the_plan(policy, says):
@@ -69,13 +72,13 @@ def test_only_the_model_itself_may_return_fp32_by_its_policy():
     wide = MixedPrecisionPolicy(LOW, output_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model[1], mp_policy=wide)
     fully_shard(model, mp_policy=wide)
-    with pytest.raises(SetupError, match=f"output_dtype it casts what it returns to torch.float32.*{LINE}"):
+    with pytest.raises(SetupError, match=f"output_dtype it casts its outputs to torch.float32.*{LINE}"):
         halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 
 def test_after_the_error_the_weights_are_those_that_were_sharded():
     model, session = opened(MixedPrecisionPolicy())
-    with pytest.raises(SetupError, match="arrives"):
+    with pytest.raises(SetupError, match="in the forward, but"):
         forward(model)
     session.close()
     forward(model).backward()  # after which FSDP2 has put back what the forward that raised has left whole
@@ -151,7 +154,7 @@ def test_an_optimizer_that_was_made_before_the_shards():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     fully_shard(model)
-    with pytest.raises(SetupError, match=r"not the model's.*after any .to\(device\) or fully_shard"):
+    with pytest.raises(SetupError, match=r"do not belong to the model.*after any .to\(device\) or fully_shard"):
         halfstep.initialize(model, optimizer, "O2", low="bf16")
 
 
@@ -177,7 +180,7 @@ def test_shards_that_are_offloaded_on_whatever_mesh():
 
 def test_shards_that_are_low():
     model = fully_shard(network().bfloat16())
-    with pytest.raises(SetupError, match=r"already low: 0.weight, .*before fully_shard"):
+    with pytest.raises(SetupError, match=r"already in low precision: 0.weight, .*before fully_shard"):
         halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 

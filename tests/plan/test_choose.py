@@ -25,7 +25,7 @@ def cuda(major, minor):
 def test_a_format_with_units_is_taken_and_named(facts, expected):
     fmt, notice = choose_low(facts)
     assert fmt is expected
-    assert notice.startswith(f"low is not given; taking {expected}, which this device computes in hardware (")
+    assert notice.startswith(f"low is not set; using {expected}, which this device computes in hardware (")
     assert "O0" not in notice
 
 

@@ -57,19 +57,19 @@ def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
     ],
 )
 def test_the_usual_misspellings_of_a_level_get_a_hint(name, hint):
-    with pytest.raises(PlanError, match=f"unknown level '{name}'; known are O0, O1, O2, O3; {hint}"):
+    with pytest.raises(PlanError, match=f"unknown level '{name}'; expected one of O0, O1, O2, O3; {hint}"):
         level(name, BF16)
 
 
 @pytest.mark.parametrize("name", ["mixed", "", None, 1, ["O1"]])
 def test_an_unknown_level_is_refused_with_those_that_are_known(name):
-    with pytest.raises(PlanError, match=r"unknown level .*; known are O0, O1, O2, O3"):
+    with pytest.raises(PlanError, match=r"unknown level .*; expected one of O0, O1, O2, O3"):
         level(name, BF16)
 
 
 @pytest.mark.parametrize("low", [FP32, E5M2])
 def test_a_level_in_a_format_to_compute_in_only_is_refused(low):
-    with pytest.raises(PlanError, match=f"level O1 cannot train in {low}; choose one of bf16 and fp16"):
+    with pytest.raises(PlanError, match=f"level O1 cannot train in {low}; use bf16 or fp16"):
         level("O1", low)
 
 
@@ -169,11 +169,11 @@ def test_a_dict_of_ops_is_left_as_it_is():
 REFUSED = [
     ("O2", {"low": "fp32"}, "plan low is fp32"),
     *(
-        ("O1", {"loss_scale": value}, "loss_scale is .*; give 'dynamic', 'none', a number or a Scaling")
+        ("O1", {"loss_scale": value}, "loss_scale is .*; expected 'dynamic', 'none', a number or a Scaling")
         for value in ("dynamc", "", "static", True, [1], torch.tensor(1.0), b"1")
     ),
     *(
-        ("O1", {"loss_scale": value}, "scale init is .*; give a number from")
+        ("O1", {"loss_scale": value}, "scale init is .*; expected a number from")
         for value in (0, -1, "0", "inf", float("nan"), 1e300)
     ),
     ("O1", {"loss_scale": "Dynamc"}, "did you mean 'dynamic'"),
@@ -186,13 +186,13 @@ REFUSED = [
     ("O2", {"norms": "fp32"}, "plan norms is 'fp32'"),
     ("O1", {"master": "copy"}, "plan 'O1': a master keeps"),
     *(
-        ("O2", {"rules": rules}, "rules is .*; give a tuple of Rules")
+        ("O2", {"rules": rules}, "rules is .*; expected a tuple of Rules")
         for rules in (Rule("head", FULL), "head", None, 3)
     ),
     ("O2", {"rules": ["head"]}, "is not an edit"),
-    ("O1", {"ops": "softmax"}, "ops is 'softmax'; give OpChanges or a dict of lists"),
-    ("O1", {"ops": {"denny": ["exp"]}}, "ops has key 'denny'; allowed are allow, deny, infer, promote; .* mean 'deny'"),
-    ("O1", {"ops": {"deny": "softmax"}}, "give a tuple of op names"),
+    ("O1", {"ops": "softmax"}, "ops is 'softmax'; expected OpChanges or a dict of lists"),
+    ("O1", {"ops": {"denny": ["exp"]}}, "ops has key 'denny'; expected one of allow, deny, .* mean 'deny'"),
+    ("O1", {"ops": {"deny": "softmax"}}, "expected a tuple of op names"),
     ("O0", {"ops": {"deny": ["softmax"]}}, "no table is used"),
 ]
 

@@ -140,10 +140,10 @@ def test_torch_norm_finds_what_it_calls_in_this_torch():
     ("name", "says"),
     [
         ("softmx", "did you mean 'softmax'"),
-        ("qqqqqqq", "give the name of a torch function"),
+        ("qqqqqqq", "use the name of a torch function"),
         ("normalize", '"torch.nn.functional:normalize"'),
         ("interpolate", '"torch.nn.functional:interpolate"'),
-        ("add_", "writes into its first argument, whose format stays; name 'add'"),
+        ("add_", "writes into its first argument, whose format cannot change; name and call 'add'"),
         ("uniform_", "writes into its first argument"),
         ("reshape", "returns a view"),
         ("zeros", "takes no tensor"),

@@ -16,7 +16,7 @@ def test_low_is_low_throughout():
 
 @pytest.mark.parametrize("field", ["param", "compute", "output"])
 def test_an_unknown_width_is_named_with_its_field(field):
-    with pytest.raises(PlanError, match=f"policy {field} is 'ful'; allowed are .*; did you mean 'full'"):
+    with pytest.raises(PlanError, match=f"policy {field} is 'ful'; expected one of .*; did you mean 'full'"):
         dataclasses.replace(FULL, **{field: "ful"})
 
 
@@ -27,7 +27,7 @@ def test_only_the_output_can_follow_the_input(field):
 
 
 def test_low_weights_under_full_computation_are_refused_with_the_reason():
-    with pytest.raises(PlanError, match=r"low weights with full inputs"):
+    with pytest.raises(PlanError, match=r"low-precision weights with fp32 inputs"):
         Policy("low", "full", "input")
 
 

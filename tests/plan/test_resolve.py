@@ -280,7 +280,7 @@ def beside_its_part():
 
 ATTENTION = "rule 'attn.out_proj' covers 'attn.out_proj', whose weights MultiheadAttention 'attn' uses"
 TIED = "'emb.weight' and 'head.weight' are one tied parameter"
-STATISTICS = "give param 'low' with buffers 'low', or param 'full' with 'keep'"
+STATISTICS = "use param 'low' with buffers 'low', or param 'full' with buffers 'keep'"
 REFUSED = {
     "matches nothing": (O2.edit(Rule("hed", FULL)), net, ["rule 'hed' matches no module; did you mean 'head'?"]),
     "rules disagree": (O2.edit(Rule("head", FULL), Rule("h*", LOW)), net, ["'head' and 'h*', which disagree"]),

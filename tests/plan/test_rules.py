@@ -50,18 +50,21 @@ def test_a_module_that_happens_to_be_called_type_can_be_matched():
 
 
 REFUSED = [
-    *((pattern, FULL, {}, "rule pattern is .*; give a string") for pattern in (None, 3, b"head", ("head",))),
-    *((pattern, FULL, {}, "rule pattern .*blanks") for pattern in (" head", "head ", "type: Norm", "type:LayerNorm ")),
+    *((pattern, FULL, {}, "rule pattern is .*; expected a string") for pattern in (None, 3, b"head", ("head",))),
+    *(
+        (pattern, FULL, {}, "rule pattern .* a space")
+        for pattern in (" head", "head ", "type: Norm", "type:LayerNorm ")
+    ),
     ("type:", FULL, {}, "names no class"),
     *(
         (pattern, FULL, {}, "did you mean 'type:LayerNorm'")
         for pattern in ("Type:LayerNorm", "type=LayerNorm", "TYPE: LayerNorm")
     ),
-    *(("head", policy, {}, "rule 'head' has policy .*; give a Policy") for policy in ("full", None, {"param": "full"})),
-    ("head", LOW, {"buffers": "ful"}, "rule 'head': buffers is 'ful'; allowed are 'keep', 'low', 'full'"),
-    ("head", LOW, {"input": "full"}, "rule 'head': input is 'full'; allowed are 'policy', 'keep', 'low'"),
+    *(("head", policy, {}, "rule 'head' .*; expected a Policy") for policy in ("full", None, {"param": "full"})),
+    ("head", LOW, {"buffers": "ful"}, "rule 'head': buffers is 'ful'; expected one of 'keep', 'low', 'full'"),
+    ("head", LOW, {"input": "full"}, "rule 'head': input is 'full'; expected one of 'policy', 'keep', 'low'"),
     *(
-        ("head", FULL, {"input": word}, "computes full: its ops would get low inputs with fp32 weights")
+        ("head", FULL, {"input": word}, "computes full: its ops would get low-precision inputs with fp32 weights")
         for word in ("keep", "low")
     ),
 ]

@@ -54,7 +54,7 @@ UNUSED = [
 ]
 REFUSED = [
     ("dynamc", {}, "scale kind is 'dynamc'; .*; did you mean 'dynamic'"),
-    *(("static", {"init": value}, "scale init is .*; give a number from") for value in OUTSIDE),
+    *(("static", {"init": value}, "scale init is .*; expected a number from") for value in OUTSIDE),
     *(
         ("dynamic", {"init": init, "min": 8, "max": 16}, r"init .* is outside \[min, max\] = \[8, 16\]")
         for init in (7.99, 16.01)
@@ -62,7 +62,7 @@ REFUSED = [
     ("dynamic", {"init": 8, "min": 16, "max": 8}, "min 16 is above max 8"),
     *(("dynamic", {field: value}, f"scale {field} is") for field, value in STILL),
     *(
-        ("dynamic", {field: value}, f"scale {field} is .*; give a whole number")
+        ("dynamic", {field: value}, f"scale {field} is .*; expected a whole number")
         for field in ("growth_interval", "hysteresis")
         for value in (0, 2.5, True, "2")
     ),

@@ -249,7 +249,7 @@ def test_a_closed_session_gives_the_optimizer_its_step_back():
 
 def test_bad_input():
     model = network()
-    with pytest.raises(SetupError, match="stepping is 'own'; give 'session'"):
+    with pytest.raises(SetupError, match="stepping is 'own'; expected 'session'"):
         halfstep.initialize(model, optimizer_of(model), "O1", low="bf16", stepping="own")
     session = halfstep.initialize(model, None, "O1", low="bf16", stepping="optimizer")
     with pytest.raises(SessionError, match="no optimizer"), session.scaling(torch.ones((), requires_grad=True)):

@@ -273,7 +273,7 @@ def test_a_full_network_has_no_masters_and_trains():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"static_loss_scale": -1.0}, PlanError, "scale init is -1; give a number from"),
+        ({"static_loss_scale": -1.0}, PlanError, "scale init is -1; expected a number from"),
         ({"dynamic_loss_args": {"init_scale": 1.0}}, SetupError, "pass dynamic_loss_scale=True"),
         (
             {"dynamic_loss_scale": True, "dynamic_loss_args": {"window": 2}},
@@ -303,7 +303,7 @@ def test_what_does_not_fit_gets_words():
         apex.prep_param_lists(model, flat_master=True)
     with pytest.raises(SetupError, match="the shapes of 4 parameters and 1 masters differ"):
         apex.model_grads_to_master_grads(list(model.parameters()), [nn.Parameter(torch.ones(1))])
-    with pytest.raises(halfstep.PlanError, match="scale init is 0; give a number"):
+    with pytest.raises(halfstep.PlanError, match="scale init is 0; expected a number"):
         apex.LossScaler(0.0)
 
 

@@ -181,9 +181,9 @@ def test_casting_to_fp32_leaves_the_model_as_written_under_a_scale(amp):
         ("O3", {"master_weights": "no"}, ValueError, "master_weights is 'no'; pass True or False"),
         ("O2", {"cast_model_type": torch.float64}, ValueError, "pass torch.float16"),
         ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; pass a number, also as text"),
-        ("O2", {"loss_scale": 0}, ValueError, "init is 0; give a number from"),
-        ("O1", {"min_loss_scale": "1"}, ValueError, "min_loss_scale is '1' of type str; give a number"),
-        ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale is None of type NoneType; give a number"),
+        ("O2", {"loss_scale": 0}, ValueError, "init is 0; expected a number from"),
+        ("O1", {"min_loss_scale": "1"}, ValueError, "min_loss_scale is '1' of type str; expected a number"),
+        ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale is None of type NoneType; expected a number"),
         ("O1", {"verbosity": "1"}, ValueError, "verbosity is '1'; pass 0"),
         ("O1", {"cast_model_outputs": torch.float64}, ValueError, "cast_model_outputs"),
         ("O1", {"num_losses": 0}, ValueError, "num_losses"),
@@ -253,7 +253,7 @@ def test_what_is_frozen_stays_as_it_came_but_at_o0_and_all_of_it_after_an_error(
     model = small().to(low)
     model[0].requires_grad_(False)
     amp._amp_state.allow_incoming_model_not_fp32 = True
-    with pytest.raises(SetupError, match="are not the model's"):
+    with pytest.raises(SetupError, match="do not belong to the model"):
         amp.initialize(model, sgd(small()), opt_level=level, loss_scale=scale, verbosity=0)
     assert {p.dtype for p in model.parameters()} == {low}
     model, optimizer = amp.initialize(model, sgd(model[2]), opt_level=level, loss_scale=scale, verbosity=0)
