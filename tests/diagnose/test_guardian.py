@@ -133,7 +133,7 @@ def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
     verdict = alarm(run, *session_on(model), model, 2 * WINDOW).verdict
     assert (verdict.kind, verdict.module, verdict.cure) == ("invalid", "plant", ())
     assert (
-        "no edit was tried (halfstep.blame(session, closure) tries it), so none is known to cure this" in verdict.advice
+        "no edit was tried (halfstep.blame(session, closure) tries it), so no cure is known" in verdict.advice
     )
 
 
