@@ -369,9 +369,7 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
 
 
 def _about_both(other: Diagnosis) -> str:
-    return (
-        f"there are two faults; the other one also occurs in fp32, so no edit cures it: first fix {_place(other)}"
-    )
+    return f"there are two faults; the other one also occurs in fp32, so no edit cures it: first fix {_place(other)}"
 
 
 def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:
