@@ -33,8 +33,8 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
         raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
     if any(param.grad is not None for param in params):
         raise SessionError(
-            "the closure ran the backward pass; leave it out: the closure only computes and returns the loss, and its "
-            "caller runs the backward pass"
+            "the closure ran the backward pass; remove that call: a closure only computes and returns the loss, and "
+            "halfstep runs the backward pass"
         )
     if not loss.requires_grad:
         raise SessionError(

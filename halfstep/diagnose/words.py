@@ -1,4 +1,4 @@
-"""Says a diagnosis in words, as a verdict."""
+"""Puts a diagnosis into words, as a verdict."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_VALUE = (
     (("mean",), "the mean of no elements is NaN: skip it if no element is selected"),
     (
         ("var", "std", "var_mean", "std_mean"),
-        "it is NaN for fewer than two elements: skip it then, or pass correction=0, which needs only one element",
+        "the variance of fewer than two elements is NaN: skip it then, or pass correction=0, which needs only one",
     ),
     (
         ("cross_entropy", "nll_loss"),
@@ -65,7 +65,7 @@ _NO_VALUE = (
 def of_another(processes: Sequence[int]) -> Verdict:
     """Returns the verdict for a process that found nothing itself, when the processes numbered `processes` did."""
     who = ", ".join(map(str, processes))
-    evidence = f"process {who} found the fault in its own step, which makes all processes skip theirs"
+    evidence = f"the fault is in the step of process {who}; all processes skip that step"
     return Verdict(
         "", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, _OF_TENSORS[Kind.ANOTHER_PROCESS]
     )
@@ -121,7 +121,7 @@ def _evidence(found: Diagnosis, scale: float) -> str:
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
         return f"at loss scale {lower:g} all gradients are finite"
-    return f"this operation needs at most {lower:g}; later ones in the backward pass may need a lower loss scale"
+    return f"this operation needs a loss scale of {lower:g} or less; later ones in the backward pass may need less"
 
 
 def _fails_in_full(full: Diagnosis) -> str:

@@ -309,4 +309,4 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
             name = name.rpartition(".")[0]
             continue
         return rules, f"keep {', '.join(rule.pattern for rule in rules)} full"
-    return (), "a rule would keep the whole model full; deny the ops of its own forward instead"
+    return (), "a rule would keep the whole model full; deny the ops of the model's own forward instead"

@@ -135,8 +135,8 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     "parameter format",
                     place,
                     f"stored as {dtype}, but {setup.plan.name} stores {expected} ({part.formats.reason})",
-                    "something cast the model inside the session: close it, remove model.half() and the like, and "
-                    "initialize again",
+                    "something cast the model inside the session: remove model.half() and the like, close the session, "
+                    "and initialize again",
                 )
 
 
@@ -237,7 +237,7 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
                     "mask beyond the format",
                     place,
                     f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; it stays {FP32}",
-                    f"if the model casts it, write torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
+                    f"if the model casts it, use torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
                 )
 
 
@@ -246,7 +246,7 @@ def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -
     cure = _keep_buffers(plan, part)
     how = "set buffers='keep' in the rule" if cure else f"register it in fp32: {place}.float()"
     if norm_kind(part.module) is not None or name.startswith("running_"):
-        why = f"a running statistic in {fmt}: sums of small updates stop at {fmt.fraction_bits + 1} bits"
+        why = f"a running statistic in {fmt}: with {fmt.fraction_bits + 1} significant bits, small updates are lost"
         return Finding("warning", "running statistics stored low", place, why, how, cure)
     if any(word in name.lower() for word in ROTARY):
         why = f"frequencies in {fmt}: an angle at position 2048 is off by up to {2048 * fmt.eps / 2:g} radians"

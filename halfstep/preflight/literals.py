@@ -25,7 +25,7 @@ class Literals(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls the function and looks at its result."""
+        """Calls the function and examines its result."""
         named = {} if kwargs is None else kwargs
         result = func(*args, **named)
         if func in _FROM_NUMBERS and result.dtype in LOW_DTYPES:

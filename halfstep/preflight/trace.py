@@ -374,7 +374,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "error",
             "scale too high",
             "the loss",
-            f"the loss is fp16, whose gradients start with the scale {scale.init:g}",
+            f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high",
             "return the loss in fp32 (loss.float()), or use a lower scale",
             (Scaling("static", init=FP16_LOSS_CEILING),),
         )
