@@ -42,7 +42,7 @@ class Stream:
         note, source = self.note, self.source
         what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
         return (
-            f"an fp32 stream starts here because {what}; {len(self.casts)} modules cast it, "
+            f"an fp32 stream starts because {what} here; {len(self.casts)} modules cast it, "
             f"{in_model(next(iter(self.casts)))[1]} first{which_model(note.module)}"
         )
 

@@ -451,7 +451,7 @@ def test_what_makes_a_stream_fp32_is_named_with_its_line(add, what, plan):
     note = only(found)
     assert (note.severity, note.code) == ("note", "fp32 stream")
     assert note.place.startswith("(model), test_trace.py:")
-    assert note.evidence.startswith("an fp32 stream starts here because ")
+    assert note.evidence.startswith("an fp32 stream starts because ")
     assert what in note.evidence
     assert ("input='low'" in note.advice) == ("input" in what)
 
