@@ -323,11 +323,11 @@ def test_blame_of_a_gathered_copy_of_tensor_parallel_layers_names_the_layer(foun
 
 def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
     one, other = (each["not gathered"] for each in found)
-    assert "SetupError: to look at a copy of the model takes" in one["small"]
-    assert "cpu has 9.31e-07 GiB free: ask in a process with more memory" in one["small"]
+    assert "SetupError: an unsharded copy of the model needs" in one["small"]
+    assert "cpu has 9.31e-07 GiB free: use a process with more memory" in one["small"]
     assert "SetupError: build() returned another model than the one that is sharded: " in one["other"]
     assert "SetupError: build() returned 2 models, and the session has 1" in one["several"]
-    assert "SetupError: build() returned int; it returns the model as it is before fully_shard" in one["no model"]
+    assert "SetupError: build() returned int; it must return the model as it is before fully_shard" in one["no model"]
     assert one["raises"] == "KeyError: 'its own'"
     assert "lambda" in one["not sent"]
     for what in ("small", "other", "several", "no model", "raises", "not sent"):
@@ -335,7 +335,7 @@ def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
     assert (
         one["rank"]
         == other["rank"]
-        == ("SetupError: rank is 2; the model is sharded over the processes [0, 1]: give one of these")
+        == ("SetupError: rank is 2; the model is sharded over the processes [0, 1]: pass one of these")
     )
     assert one["fits"] == other["fits"] == "None"
     assert "takes an open session, not a closed session" in one["closed"]

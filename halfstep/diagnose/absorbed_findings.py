@@ -1,4 +1,4 @@
-"""Overflows that were absorbed in a forward pass, in words, with edits that were tried on a copy of the model."""
+"""Findings about overflows that a forward pass absorbed, with edits that were tried on a copy of the model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Place: TypeAlias = tuple[str | None, str | None]  # a module and a line
 
 
 def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Finding]:
-    """Returns a finding for each place where a recorded forward pass overflowed and that was absorbed.
+    """Returns a finding for each place where a recorded forward pass overflowed and the overflow was absorbed.
 
-    The rehearsal is rewound for each edit that is tried.
+    Rewinds the rehearsal before it tries an edit.
     """
     places: dict[_Place, Absorbed[Note]] = {}
     for each in recorder.trail.found:
@@ -35,7 +35,7 @@ def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
 
 
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
-    """Returns the edits under which nothing is absorbed at a place any more, and why where there are none."""
+    """Returns the edits under which nothing is absorbed at that place any more; if there are none, also the reason."""
     try:
         for edits, plan in edited(rehearsal.plan, _candidates(rehearsal, recorder, absorbed)):
             if _cures(rehearsal, plan, _place(recorder, absorbed)):
@@ -50,10 +50,10 @@ def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) 
 
 
 def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
-    """Tells whether under a plan the closure gives a finite loss, for the same batch, and absorbs nothing at a place.
+    """Tells whether, under a plan, the closure's loss is finite for the same batch and nothing is absorbed at `place`.
 
     Raises:
-        Exception: whatever copying the model raises, or the closure.
+        Exception: whatever the closure, or copying the model, raises.
     """
     rehearsal.rewind()
     recorder = OpRecorder(rehearsal.roots)
@@ -67,7 +67,7 @@ def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
 
 
 def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
-    """Yields the rules that compute around an overflow in fp32; for code outside of the model an edit of the table."""
+    """Yields rules that keep the overflow's module, or one around it, in fp32; then an edit that denies the op."""
     yield from rules_around(absorbed.origin.module, rehearsal.roots)
     operator = recorder.operator(absorbed.origin)
     if is_op(operator):
@@ -83,5 +83,5 @@ def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...
     if edits:
         advice = f"{spell(edits)}, under which this does not happen"
     else:
-        advice = f"compute there in fp32, or scale the values down before; {reason}"
+        advice = f"compute there in fp32, or scale the values down first; {reason}"
     return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)

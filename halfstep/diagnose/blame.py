@@ -1,7 +1,7 @@
-"""Which operation made the first value that is not finite and that mattered, why, and which edit of the plan cures it.
+"""Finds the operation that made the first non-finite value that mattered, the reason, and an edit that cures it.
 
-A closure is run under the recorder; what it shows is walked back to its origin; lower scales, fp32 and the edits that
-might cure it are then tried on the same closure. Nothing is told that was not seen.
+Runs the closure under the recorder and walks the failure back to its origin. Then tries lower loss scales, fp32 and
+the edits that might cure the failure on the same closure. Nothing is reported that was not observed.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ NOT_SEEN = (
     "another thread, or in compiled code): run the model in one thread, uncompiled, and call "
     "halfstep.blame(session, closure)"
 )
-_OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises that looks at its numbers
+_OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises when it checks its numbers
 _NOT_REACHED = (
-    "no gradient reached the copies of the session's models: the closure does not call them, or takes weights from them"
+    "no gradient reached the copies of the session's models: the closure does not call these models, or uses "
+    "their weights directly"
 )
-_TRIES = 24  # plans that are tried on the closure, each by one more run
-_FAULTS = 4  # places that are cured one after the other, where the closure fails in several
-LEAST = 2.0**-24  # the lowest loss scale that is tried: below, little is left of a gradient in fp16
-_CLOSE = 0.5  # of fp32's loss, which a cured loss keeps to
+_TRIES = 24  # plans that are tried on the closure, one run each
+_FAULTS = 4  # places that are cured one after the other, if the closure fails in several
+LEAST = 2.0**-24  # the lowest loss scale that is tried: below it, little is left of a gradient in fp16
+_CLOSE = 0.5  # of the loss in fp32: how far the loss under a cure may differ from it
 
 
 @dataclass
 class _Run:
-    """One run of the closure: its loss, what was recorded, and the origin of what is not finite (None: all is).
+    """One run of the closure: its loss, what was recorded, and the origin of the non-finite values (None: all finite).
 
-    `scale` is the loss scale at which that was found, `lower` the one that a dynamic scale has to come down to before
-    all is finite (None: none is needed). `has_room` says of a trial that all stays clear of the ends of the formats.
+    `scale` is the loss scale of the run that found it, `lower` the scale that a dynamic one has to come down to before
+    all is finite (None: no lower one is needed). `has_room` says that a trial stays clear of the limits of its formats.
     """
 
     loss: float
@@ -79,12 +80,12 @@ class _Run:
 
 
 def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) -> Verdict | None:
-    """Returns which operation made the first value that is not finite and that mattered; None where all are finite.
+    """Returns which operation made the first non-finite value that mattered; None if all values are finite.
 
-    The closure computes a loss and returns it; blame runs it and the backward pass itself, several times, with the same
-    random numbers, at the loss scale that `loss_id` had in its last step where that was skipped. A cure was tried on a
-    copy of the model. Weights, buffers, attributes of modules, gradients, optimizer, scale and random state are
-    afterwards as before. If the closure raises because of its numbers, the verdict explains that too.
+    The closure computes a loss and returns it. blame runs it, and the backward pass, several times with the same random
+    numbers. The loss scale is that of `loss_id` in its last step, if that step was skipped. Cures are tried on a copy
+    of the model. Afterwards weights, buffers, attributes of modules, gradients, optimizer, scale and random state are
+    as before. If the closure raises because of its numbers, the verdict explains that too.
 
     Under DistributedDataParallel one process may call it alone, between steps: nothing is sent. For a model whose
     forward communicates (as with SyncBatchNorm), call it on all processes at once, with batches that all
@@ -104,7 +105,7 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
 
 
 def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Returns what a closure fails of at the loss scale of the last step; what is no verdict is told to `tell`."""
+    """Returns why a closure fails at the loss scale of the last step; passes findings that are no verdict to `tell`."""
     plan, scale = rehearsal.plan, last.scale
     run = _first_run(rehearsal, scale)
     if run.found is None:
@@ -131,7 +132,7 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
 
 
 def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
-    """Runs the closure once more and tells whether it fails in the same place, from the same inputs in all runs."""
+    """Runs the closure again and tells whether it fails in the same place and all runs got the same inputs."""
     rehearsal.rewind()
     try:
         again = _first_run(rehearsal, scale, least=scale)
@@ -141,9 +142,9 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
 
 
 def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> _Run:
-    """Runs the closure under a recorder, and tries lower scales on its graph where its backward pass overflowed.
+    """Runs the closure under a recorder, and tries lower scales on its graph if its backward pass overflowed.
 
-    If no scale passes, the failure at the lowest one is the fault: a dynamic scale would come down and cure any other.
+    If no scale passes, the failure at the lowest one is reported: a dynamic scale would come down and cure any other.
     """
     recorder = recorder or OpRecorder(rehearsal.roots)
     with rehearsal.recording(recorder):
@@ -167,7 +168,7 @@ def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, record
 
 
 def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
-    """Returns the origin of what was not finite last before the closure raised an error, or raises that."""
+    """Returns the origin of the last non-finite value before the closure raised `error`; raises it if there is none."""
     origin = last_origin(recorder)
     if origin is None:
         raise error
@@ -175,7 +176,7 @@ def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale:
 
 
 def _look(rehearsal: Rehearsal, recorder: OpRecorder, loss: Tensor, scale: float) -> Diagnosis | None:
-    """Runs the backward pass and tells what is not finite in its gradients."""
+    """Runs the backward pass and diagnoses its gradients; None if all are finite."""
     with rehearsal.gradients(loss, scale) as gradients:
         return _of_sinks(rehearsal, recorder, gradients, scale)
 
@@ -186,7 +187,7 @@ def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor
 
 
 def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
-    """Returns the largest halved scale from `least` up at which the gradients are finite, on the graph as it is."""
+    """Halves the scale, down to `least`, until the gradients of the same graph are finite; returns it, or None."""
     while scale > least:
         scale = max(scale / 2, least)
         if _is_finite_at(rehearsal, loss, scale):
@@ -195,7 +196,7 @@ def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: floa
 
 
 def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
-    """Returns the largest halved scale at which loss and gradients are finite, for a closure that calls `grad`."""
+    """Halves the scale and reruns a closure that calls `grad` until all is finite; returns that scale, or None."""
     while scale > 1:
         scale = max(scale / 2, 1.0)
         rehearsal.rewind()
@@ -215,7 +216,7 @@ def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
 
 
 def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Says what was looked at where the closure's numbers are all finite."""
+    """Reports what was looked at, if the closure's numbers are all finite."""
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
     _LOG.info(
@@ -230,23 +231,23 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
     if last.bad or last.skipped:
         what = f"the gradients of {named(last.bad)} are not finite" if last.bad else "the last step was skipped"
         evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"
-        advice = "give the batch that failed (an iterator may have moved on), and the model as it was then"
+        advice = "pass the batch that failed (an iterator may have moved on), and the model as it was then"
         _LOG.warning("blame: %s; %s", evidence, advice)
         tell(Finding("warning", "not reproduced", "the closure", evidence, advice))
     return None
 
 
 def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
-    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first that did.
+    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first edits that did.
 
-    `run` is the run that failed, `scale` the loss scale of the session. None where the closure has a state of its own
-    that the failure has spoiled.
+    `run` is the run that failed, `scale` the loss scale of the session. Returns None if the closure keeps state that
+    the failure has spoiled.
     """
     found, at = run.found, run.scale
     assert found is not None
     full = _tried(rehearsal, level("O0", rehearsal.plan.low), scale)
     if isinstance(full, str):
-        if found.raised is not None:  # also where all is finite, for all that is known
+        if found.raised is not None:  # the closure may raise even if all is finite
             raise found.raised
         likely = untried_cure(rehearsal.plan, found, rehearsal.roots)
         return say(replace(found, untried=full), rehearsal.plan, likely, scale=at)
@@ -272,7 +273,7 @@ def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
 
 
 def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
-    """Returns the largest weight that lies beyond the low format, by its name; None where all fit."""
+    """Returns the name and size of the largest weight if the low format cannot hold it; None if all weights fit."""
     named = [(name, rehearsal.full(p).detach()) for root in rehearsal.roots for name, p in root.named_parameters()]
     sizes = [(name, float(p.abs().max())) for name, p in named if p.is_floating_point() and p.numel()]
     largest = max(sizes, key=lambda each: each[1], default=("", 0.0))
@@ -280,7 +281,7 @@ def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
 
 
 def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
-    """Returns the largest halved loss scale below 1 that passes: it costs small gradients, so that edits come first."""
+    """Returns the largest halved loss scale below 1 that passes. It loses small gradients, so edits come first."""
     if not found.may_be_scale or rehearsal.plan.ops == "none":
         return None
     rehearsal.rewind()
@@ -289,7 +290,7 @@ def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | 
 
 @dataclass(frozen=True)
 class _Cure:
-    """Edits under which the closure's numbers are finite, its loss then, and whether they are that with room."""
+    """Edits under which all numbers are finite, the loss under them, and whether the formats leave room to spare."""
 
     edits: tuple[Edit, ...]
     loss: float
@@ -298,9 +299,9 @@ class _Cure:
 
 @dataclass
 class _Search:
-    """Looks for the edits under which the closure's numbers are finite, from those that change least.
+    """Searches for edits under which the closure's numbers are finite, the smallest changes first.
 
-    One that only just passes comes behind those that keep clear of the ends of the formats and of the loss scale.
+    Edits that only just pass rank behind those that keep clear of the limits of the formats and of the loss scale.
     """
 
     rehearsal: Rehearsal
@@ -309,11 +310,11 @@ class _Search:
     left: int = _TRIES
 
     def narrow(self, found: Diagnosis) -> _Cure | None:
-        """Returns the edits that leave a part low; where a place is cured and another then fails, both are edited."""
+        """Returns edits that leave part of the model low; if one place is cured and another fails, edits for both."""
         return self._within(found, self._narrow(found), (), _FAULTS)
 
     def whole(self, found: Diagnosis) -> _Cure | None:
-        """Returns the edit that makes all of the model full, where it cures."""
+        """Returns the edit that makes the whole model full, if it cures the failure."""
         run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
         return None if run is None or run.found is not None else self._cure(WHOLE, run)
 
@@ -342,7 +343,7 @@ class _Search:
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
     def _cure(self, edits: tuple[Edit, ...], run: _Run) -> _Cure:
-        """Adds the loss scale that the edited run would come down to, so that it need not skip steps for it."""
+        """Adds the loss scale that the edited run would come down to, so that no steps are skipped to reach it."""
         scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
         return _Cure(scaled, run.loss, run.has_room)
 
@@ -360,9 +361,10 @@ class _Search:
 
 
 def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
-    """Runs the closure on copies of the models under a plan, at the loss scale that it is at or will come down to.
+    """Runs the closure on copies of the models under a plan, at its present loss scale or one it will come down to.
 
-    Returns why where it cannot be tried: the models cannot be copied, the closure calls others, the plan does not fit.
+    Returns the reason if it cannot be tried: the models cannot be copied, the closure calls others, or the plan does
+    not fit.
     """
     rehearsal.rewind()
     try:
@@ -382,9 +384,9 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:
-    """Returns the loss scale at which a plan is tried where that of the session is `scale`.
+    """Returns the loss scale at which a plan is tried when that of the session is `scale`.
 
-    Above its floor, where a dynamic one has come down to that: the scale is to grow again.
+    A dynamic scale that has come down to its floor is tried above it, because it will grow again.
     """
     if scaling.adapts:
         return min(max(scale, OF_FLOOR * scaling.min), scaling.max)

@@ -1,4 +1,4 @@
-"""A user's closure: the loss that it computes, the leaves of that, and whether its runs get the same inputs."""
+"""A user's closure: the loss it computes, the leaves of the loss, and whether all runs get the same inputs."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from halfstep.scale.leaves import leaves_of
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import tree_leaves, without_modes
 
-_NEAR = 0.05  # of the largest element, by which the same inputs may differ where a model computed them in low
+_NEAR = 0.05  # of the largest element: how far equal inputs may differ if a model computed them in low precision
 
 
 def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
     """Calls the closure and returns the loss that it computed.
 
     Raises:
-        SessionError: it did not return a scalar tensor that needs a gradient, or ran the backward pass itself.
+        SessionError: the closure returned no scalar tensor that requires a gradient, or ran the backward pass itself.
     """
     loss = begin_pass(closure)
-    what = "give a function without arguments that computes the loss and returns it, as lambda: loss_fn(model(x), y)"
+    what = "pass a function without arguments that computes the loss and returns it: lambda: loss_fn(model(x), y)"
     if not isinstance(loss, Tensor):
         raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {what}")
     if loss.numel() != 1 or loss.is_complex():
         raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
     if any(param.grad is not None for param in params):
         raise SessionError(
-            "the closure ran the backward pass; leave it out: the closure only computes and returns the loss, and its "
-            "caller runs the backward pass"
+            "the closure ran the backward pass; remove that call: a closure only computes and returns the loss, and "
+            "halfstep runs the backward pass"
         )
     if not loss.requires_grad:
         raise SessionError(
-            "the loss of the closure requires no gradient: it was computed under torch.no_grad(), detached, or from "
-            "nothing trainable"
+            "the loss of the closure requires no gradient: it was computed under torch.no_grad(), detached, or computed "
+            "from nothing trainable"
         )
     return loss
 
 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Gives the leaves that a backward pass of the loss writes to, without gradients; puts back what others had."""
+    """Yields the leaves that the loss's backward pass writes to, gradients cleared; restores those not in `params`."""
     leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}
     kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
@@ -60,7 +60,7 @@ def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tenso
 
 
 class Inputs:
-    """Whether the first module that each run of a closure calls gets the same tensors: others are another batch."""
+    """Tells whether the first module that each run of a closure calls gets the same tensors, hence the same batch."""
 
     def __init__(self) -> None:
         self.same = True
@@ -68,11 +68,11 @@ class Inputs:
         self._noted = False
 
     def begin_run(self) -> None:
-        """Says that what is called next belongs to another run."""
+        """Marks the start of another run."""
         self._noted = False
 
     def note(self, given: Any) -> None:
-        """Compares what the first module of a run was given with what that of the first run was."""
+        """Compares the inputs of the first module called in this run with those of the first run."""
         if self._noted:
             return
         self._noted = True
@@ -86,7 +86,7 @@ class Inputs:
 
 @contextmanager
 def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
-    """Gives what is known of the inputs of a closure's runs."""
+    """Yields an `Inputs` that observes, through hooks, what the runs of a closure pass to the modules."""
     inputs = Inputs()
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:  # a function, which copies of the modules share

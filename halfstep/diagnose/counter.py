@@ -1,4 +1,4 @@
-"""How many steps in a row were skipped, and at which loss scale, read late so that nothing waits for it."""
+"""Counts how many steps in a row were skipped, and at which loss scale; reads late, so that nothing waits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch import Tensor
 
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
 _LONGEST_PAUSE = 64 * WINDOW  # steps
-_OFTEN, _SPAN = 4, 80  # skips in so many steps, one in twenty, that a scale has which lives at its floor
-LONGEST_GAP = _SPAN // (_OFTEN - 1)  # steps, between two of them
+_OFTEN, _SPAN = 4, 80  # 4 skips in 80 steps, one in twenty: the rate of a scale that lives at its floor
+LONGEST_GAP = _SPAN // (_OFTEN - 1)  # steps between two such skips
 
 Watched = tuple[tuple[int, ...], int | None]  # the ids of optimizers that step together, and a loss that they step on
-Scales = Mapping[Any, Tensor]  # by the ids of losses, or by None
+Scales = Mapping[Any, Tensor]  # keyed by loss id, or by None
 _Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it was skipped, the scales of its losses
 
 
 @dataclass
 class _Streak:
-    """How many of the last steps were skipped in a row; how many to come are left out, and how many the next time.
+    """The skips of one set of optimizers on one loss.
 
-    `near` has the last of those skips that came after a step, with a scale that had just grown from its floor: their
-    numbers, as of `steps`.
+    `length` counts the last skips in a row. The next `left_out` steps are ignored, then `pause` steps the next time.
+    `near` holds the last skips, as counts of `steps`, that followed a step made and came at a scale that had just
+    grown from its floor.
     """
 
     length: int = 0
@@ -44,7 +45,7 @@ class _Streak:
 class Counter:
     """Counts skipped steps in a row, separately per set of optimizers and per loss, without waiting for the device.
 
-    `WINDOW` steps are looked at together, when the next one comes or when they have come to the host.
+    `WINDOW` steps are examined together, when the next one comes or once their values have arrived on the host.
     """
 
     def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:
@@ -55,11 +56,11 @@ class Counter:
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
-        """Takes a step of `parts`, and returns whose steps need a look, of those that have come.
+        """Counts a step of `parts`; returns which optimizers and loss, if any, need a look in the steps read so far.
 
-        They do where `WINDOW` in a row were skipped, or one was while its loss scale lay at the floor, or one in twenty
-        was whenever the scale had grown from there. `skipped` and the `scales` of its losses are 0-dim tensors. A step
-        that a CUDA graph captures does not count: what would be read are the numbers of its replays.
+        They do if `WINDOW` steps in a row were skipped, or one was skipped with its loss scale at the floor, or one in
+        twenty was skipped each time the scale had grown from the floor. `skipped` and the `scales` of the losses are
+        0-dim tensors. A step captured by a CUDA graph does not count: the values read would be those of its replays.
         """
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             self._steps, self._coming = [], None
@@ -77,12 +78,12 @@ class Counter:
         return found
 
     def rest(self, watched: Watched) -> None:
-        """Leaves out the next steps of those `watched`, twice as many each time."""
+        """Ignores the next steps of the optimizers and loss `watched`, twice as many each time."""
         run = self._runs[watched]
         run.left_out, run.pause = run.pause, min(2 * run.pause, _LONGEST_PAUSE)
 
     def lives_at_floor(self, watched: Watched) -> bool:
-        """Tells whether the loss scale of those `watched` overflows whenever it has grown from its floor."""
+        """Tells whether the loss scale of the loss `watched` overflows whenever it has grown from its floor."""
         return watched in self._runs and self._runs[watched].lives_at_floor
 
     def _look(self, steps: Sequence[_Step]) -> Watched | None:
@@ -109,7 +110,7 @@ class Counter:
 
 
 def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
-    """Returns steps whose tensors are on the host when the event has come."""
+    """Returns the steps with their tensors copied to the host, and the event after which the copies are complete."""
     skips = torch.stack([skipped for _, skipped, _ in steps]).to(torch.float32)
     both = torch.cat((skips, torch.stack([t for _, _, scales in steps for t in scales.values()])))
     own = both.to("cpu", non_blocking=True).unbind()
@@ -123,6 +124,6 @@ def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
 
 
 def _number(t: Tensor) -> float:
-    """Returns what a 0-dim bool or fp32 tensor on the host holds; it lies there, and to read it is no operation."""
+    """Returns the value of a 0-dim bool or fp32 tensor on the host, read from memory without a torch operation."""
     kind = c_bool if t.dtype is torch.bool else c_float
     return float(kind.from_address(t.data_ptr()).value)

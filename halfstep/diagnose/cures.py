@@ -19,14 +19,14 @@ from halfstep.records import AFTER_BACKWARD, Kind
 
 FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
-_WAY_DOWN = 2.0**12  # how much less than the estimate for one operation those after it may need
+_WAY_DOWN = 2.0**12  # how far below the estimate for one operation the later ones may need the scale
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
 _OF_FORMATS = (Kind.OVERFLOW, Kind.INVALID, Kind.MASKED_ROW)  # what a wider format may cure
-_BY_OP = ("deny",)  # ops of these categories lose little by running full everywhere
+_BY_OP = ("deny",)  # running ops of these categories full everywhere costs little
 
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns what may cure a failure of the low format, to be tried in this order; empty where no edit can."""
+    """Returns edits that may cure a failure of the low format, to be tried in this order; empty if no edit can."""
     if plan.ops == "none" or found.kind not in _OF_FORMATS or found.phase == AFTER_BACKWARD:
         return []
     edits: list[tuple[Edit, ...]] = []
@@ -37,9 +37,9 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 
 
 def rules_around(module: str | None, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns the rules that keep a module full, with its output and without, then those around it, but not the model.
+    """Returns rules that keep a module full, with and without its output, then those around it, but not the model.
 
-    Modules of the models `roots` that share a parameter get the same rule.
+    Modules that share a parameter get the same rule.
     """
     edits: list[tuple[Edit, ...]] = []
     for name in filter(None, _upwards(module)):
@@ -49,7 +49,7 @@ def rules_around(module: str | None, roots: Sequence[nn.Module]) -> list[tuple[E
 
 
 def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple[tuple[Edit, ...], Plan]]:
-    """Yields edits with the plan that they make; those that contradict it are passed over."""
+    """Yields each candidate with the edited plan; skips candidates that contradict the plan."""
     for edits in candidates:
         try:
             yield edits, plan.edit(*edits)
@@ -58,7 +58,7 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns those that leave a part of the model low; for an operation outside of it the edit of `autocast`."""
+    """Returns the candidates that leave part of the model low; for an operation outside the model, a denied op."""
     if found.module is None:
         in_forward = found.kind in _OF_FORMATS and found.phase != AFTER_BACKWARD
         known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
@@ -68,7 +68,7 @@ def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) 
 
 
 def with_edits(kept: tuple[Edit, ...], more: tuple[Edit, ...]) -> tuple[Edit, ...]:
-    """Returns edits with `more` after them, without the rules whose place these take."""
+    """Returns the edits `kept`, then `more`; a rule in `more` replaces one in `kept` with the same pattern."""
     anew = {edit.pattern for edit in more if isinstance(edit, Rule)}
     return (*(edit for edit in kept if not (isinstance(edit, Rule) and edit.pattern in anew)), *more)
 
@@ -79,7 +79,7 @@ def is_whole(edits: tuple[Edit, ...]) -> bool:
 
 
 def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns the edit under which a model's own code runs in fp32, and its parts low as before, where that failed."""
+    """Returns edits that run the code of the model itself in fp32 and its parts low as before, if that code failed."""
     if plan.ops == "none" or found.kind not in _OF_FORMATS or _upwards(found.module) != [""]:
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
@@ -91,9 +91,10 @@ def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
-    """Returns the edit that changes least where it is known, untried, that fp32 has a result; none elsewhere.
+    """Returns the smallest edit if fp32 is known, without a trial, to have a finite result; otherwise none.
 
-    A result beyond the low format is to leave its module in fp32. What the plan has already is no cure.
+    If the result exceeds the low format, it must leave its module in fp32. An edit that the plan already has is no
+    cure.
     """
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
     if found.exact is None and not found.stored_overflow and not rounded:
@@ -114,9 +115,9 @@ def _differs(plan: Plan, other: Plan) -> bool:
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
-    """Returns the loss scale in place of one that was too high, where `lower` passes, or is `estimated` to.
+    """Returns the scaling to use instead of one that was too high; `lower` passes, or is `estimated` to pass.
 
-    From an estimate a scale is to come down by itself: it is that of one operation, and later ones may need less.
+    For an estimate the scaling is dynamic, so that it can come down further: later operations may need a lower scale.
     """
     if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)
@@ -126,7 +127,7 @@ def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> 
 
 
 def is_op(operator: str) -> bool:
-    """Tells whether an edit of the op table can name an operation."""
+    """Tells whether an edit of the op table can name the operation."""
     return bool(_overloads(operator))
 
 

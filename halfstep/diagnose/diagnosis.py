@@ -1,4 +1,4 @@
-"""What an origin means: its kind, and the facts that a verdict tells."""
+"""Turns an origin into a diagnosis: the kind of failure, and the facts that a verdict states."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
 from halfstep.records import Kind, OpCall
 
-_GROWN = 1e3  # times the first loss: more is not learned
-_RUNS = 4  # of one operation on its own results: from here on it is a recurrence
-_DEPTH = 6  # how far back the addition of an eps is looked for
+_GROWN = 1e3  # times the first loss: a loss above that has diverged
+_RUNS = 4  # runs of one operation on its own results: from here on it is a recurrence
+_DEPTH = 6  # how many operations back the addition of an eps is searched
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What is known of a failure."""
+    """What is known about a failure."""
 
-    kind: Kind | None  # None: what failed ran where the recorder could not see it
+    kind: Kind | None  # None: the failing operation ran where the recorder could not see it
     module: str | None  # "" is the model itself; None: no module called the operation
     operator: str
     phase: str
@@ -36,24 +36,24 @@ class Diagnosis:
     exact: float | None = None  # the largest true result in fp32, where it is known
     eps: float | None = None  # a constant that rounded to zero
     mask: float | None = None  # the constant of a mask that became infinite
-    infinity: str = ""  # where an infinity that was computed with came from: a mask's
+    infinity: str = ""  # the source of the infinity that the operation received
     stored_overflow: bool = False  # a stored parameter is infinite, its fp32 value is not
-    names: tuple[str, ...] = ()  # of gradients that were left from an earlier step
+    names: tuple[str, ...] = ()  # of gradients that are left over from an earlier step
     lower_scale: float | None = None
     repeats: bool = True  # a second run failed in the same place
     tried: bool = False  # the closure could be run on a copy; if not, `untried` says why
     untried: str = ""
     raised: Exception | None = None  # by the closure, which returned no loss
     full: Diagnosis | None = None  # how the closure failed in fp32, if it did
-    full_loss: float | None = None  # what it gave there
+    full_loss: float | None = None  # the loss in fp32
     cured_loss: float | None = None  # the loss under the cure; None: no edit that was tried cures it
     first_loss: float | None = None  # of the session's first step
     grown: tuple[str, float] | None = None  # a weight that has grown beyond the low format, and its size
-    runs: int = 1  # of the same operation in one forward, where it computes with what it gave
+    runs: int = 1  # of the same operation in one forward, if it runs on its own results
 
     @property
     def explodes(self) -> bool:
-        """Whether a recurrence grows out of all proportion: in fp32 its loss, or what is computed from it, is too."""
+        """Whether a recurrence grows out of proportion: in fp32 its loss is huge, or a later operation overflows."""
         if not self.is_forward_overflow or self.runs < _RUNS or self.low is None or self.full_loss is None:
             return False
         if self.full is None:
@@ -64,7 +64,7 @@ class Diagnosis:
 
     @property
     def loss_has_grown(self) -> bool:
-        """Whether the closure's loss is in fp32, too, out of all proportion to that of the first step."""
+        """Whether the closure's loss is out of proportion to that of the first step, also in fp32."""
         if not self.is_forward_overflow or self.full_loss is None or self.first_loss is None:
             return False
         if self.full is not None:
@@ -73,7 +73,7 @@ class Diagnosis:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a weight has outgrown the low format, or the loss what squares of its values would give."""
+        """Whether a weight has outgrown the low format, or the loss has outgrown even squares of its values."""
         if self.grown is not None or not self.loss_has_grown:
             return self.grown is not None
         assert self.full_loss is not None
@@ -83,12 +83,12 @@ class Diagnosis:
 
     @property
     def is_forward_overflow(self) -> bool:
-        """Whether the forward pass made something too large."""
+        """Whether a result in the forward pass was too large."""
         return self.phase == "forward" and self.kind == Kind.OVERFLOW
 
     @property
     def may_be_scale(self) -> bool:
-        """Whether a lower loss scale may be all that it takes: the backward pass made something too large."""
+        """Whether a lower loss scale alone may cure this: a result in the backward pass was too large or invalid."""
         return self.phase == "backward" and self.kind in (Kind.OVERFLOW, Kind.INVALID)
 
     def is_at(self, other: Diagnosis) -> bool:
@@ -102,7 +102,7 @@ class Diagnosis:
 
     @property
     def in_full(self) -> Diagnosis | None:
-        """How the closure failed in fp32 where that was in another place, which is then another fault."""
+        """How the closure failed in fp32, if it failed in another place: then there is a second fault."""
         if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
             return None
         if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
@@ -112,7 +112,7 @@ class Diagnosis:
 
     @staticmethod
     def stale(names: Sequence[str]) -> Diagnosis:
-        """Returns the diagnosis of gradients that were left from an earlier step."""
+        """Returns the diagnosis of gradients that are left over from an earlier step."""
         module = names[0].rpartition(".")[0]
         return Diagnosis(Kind.STALE_GRADIENTS, module, "zero_grad", "backward", names=tuple(names))
 
@@ -120,7 +120,7 @@ class Diagnosis:
 def diagnose(
     recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[nn.Parameter], Tensor], scale: float
 ) -> Diagnosis:
-    """Returns what an origin means; `full` gives the fp32 value of a stored parameter, `scale` is the loss scale."""
+    """Returns the diagnosis of an origin; `full` returns the fp32 value of a parameter, `scale` is the loss scale."""
     note, leaf = origin.note, origin.leaf
     if leaf is not None:
         return _of_leaf(recorder, note, leaf, full)
@@ -174,7 +174,7 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
 
 
 def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[Kind, float | None]:
-    """Returns the kind of failure, and the constant of the mask that it came from."""
+    """Returns the kind of failure, and the constant of the mask that caused it, if one did."""
     if origin.masked:
         return Kind.MASKED_ROW, next((m.exact.value for m in _masks(note) if m.exact is not None), None)
     if note.exact is not None and note.exact.constant:
@@ -191,7 +191,7 @@ def _masks(note: Note) -> list[Note]:
 
 
 def _infinity(recorder: OpRecorder, note: Note) -> str:
-    """Returns which tensor or operation the infinite value that an operation computed with came from; "" if none."""
+    """Returns the tensor or operation from which an operation received an infinity; "" if it received none."""
     if note.exact is not None and (note.parents or note.leaves):
         return ""
     met = [each for each in reached_from(note.parents) if each.aten != "scalar_tensor"]  # of torch.where and a number
@@ -206,12 +206,12 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
 
 
 def _is_own(note: Note | None) -> bool:
-    """Tells whether code that computes gradients itself brought in what an operation computed with."""
+    """Tells whether user code that computes gradients brought in an input of the operation."""
     return note is not None and (note.unseen or any(leaf.kind == OWN for leaf in note.leaves))
 
 
 def _is_around(one: str, other: str) -> bool:
-    """Tells whether two names are of the same module, or one contains the other; a hook's cast can blur which."""
+    """Tells whether two names are of the same module, or one module contains the other; a hook's cast can blur this."""
     shorter, longer = sorted((one, other), key=len)
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
@@ -221,7 +221,7 @@ def _place(note: Note) -> tuple[str, str | None, str | None, str]:
 
 
 def _comes_from(note: Note, place: tuple[str, str | None, str | None, str]) -> bool:
-    """Tells whether an operation computes with what another gave at a place."""
+    """Tells whether an operation depends on the result of an earlier one at `place`."""
     waiting, seen = [note], {note.index}
     while waiting:
         sources = [each for each in waiting.pop().sources if each is not None and each.index not in seen]
@@ -237,7 +237,7 @@ def _format(note: Note) -> Format | None:
 
 
 def _vanished(note: Note, low: Format) -> float | None:
-    """Returns a number near zero that was added, or taken as a bound, before an operation, and that is 0 in `low`."""
+    """Returns a tiny number, added or used as a bound before the operation, that rounds to 0 in `low`; None if none."""
     if low not in LOW_FORMATS:
         return None
     waiting = [(source, 0) for source in note.sources if source is not None]

@@ -1,4 +1,4 @@
-"""Sharded models looked at as whole ones: one process gathers a copy, asks there, and tells all others."""
+"""Diagnoses sharded models as whole ones: one process gathers a copy, examines it, and tells all others."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from halfstep.processes.shards import fsdp_modules, group_of, reshard, sharded_p
 from halfstep.session.session import Session
 
 T = TypeVar("T")
-PER_ELEMENT = 16  # bytes: weights and gradients of the copy, and of one of its own that a cure is tried on
+PER_ELEMENT = 16  # bytes: fp32 weights and gradients of the copy, and of the copy of it on which cures are tried
 
 
 def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[..., T], *, rank: int = 0) -> T:
-    """Returns what `ask` returns of an unsharded copy of a sharded model, in all processes; all have to call it.
+    """Returns the result of `ask` on an unsharded copy of a sharded model, in all processes; all must call this.
 
-    One process, `rank`, calls `build()` for the model as it is before it is sharded (a list where the session has
-    several), gives it the weights and buffers of now, and calls `ask(whole, model)` with a session of it under the same
-    plan:
+    The process `rank` calls `build()`, which must return the model as it is before sharding (a list if the session has
+    several models). It loads the current weights and buffers into that model, opens a session `whole` on it under the
+    same plan, and calls `ask(whole, model)`:
 
         verdict = halfstep.on_gathered_copy(
             session, GPT, lambda whole, model: halfstep.blame(whole, lambda: loss_fn(model(inputs), targets))
         )
 
-    `halfstep.check` and `halfstep.inspect` work alike. `inputs` are those of that process, and
+    `halfstep.check` and `halfstep.inspect` work the same way. `inputs` are those of the process `rank`;
     `session.status().spoiled_by` says whose loss was not finite. `whole` knows the last step of `session`. Weights are
-    rounded to the low format, as FSDP2 gathers them. Nothing of the sharded model and of its training changes.
+    rounded to the low format, as FSDP2 gathers them. The sharded model and its training do not change.
 
     Raises:
         SessionError: the session is closed, or another process has raised an error, which it names.
-        SetupError: the model is not sharded, it does not fit into the memory of that process, or it is another model
-            than `build` returns.
+        SetupError: the model is not sharded, it does not fit into the memory of that process, or `build` returns
+            another model.
     """
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
@@ -47,11 +47,11 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
     reshard(roots)  # after an evaluation they hold whole weights
     parameters = sharded_parameters(roots)
     if not parameters:
-        raise SetupError("the model is not sharded: ask the session itself, as in halfstep.blame(session, closure)")
+        raise SetupError("the model is not sharded: use the session itself, as in halfstep.blame(session, closure)")
     group = group_of(parameters)
     if rank not in dist.get_process_group_ranks(group):
         ranks = dist.get_process_group_ranks(group)
-        raise SetupError(f"rank is {rank}; the model is sharded over the processes {ranks}: give one of these")
+        raise SetupError(f"rank is {rank}; the model is sharded over the processes {ranks}: pass one of these")
     built: list[nn.Module] = []
     run_on_rank(lambda: built.extend(_built(build, roots, session.runtime.device)), rank, group)
     states = [full_state(root, rank) for root in roots]
@@ -66,17 +66,17 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
 
 
 def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
-    """Returns the models that were built, on the device; before that it looks whether there is room for them.
+    """Checks that the device has room for the models, builds them and returns them on the device.
 
     Raises:
-        SetupError: there is not, or these are other models.
+        SetupError: there is not enough memory, or `build` returned other models.
     """
     needed = PER_ELEMENT * sum(p.numel() for root in roots for p in root.parameters())
     free = free_bytes(device)
     if free is not None and needed > free:
         raise SetupError(
-            f"to look at a copy of the model takes {needed / 2**30:.3g} GiB for its weights and gradients, and what a "
-            f"forward keeps; {device} has {free / 2**30:.3g} GiB free: ask in a process with more memory, from a "
+            f"an unsharded copy of the model needs {needed / 2**30:.3g} GiB for its weights and gradients, plus what a "
+            f"forward keeps; {device} has {free / 2**30:.3g} GiB free: use a process with more memory and a "
             "checkpoint (get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))"
         )
     found = build()
@@ -84,7 +84,7 @@ def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.d
     for model in models:
         if not isinstance(model, nn.Module) or sharded_parameters([model]):
             what = "a sharded model" if isinstance(model, nn.Module) else type(model).__name__
-            raise SetupError(f"build() returned {what}; it returns the model as it is before fully_shard")
+            raise SetupError(f"build() returned {what}; it must return the model as it is before fully_shard")
     if len(models) != len(roots):
         raise SetupError(f"build() returned {len(models)} models, and the session has {len(roots)}: return as many")
     return [model.to(device) for model in models]
@@ -92,7 +92,7 @@ def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.d
 
 @torch.no_grad()
 def _fill(model: nn.Module, root: nn.Module, state: dict[str, Tensor], plan: Plan) -> None:
-    """Gives a model what a sharded one has, as it reads it.
+    """Copies the state of a sharded model into `model`, rounded as the sharded one uses it.
 
     Raises:
         SetupError: the two are not the same model.

@@ -8,7 +8,7 @@ from halfstep.observe.recorder import Note
 
 _BILINEAR = (
     "mul", "mm", "bmm", "mv", "dot", "vdot", "outer", "ger",
-    "addmm", "baddbmm", "addbmm", "addmv", "addr",  # to whose first argument a product is added
+    "addmm", "baddbmm", "addbmm", "addmv", "addr",  # these add a product to their first argument
 )  # fmt: skip
 _CONSTANT = (
     "sign", "sgn", "heaviside", "signbit", "angle", "eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "argsort",
@@ -18,9 +18,9 @@ _CONSTANT = (
 
 
 def degree(note: Note) -> float:
-    """Returns k such that a result is proportional to scale**k: 1 for a gradient, 0 for a result that no scale changes.
+    """Returns k such that a result is proportional to scale**k: 1 for a gradient, 0 if the scale does not change it.
 
-    A sum has the largest k of its terms. An operation that is not listed has that of its arguments.
+    A sum has the largest k of its terms. An operation that is not listed has the largest k of its arguments.
     """
     known: dict[int, float] = {}
     waiting = [note]

@@ -1,4 +1,4 @@
-"""The guardian: sees from counters that steps are skipped for no good reason, and has the next step recorded.
+"""The guardian: detects from counters that steps are skipped for no good reason, and records the next step.
 
 Skips are read one step late, once in eight steps of an optimizer, so that nothing waits for the device.
 """
@@ -37,34 +37,34 @@ from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
     "steps keep being skipped, and the cause could not be recorded: a step has too many operations (long rollouts "
-    "before its backward pass); call halfstep.blame(session, closure) with a closure that computes the loss of a part"
+    "before its backward pass); call halfstep.blame(session, closure) with a closure that computes part of the loss"
 )
 PASSED = (
     "an earlier forward without gradients in the same step was not recorded and may be the cause: "
     "call halfstep.blame(session, closure) with that forward in the closure"
 )
-_OPERATIONS = 2**17  # notes: to keep more takes too much memory and time
+_OPERATIONS = 2**17  # notes: more would take too much memory and time
 _BEFORE = 2**12  # notes before a forward
-# What a step may have before its backward pass, at first: 64 training forwards, or 4 without gradients among them, or
-# 4,096 without gradients before them, which cost little. Where there is more, no step is coming, or it is a long one.
-# And 64 steps of others may come before it.
+# What may come before the backward pass of a step, at first: 64 training forwards, or 4 without gradients among them,
+# or 4,096 without gradients before them, which cost little. If there is more, no step is coming, or it is a long one.
+# 64 steps of other optimizers may also come first.
 _PATIENCE = 2**12
 _TRAINING, _EVALUATION, _PASSING = 2**6, 2**10, 1
-_MORE_PATIENCE = 8  # times as much, each time that it was not enough
-_OTHERS = 32  # steps of other optimizers that are kept of those before the one that is waited for
-_INTERVAL = 2000  # steps after which a scale grows: the default of a dynamic one
+_MORE_PATIENCE = 8  # factor by which the patience grows each time that it was not enough
+_OTHERS = 32  # steps of other optimizers that stay recorded while one is waited for
+_INTERVAL = 2000  # steps after which a dynamic scale grows, by default
 _LOG = logging.getLogger("halfstep")
 
 
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records as any recorder; what goes wrong in it ends the recording, and never the step that it watches.
+    """A recorder whose own errors end the recording, but never the step that it watches.
 
-    `spent` is the total cost of model calls since the last backward pass. It has `ended` where it failed, or where
-    the operations were `too_many`. `carried` has the loss scale of each backward pass, with the note that it may begin
-    with.
+    `spent` is the total cost of model calls since the last backward pass. `ended` is True once the recorder failed or
+    there were `too_many` operations. `carried` holds the loss scale of each backward pass and the index of the note at
+    which the pass may begin.
 
-    While it waits for a forward, it notes what is computed with gradients on: weights that are combined, and masks, may
-    be made there. `waiting` ends where that is too much, as of a loop that prepares a data set.
+    While it waits for a forward, it records what is computed with gradients on, because combined weights and masks may
+    be computed there. `waiting` becomes False if that is too much, as in a loop that prepares a data set.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -77,7 +77,7 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and notes it, also where it comes before the forward that is waited for."""
+        """Runs the operation and records it, even before the forward that the recorder waits for."""
         if self.on or not self.waiting or not torch.is_grad_enabled():
             return super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.notes) >= _BEFORE:
@@ -115,7 +115,7 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         return result
 
     def scale_of(self, note: Note | None, otherwise: Tensor) -> float:
-        """Returns the loss scale of the backward pass that an operation belongs to, or what is given `otherwise`."""
+        """Returns the loss scale of the backward pass that an operation belongs to, or `otherwise` if it is unknown."""
         begun = [scale for first, scale in self.carried if note is not None and first <= note.index]
         return float(begun[-1] if begun else otherwise)
 
@@ -132,10 +132,10 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
 class Armed:
     """A recorder that waits for the next training forward and is removed at the end of that step.
 
-    It lies on the stack of modes from the start: put there inside a compiled model's call, it would miss the loss. It
-    is `lost` if the caller's own modes or threads removed it early. `passed` is True if a forward without gradients
-    came first, which was not recorded. If forwards go on without a backward pass until `patience` or the recording
-    ends, it gives up: the step is a long one, or none is coming since the caller was interrupted.
+    It is on the stack of modes from the start: if it were pushed inside a call of a compiled model, it would miss the
+    loss. `lost` is True if the caller's own modes or threads removed it early. `passed` is True if a forward without
+    gradients came first, which was not recorded. If forwards continue without a backward pass until `patience` or the
+    recording ends, it gives up: the step is long, or none is coming because the caller was interrupted.
     """
 
     def __init__(self, runtime: Runtime, patience: int, give_up: Callable[[], None]) -> None:
@@ -153,7 +153,7 @@ class Armed:
             self._undo = stack.pop_all()
 
     def forward_begins(self) -> None:
-        """Begins to record where a forward is for training; called before the session casts what is given to it."""
+        """Starts recording if a forward is for training; called before the session casts the forward's inputs."""
         recorder, training = self.recorder, torch.is_grad_enabled()
         recorder.on = not recorder.ended and (recorder.on or training)
         self.passed = self.passed or not recorder.on
@@ -162,21 +162,21 @@ class Armed:
             self._give_up()
 
     def leave(self) -> None:
-        """Takes the recorder off."""
+        """Removes the recorder from the stack of modes."""
         self.lost = threading.get_ident() != self._thread or self.recorder not in mode_stack()
         self._undo.close()
 
 
 class Guardian:
-    """Watches the steps of a session; a verdict goes to `tell` and is raised, or logged.
+    """Watches the steps of a session; passes a verdict to `tell`, then raises or logs it.
 
-    Steps of the same optimizers are watched apart from others, and for each loss that had gradients in them. Where
-    `WINDOW` of them in a row were skipped, or one was while a scale lies at its floor, or keeps going back to it, the
-    next ones are recorded, one at a time, until one is skipped; `WINDOW` of them at most, or as many as lie between two
-    such skips. It is then told apart what a falling scale cures, which is normal, from what it does not.
+    Each set of optimizers that step together is watched separately, and so is each loss that had gradients in a step.
+    An alarm is `WINDOW` skipped steps in a row, or one skipped step while a scale is at its floor or keeps returning to
+    it. The next steps are then recorded, one at a time, until one is skipped; at most `WINDOW` steps, or as many as lie
+    between two such skips. If a falling scale cures the failure, that is normal and no verdict is given.
 
-    Where processes train `together`, one that raised alone would leave the others waiting for it. So what it has to
-    raise is `pending` until they have been told, and all raise at the end of the same step.
+    If several processes train together, one that raised alone would leave the others waiting. So its error stays
+    `pending` until the others know of it, and all processes raise at the end of the same step.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Guardian:
         self._said: set[object] = set()
 
     def carry(self, scale: Tensor) -> None:
-        """Notes the loss scale of the backward pass that comes next."""
+        """Notes the loss scale of the next backward pass."""
         if self._armed is not None:
             recorder = self._armed.recorder
             recorder.carried.append((len(recorder.notes), scale.detach().clone()))
@@ -212,10 +212,10 @@ class Guardian:
         scales: Mapping[int, Tensor],
         stopping: Sequence[int] = (),
     ) -> None:
-        """Looks at the counters where it is time, or at what was recorded.
+        """Checks the counters, or a recorded step.
 
-        `parts` have stepped, on gradients of the losses of `scales`, which has the loss scale of each by its id. The
-        processes that are `stopping` have told all others that they have something to raise.
+        `parts` have stepped, on gradients of the losses in `scales`, which maps the id of each loss to its scale. The
+        processes in `stopping` have told all others that they have an error to raise.
 
         Raises:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
@@ -234,7 +234,7 @@ class Guardian:
     def _after_recorded(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> None:
-        """Looks at the step that is waited for; what others do meanwhile may go into it, and stays recorded a while."""
+        """Examines the step that is waited for; steps of others may affect it, and stay recorded for a while."""
         waited_for, loss_id = self._about
         if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
             self._conclude(record, parts, scales)
@@ -269,13 +269,13 @@ class Guardian:
             _LOG.warning(notice)
 
     def close(self) -> None:
-        """Ends what a failed or an unfinished step has left on."""
+        """Ends a recording that a failed or unfinished step has left on."""
         if self._armed is not None:
             armed, self._armed = self._armed, None
             armed.leave()
 
     def _conclude(self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]) -> None:
-        """Ends the recording, and raises or warns where the recorded step failed for good."""
+        """Ends the recording, and raises or warns if the recorded step failed for a reason that persists."""
         assert self._armed is not None
         armed = self._armed
         recorder, was_on = armed.recorder, armed.recorder.on
@@ -290,7 +290,7 @@ class Guardian:
             return
         try:
             judged = self._explain(armed, record, parts, scales)
-        except Exception:  # what only explains a failure is never to be one
+        except Exception:  # explaining a failure must never cause one
             _LOG.warning(NOT_SEEN, exc_info=True)
             self._counter.rest(self._about)
             return
@@ -300,7 +300,7 @@ class Guardian:
     def _explain(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
-        """Returns the verdict on a recorded step, and what a lower loss scale would do, in words; None where normal."""
+        """Returns the verdict on a recorded step and a phrase on what a lower loss scale would do; None if normal."""
         recorder, runtime = armed.recorder, self._runtime
         losses = [record.loss] if record.loss is not None else []
         gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
@@ -319,10 +319,11 @@ class Guardian:
         return replace(verdict, advice=f"{verdict.advice}; {PASSED}"), about_scale
 
     def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
-        """Returns the verdict on the recorded step, and what a lower loss scale would do, in words.
+        """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do.
 
-        None where a lower one, which will come, is the cure, or may be that of another process: to end training at the
-        same step, none of them does before the lowest scale of the step, which they have `shared`, is at its floor.
+        None if the scale will come down and that cures this step, or may cure that of another process: so that all
+        processes stop at the same step, none does before the lowest scale of the step, `shared` by all, is at its
+        floor.
         """
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries it")
@@ -332,7 +333,7 @@ class Guardian:
         floor = scale if lives_at_floor else self._floor
         comes_down = dynamic and scale > floor
         if dynamic and shared is not None and shared > floor:
-            _LOG.info("skipped steps may be normal: loss scale %g comes down, for all processes", shared)
+            _LOG.info("skipped steps may be normal: loss scale %g comes down for all processes", shared)
             return None
         if found.kind == Kind.ANOTHER_PROCESS:
             return say(found, plan, (), scale=scale), ""
@@ -351,7 +352,7 @@ class Guardian:
         return verdict, f": the loss scale is too high, and {limit}"
 
     def _of_rhythm(self, found: Diagnosis, scale: float) -> tuple[Verdict, str]:
-        """Returns the verdict on a scale that passes at its floor, and is soon brought back to where it does not."""
+        """Returns the verdict on a scale that passes at its floor and soon grows back to one that does not pass."""
         scaling = self._runtime.plan.scale
         found = replace(found, lower_scale=self._floor)
         cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
@@ -377,7 +378,7 @@ class Guardian:
         _LOG.warning(text)
 
     def _stop(self, stopping: Sequence[int], step: int) -> None:
-        """Raises what is pending, or what says who has more to say."""
+        """Raises the pending error, or one that names the processes that found the failure."""
         self.close()
         error, self.pending = self.pending, None
         if error is None:
@@ -395,10 +396,10 @@ def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]
 
 @dataclass(frozen=True)
 class _Lower:
-    """What is known of lower loss scales without trying one.
+    """What is known about lower loss scales without trying one.
 
-    `scale` is the largest halved one at which the operation's result fits the format. It is None where the true result
-    is not known, and only that what led to it grows with the scale: halfstep.blame then tries it.
+    `scale` is the largest halved scale at which the operation's result fits the format. It is None if the true result
+    is unknown: then `may_help` only says that the result grows with the scale, and halfstep.blame tries lower scales.
     """
 
     may_help: bool
@@ -406,7 +407,7 @@ class _Lower:
 
     @staticmethod
     def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
-        """Returns what follows from the true result, which goes with a power of the scale."""
+        """Returns what follows from the true result, which is proportional to a power of the scale."""
         power = degree(found.note) if found.note is not None else 0.0
         if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
             return _Lower(False)

@@ -1,4 +1,4 @@
-"""Whether a trial stays clear of the ends of its formats: what only just fits them overflows on the next batch."""
+"""Tells whether a trial stays clear of the limits of its formats: what only just fits overflows on the next batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from halfstep.formats import Format
 from halfstep.observe.nonfinite import finite_range
 from halfstep.observe.recorder import OpRecorder
 
-_OF_RANGE = 4.0  # times as large as on this batch, an output still fits
-OF_FLOOR = 2.0  # times the least loss scale: a dynamic one at its floor skips whenever it tries the next larger
+_OF_RANGE = 4.0  # an output this many times as large as on this batch must still fit
+OF_FLOOR = 2.0  # times the lowest loss scale: a dynamic scale at its floor skips each time it tries the next larger one
 _CASTS = ("_to_copy", "copy_")
 
 
 class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records as any recorder, and keeps the largest magnitude that a cast wrote to `low` in the forward pass."""
+    """A recorder that also keeps the largest magnitude that casts to `low` wrote in the forward pass."""
 
     def __init__(self, roots: Sequence[nn.Module], low: Format) -> None:
         super().__init__(roots)
@@ -27,7 +27,7 @@ class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's clas
 
     @property
     def has_room(self) -> bool:
-        """Whether all that was cast could be several times as large."""
+        """Whether the values that were cast could be several times as large and still fit."""
         return self.largest * _OF_RANGE <= self._low.max
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -36,11 +36,11 @@ class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's clas
         if note is not None and note.aten in _CASTS and note.phase == "forward" and isinstance(result, Tensor):
             span = finite_range(result) if result.dtype is self._low.dtype else None
             if span is not None:
-                below = 0.0 if span[0] == -self._low.max else -span[0]  # which is a mask's
+                below = 0.0 if span[0] == -self._low.max else -span[0]  # the value of a mask
                 self.largest = max(self.largest, span[1], below)
         return result
 
 
 def keeps_scale(scaling: Scaling, scale: float) -> bool:
-    """Tells whether a loss scale that passes leaves a dynamic one room above its floor."""
+    """Tells whether a loss scale that passes leaves a dynamic scale room above its floor."""
     return not scaling.adapts or scale >= min(OF_FLOOR * scaling.min, scaling.max)

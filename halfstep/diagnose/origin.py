@@ -1,4 +1,4 @@
-"""From the loss or the gradients that are not finite back to the first operation, or tensor, that made them so."""
+"""Walks back from a non-finite loss or gradients to the first operation, or tensor, that caused them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What made the first value that is not finite and that mattered.
+    """The source of the first non-finite value that mattered.
 
-    `note` is the operation: the one that made it, or, for a `leaf` (a tensor from outside), the first that computed
-    with it. `masked` says that it met nothing but what a mask had excluded.
+    `note` is the operation that made the value, or, if it came in a `leaf` (a tensor from outside), the first operation
+    that computed with it. `masked` says that all non-finite inputs of the operation had been excluded by a mask.
     """
 
     note: Note | None
@@ -27,9 +27,9 @@ class Origin:
 
 
 def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
-    """Returns the origin of what is not finite in `sinks`; None where all are finite.
+    """Returns the origin of the non-finite values in `sinks`; None if all are finite.
 
-    An operation counts only where its result reached a sink: what a mask excludes on purpose does not.
+    An operation counts only if its result reached a sink: values that a mask excludes do not.
     """
     bad = [sink for sink in sinks if nonfinite(sink) is not None]
     if not bad:
@@ -43,13 +43,13 @@ def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
 
 
 def last_origin(recorder: OpRecorder) -> Origin | None:
-    """Returns the origin of the last result that was not finite, but for masks; None where all were."""
+    """Returns the origin of the last non-finite result, ignoring masks; None if all were finite."""
     last = next((note for note in reversed(recorder.notes) if note.bad is not None and not note.masked), None)
     return None if last is None else _earliest(recorder, reached_from([last]))
 
 
 def reached_from(notes: Iterable[Note]) -> list[Note]:
-    """Returns the notes and all that what is not finite in them came from, in the order in which they ran."""
+    """Returns the notes and all notes that their non-finite values came from, in the order in which they ran."""
     found: dict[int, Note] = {}
     waiting = list(notes)
     while waiting:
@@ -83,7 +83,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
-    """Returns the first operation after a copy or a cast of what came from outside."""
+    """Returns the first operation that computes with a value from outside, after copies and casts of it."""
     while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:

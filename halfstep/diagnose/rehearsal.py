@@ -1,4 +1,4 @@
-"""Rehearsals: a closure run again and again, on a session's models or on copies under another plan, without a trace."""
+"""Rehearsals: run a closure repeatedly, on a session's models or on copies under another plan, and undo its effects."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from halfstep.torch_internals import hooks_of, parameters_of
 
 
 class Rehearsal:
-    """Runs a closure on a session's models; made by `rehearsing`, which puts everything back at its end.
+    """Runs a closure on a session's models; made by `rehearsing`, which restores everything when it ends.
 
-    `params` are the trainable parameters, `inputs` tells whether all runs got the same. Inside `at_scale(scale)` a
-    closure's `session.grad` uses that loss scale; inside `recording(recorder)` a recorder sees the operations.
+    `params` are the trainable parameters; `inputs` tells whether all runs got the same inputs. Inside `at_scale(scale)`
+    a closure's `session.grad` uses that loss scale; inside `recording(recorder)` a recorder sees the operations.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Rehearsal:
         self._rewind, self.inputs = rewind, inputs
 
     def rewind(self) -> None:
-        """Brings everything back to the start, for another run."""
+        """Restores the state at the start, for another run."""
         self._rewind()
         self.inputs.begin_run()
 
@@ -47,13 +47,13 @@ class Rehearsal:
         """Returns the loss that the closure computes.
 
         Raises:
-            SessionError: it returned no scalar tensor that needs a gradient, or ran the backward pass itself.
+            SessionError: the closure returned no scalar tensor that requires a gradient, or ran the backward pass.
         """
         return compute_loss(self._closure, self.params)
 
     @contextmanager
     def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
-        """Runs the backward pass at a loss scale (None: none) and gives all gradients; those of others are put back."""
+        """Runs the backward pass at a loss scale (None: unscaled), yields all gradients; restores those of others."""
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:
                 leaf.grad = None
@@ -62,7 +62,7 @@ class Rehearsal:
 
     @contextmanager
     def under(self, plan: Plan) -> Iterator[Rehearsal]:
-        """Gives a rehearsal under another plan, on copies of the models, which stand in for them.
+        """Yields a rehearsal under another plan; the closure's calls of the models go to copies of them.
 
         Raises:
             HalfstepError: the plan does not fit the models.
@@ -73,11 +73,11 @@ class Rehearsal:
 
 
 def check_given(function: str, session: object, closure: object) -> None:
-    """Checks what a function that runs a closure on a session was given.
+    """Checks the session and the closure that were passed to the public function named `function`.
 
     Raises:
-        SessionError: it is no open session, or no function.
-        SetupError: its model is sharded.
+        SessionError: `session` is no open session, or `closure` is no function.
+        SetupError: the model of the session is sharded.
     """
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
@@ -87,8 +87,8 @@ def check_given(function: str, session: object, closure: object) -> None:
     reshard(session.runtime.roots)  # after an evaluation they hold whole weights
     if sharded_parameters(session.runtime.roots):
         raise SetupError(
-            f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 does "
-            "not make; ask one of a copy that one process gathers, and call this in all of them: "
+            f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 "
+            "cannot make; use a copy that one process gathers, and call this in all processes: "
             "halfstep.on_gathered_copy(session, build, lambda whole, model: "
             f"halfstep.{function}(whole, lambda: loss_fn(model(inputs), targets))), where build() returns the model "
             "without fully_shard"
@@ -97,7 +97,7 @@ def check_given(function: str, session: object, closure: object) -> None:
 
 @contextmanager
 def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehearsal]:
-    """Gives a rehearsal of a closure; weights, buffers, gradients and random state are as before at its end.
+    """Yields a rehearsal of a closure; restores weights, buffers, gradients and random state when it ends.
 
     Raises:
         SessionError: the session is closed, or the closure itself calls this.
@@ -108,26 +108,26 @@ def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehears
         untouched(roots, trainable(roots)) as rewind,
         noting_inputs(roots) as inputs,
         uncompiled(),
-        set_detect_anomaly(False),  # it raises where something is to be found
+        set_detect_anomaly(False),  # anomaly detection would raise at the failure to be examined
     ):
         yield Rehearsal(session, closure, rewind, inputs)
 
 
 def trainable(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters of models that need a gradient, each once."""
+    """Returns the parameters of models that require a gradient, each once."""
     return list({id(p): p for root in roots for p in root.parameters() if p.requires_grad}.values())
 
 
 @contextmanager
 def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
-    """Makes copies stand in for models: a call of a module of a model calls that of its copy.
+    """Redirects calls of the models' modules to the modules of their copies, the `twins`.
 
-    Hooks on the gradients of the models' parameters act on those of the copies. What a closure writes to an attribute
-    of a model, its copy has too; and so has a model what a copy's forward leaves there, as a loss that is added to the
-    others'.
+    Gradient hooks on the models' parameters also act on the parameters of the copies. An attribute that the closure
+    writes on a model is copied to its twin, and one that a twin's forward writes, such as an auxiliary loss, is copied
+    back to the model.
 
     Raises:
-        RuntimeError: a module has a `forward` of its own (not its class's), which no copy can stand in for.
+        RuntimeError: a module has a `forward` of its own (not its class's), which cannot be redirected to a copy.
     """
     found = {
         id(own): (own, twin)
@@ -137,7 +137,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
     pairs = list(found.values())
     for own, _ in pairs:
         if "forward" in vars(own) or isinstance(own, torch.jit.ScriptModule):
-            raise RuntimeError(f"{type(own).__name__} has a forward of its own, which a copy cannot stand in for")
+            raise RuntimeError(f"{type(own).__name__} has a forward of its own, which cannot be redirected to a copy")
     calls = _Calls(pairs)
     with ExitStack() as stack:
         for own, twin in pairs:
@@ -149,7 +149,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
 
 
 class _Calls:
-    """Calls of copies; at both ends of the outermost, modules and copies get what the other's attributes were given."""
+    """Calls copies of modules; copies changed attributes to them before the outermost call, and back after it."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self._pairs = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]
@@ -182,7 +182,7 @@ class _Calls:
 
 def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
     hooks = None if param is None else hooks_of(param)
-    if not hooks or twin is None or hooks_of(twin):  # the last: shared by two modules, and done
+    if not hooks or twin is None or hooks_of(twin):  # hooks on the twin: shared by two modules and already done
         return lambda: None
     with ExitStack() as stack:
         for hook in list(hooks.values()):

@@ -1,4 +1,4 @@
-"""Putting back what a run of a closure changes: weights, buffers, attributes, gradients and random state."""
+"""Restores what a run of a closure changes: weights, buffers, attributes, gradients and random state."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from halfstep.torch_internals import buffers_of, post_accumulate_hooks_of, versi
 
 _NOT_STATE = frozenset(vars(nn.Module())) | OURS
 CONTAINERS = (list, deque, dict, set)  # what a model may change in place
-_KEPT = 2**24  # elements of a tensor that is an attribute, up to which what is written into it is undone
+_KEPT = 2**24  # elements up to which writes into a tensor that is an attribute are undone
 
 
 @contextmanager
 def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Puts all back at its end; the function it gives does so in between, so that the next run starts the same.
+    """Restores all state when it ends; yields a function that restores it in between, for another run.
 
-    `params` are whose gradients are put aside: within, `p.grad` is None at the start of each run. Hooks that act on
-    finished gradients, as of an optimizer that steps in the backward pass, are off. Calls of DistributedDataParallel go
-    to its module: no buffer is sent and no gradient reduced, which would be paired with the next step of the others.
+    The gradients of `params` are set aside: `p.grad` is None at the start of each run. Hooks that act on accumulated
+    gradients, such as those of an optimizer that steps in the backward pass, are off. Calls of DistributedDataParallel
+    go to the wrapped module: no buffer is broadcast and no gradient reduced, since the other processes would pair that
+    communication with their next step.
     """
     state = _State(roots, params)
     with ExitStack() as stack:
@@ -68,14 +69,14 @@ class _State:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def rewind(self) -> None:
-        """Brings buffers, weights, attributes and random state back to the start, and clears the gradients."""
+        """Restores buffers, weights, attributes and random state to the start, and clears the gradients."""
         self._rewind_attributes()
         for module, name, buffer in self._buffers:
             if buffers_of(module).get(name) is not buffer:
                 buffers_of(module)[name] = buffer
         for tensor, value in self._values:
             if tensor.is_floating_point() or tensor.is_complex() or not torch.equal(tensor.detach(), value):
-                tensor.data.copy_(value)  # through .data: the count of writes would look like a change of the user's
+                tensor.data.copy_(value)  # through .data: a raised version count would look like a change by the user
         for param, _ in self._grads:
             param.grad = None
         python, numbers, cpu = self._random
@@ -101,12 +102,12 @@ class _State:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns what a module keeps beside its parameters, buffers and modules: states of the model's own, say."""
+    """Returns the attributes of a module other than parameters, buffers and submodules, such as state of the model."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
 
 
 def _reached(values: Iterable[Any]) -> list[Any]:
-    """Returns values, and what lies in the lists, deques, dicts, sets and tuples among them at any depth, once each."""
+    """Returns values and all that is nested in the lists, deques, dicts, sets and tuples among them, each once."""
     found: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
@@ -124,7 +125,7 @@ def _ids(values: Iterable[Any]) -> list[int]:
 
 
 def _put_back(container: Any, contents: Any) -> None:
-    """Gives a container the contents that it had, where it has others."""
+    """Restores the contents of a container if they have changed."""
     if isinstance(container, dict):
         same = _ids(container) == _ids(contents) and _ids(container.values()) == _ids(contents.values())
     else:
@@ -135,9 +136,9 @@ def _put_back(container: Any, contents: Any) -> None:
 
 
 def give_attributes(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Gives a module these attributes and no others.
+    """Sets exactly these attributes on a module and removes others.
 
-    Through its `__dict__`: a `__setattr__` of the model's would see an assignment that its code never made.
+    Writes to `__dict__`: a `__setattr__` of the model would see an assignment that the model's code never made.
     """
     for name in attributes(module).keys() - own.keys():
         del module.__dict__[name]

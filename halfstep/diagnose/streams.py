@@ -1,4 +1,4 @@
-"""Where an fp32 input or buffer makes what follows fp32, so that each product after it casts: nothing breaks."""
+"""Finds where an fp32 input or buffer makes all later values fp32, so that each product casts them; nothing breaks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from halfstep.observe.locator import Locator
 from halfstep.observe.recorder import Note
 from halfstep.records import Finding
 
-ENOUGH = 2  # modules that cast what was widened; of one alone it is no stream
+ENOUGH = 2  # modules that must cast the widened values: with only one there is no stream
 ADDED = ("add", "add_", "sub", "sub_", "rsub")
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Where fp32 values come from that no low operation computed."""
+    """The source of fp32 values that no low operation computed."""
 
     kind: str
     name: str = ""
@@ -31,38 +31,38 @@ class Outside:
 
 @dataclass
 class Stream:
-    """The operation that first met low values with fp32 ones, what these were, and the modules that cast it since."""
+    """The operation that first combined low and fp32 values, the source of the fp32 values, and who cast since."""
 
     note: Note
     source: Outside
     casts: dict[str, None] = field(default_factory=dict)
 
     def evidence(self) -> str:
-        """Returns what was seen, as a sentence."""
+        """Returns what was observed, as a sentence."""
         note, source = self.note, self.source
         what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
         return (
-            f"blocks see an fp32 stream because {what} here; {len(self.casts)} modules cast it, "
+            f"an fp32 stream starts because {what} here; {len(self.casts)} modules cast it, "
             f"{in_model(next(iter(self.casts)))[1]} first{which_model(note.module)}"
         )
 
     def advice(self) -> str:
-        """Returns what keeps the stream low."""
+        """Returns how to keep the stream low."""
         cure = f"to keep activations low, cast {self.source} where it is used"
         return f"{cure}, or input='low', which rounds all inputs" if self.source.kind == "input" else cure
 
 
 class Streams:
-    """Follows fp32 values through a traced forward, from where they widen what low operations computed."""
+    """Follows fp32 values through a traced forward, from the operations where they widen low results."""
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator
-        self._outside: dict[int, Outside] = {}  # by the index of the note of what was computed from them alone
+        self._outside: dict[int, Outside] = {}  # by the index of the note that was computed from outside values only
         self._wide: dict[int, Stream] = {}  # by the index of the note
         self._streams: list[Stream] = []
 
     def look(self, note: Note, given: Sequence[Tensor]) -> None:
-        """Looks at one operation of a forward and the tensors that it was given; views write nothing and are passed."""
+        """Examines one operation of a forward and its input tensors; skips views, which write nothing."""
         if note.dtype is None:
             return
         pairs = [(t, source) for t, source in zip(given, note.sources, strict=True) if t.is_floating_point()]
@@ -83,22 +83,22 @@ class Streams:
                 stream = Stream(note, found)
                 self._streams.append(stream)
                 self._wide[note.index] = stream
-        elif None not in known and (known or note.module is None):  # what the closure itself makes is an input
+        elif None not in known and (known or note.module is None):  # what the closure makes is an input
             self._outside[note.index] = known[0] if known and known[0] is not None else Outside("input")
 
     def _from_outside(self, tensor: Tensor, source: Note | None) -> Outside | None:
-        """Returns what a tensor comes from, None where a module computed it or it is a parameter."""
+        """Returns the outside source of a tensor; None if a module computed the tensor or it is a parameter."""
         if source is not None:
             return self._outside.get(source.index)
         kind, name, _ = self._locator.tensor(tensor) or ("input", "", tensor)
         return Outside(kind, name) if kind in ("input", "buffer") else None
 
     def wide(self) -> list[Stream]:
-        """Returns the streams that several modules cast."""
+        """Returns the fp32 streams that several modules cast."""
         return [stream for stream in self._streams if len(stream.casts) >= ENOUGH]
 
     def findings(self) -> Iterator[Finding]:
-        """Yields a note for each operation that made a stream fp32 which several modules cast."""
+        """Yields a finding for each operation whose fp32 result started a stream that several modules cast."""
         for stream in self.wide():
             place = place_of(stream.note.module, stream.note.line)
             advice = f"not an error and rarely slower; {stream.advice()}"

@@ -1,4 +1,4 @@
-"""A diagnosis as a verdict, in words."""
+"""Puts a diagnosis into words, as a verdict."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
-        "call optimizer.zero_grad() before each backward pass: a gradient that is not finite stays so"
+        "call optimizer.zero_grad() before each backward pass: a non-finite gradient stays non-finite"
     ),
     Kind.INPUT_DATA: (
         "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
         "out)"
     ),
     Kind.WEIGHTS: (
-        "load the last checkpoint whose weights are finite, and find the step that spoiled them (a learning rate that "
-        "is too high or NaN does, and an optimizer whose eps is 0)"
+        "load the last checkpoint whose weights are finite, and find the step that spoiled them (likely causes: a "
+        "learning rate that is too high or NaN, or an optimizer whose eps is 0)"
     ),
     Kind.ANOTHER_PROCESS: "see the verdicts of the other processes: the fault is in one of them, or in its batch",
 }
 _BUFFER = (
-    "find what made this buffer: from counts, as 1 / count, give 0 to what does not occur; where training updates it, "
-    "as running statistics, load the last checkpoint in which it is finite"
+    "find the code that computes this buffer: if it divides by counts (1 / count), use 0 where a count is 0; if "
+    "training updates it (running statistics), load the last checkpoint in which it is finite"
 )
 _TWO_MASKS = "the sum of two torch.finfo(dtype).min is -inf"
 _NO_DATA = {
     "above": (
-        "if these are class weights, such as 1 / count, give 0 to a class that does not occur; if this is data, "
+        "if these are class weights, such as 1 / count, use 0 for a class that does not occur; if this is data, "
         "clean the batch before it reaches the model (torch.nan_to_num with posinf=0, or leave the sample out)"
     ),
     "below": (
-        f"if this is a mask, leave each row one finite entry ({_TWO_MASKS}: combine masks as booleans); "
+        f"if this is a mask, leave one finite entry in each row ({_TWO_MASKS}: combine masks as booleans); "
         "if this is data, clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"
     ),
-}  # by which infinities alone a tensor holds: what a mask excludes is not to be replaced by 0
+}  # keyed by the one sign of infinity that a tensor holds: never replace by 0 what a mask excludes
 _SLOWER = "load an earlier checkpoint, and use a lower learning rate, a warm-up or max_norm"
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy", "ctc_loss")
 _NO_VALUE = (
-    (("mean",), "it has no value for so few elements: skip it where no element is selected"),
+    (("mean",), "the mean of no elements is NaN: skip it if no element is selected"),
     (
         ("var", "std", "var_mean", "std_mean"),
-        "it has no value for so few elements: pass correction=0, which needs one in place of two, or skip it for fewer",
+        "the variance of fewer than two elements is NaN: skip it then, or pass correction=0, which needs only one",
     ),
     (
         ("cross_entropy", "nll_loss"),
-        "every target is ignored or has weight 0, and the mean over none is NaN: leave such a batch out",
+        "every target is ignored or has weight 0, and a mean over no targets is NaN: skip such a batch",
     ),
     (
         ("ctc_loss",),
-        "a target longer than its input has an infinite loss: pass zero_infinity=True, or give longer inputs",
+        "a target longer than its input has an infinite loss: pass zero_infinity=True, or use longer inputs",
     ),
-)  # operations, and what is to be done where they have no value in any format
+)  # operations, and the advice where they have no value in any format
 
 
 def of_another(processes: Sequence[int]) -> Verdict:
-    """Returns the verdict of a process that has found nothing itself on what these others have."""
+    """Returns the verdict for a process that found nothing itself, when the processes numbered `processes` did."""
     who = ", ".join(map(str, processes))
-    evidence = f"process {who} found in its own step what makes all processes skip"
+    evidence = f"the fault is in the step of process {who}; all processes skip that step"
     return Verdict(
         "", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, _OF_TENSORS[Kind.ANOTHER_PROCESS]
     )
 
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
-    """Returns the verdict on a failure under a plan, with the edits that cure it."""
+    """Returns the verdict on a failure under a plan, with the edits `cure` that cure it."""
     assert found.kind is not None  # nothing is said of what was not seen
     return Verdict(
         module=in_model(found.module)[1],
@@ -102,8 +102,8 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append(_at_lower(found, found.lower_scale))
     if not found.repeats:
         parts.append(
-            "the closure does not repeat: another run got other inputs, or did not fail in the same place (an iterator "
-            "moved on, or the model keeps a state of its own), so no edit could be tried"
+            "the closure does not repeat: another run got different inputs, or did not fail in the same place (an "
+            "iterator moved on, or the model keeps state between runs), so no edit could be tried"
         )
     elif found.tried:
         parts.append(
@@ -121,11 +121,11 @@ def _evidence(found: Diagnosis, scale: float) -> str:
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
         return f"at loss scale {lower:g} all gradients are finite"
-    return f"this operation needs at most {lower:g}, and later ones in the backward pass may need a lower loss scale"
+    return f"this operation needs a loss scale of {lower:g} or less; later ones in the backward pass may need less"
 
 
 def _fails_in_full(full: Diagnosis) -> str:
-    if full.low in LOW_FORMATS:  # as of weights that the code takes as they are stored, or of its own cast
+    if full.low in LOW_FORMATS:  # the code uses weights as they are stored, or casts by itself
         return f"with the models in fp32 the same closure fails too, in an operation that still computes in {full.low}"
     return "in fp32 the same closure fails too"
 
@@ -135,7 +135,7 @@ def _elsewhere(found: Diagnosis) -> str:
 
 
 def in_model(name: str | None) -> tuple[str, str]:
-    """Returns the number of the model that a name begins with where there are several, and the name as rules spell it.
+    """Splits a module's name into the number of its model ("" if there is one model) and the name as rules spell it.
 
     >>> in_model("1:encoder.attn"), in_model("encoder.attn"), in_model(None)
     (('1', 'encoder.attn'), ('', 'encoder.attn'), ('', ''))
@@ -145,15 +145,15 @@ def in_model(name: str | None) -> tuple[str, str]:
 
 
 def place_of(module: str | None, line: str | None) -> str:
-    """Returns where something is, as findings give it: the name as rules spell it, and the line."""
+    """Returns a place as findings show it: the module's name as rules spell it, and the line."""
     name = in_model(module)[1] or "(model)"
     return name if line is None else f"{name}, {line}"
 
 
 def which_model(module: str | None) -> str:
-    """Returns what evidence adds where there are several models."""
+    """Returns the words that say which of several models a module is in; "" if there is only one model."""
     number, _ = in_model(module)
-    return f"; in model {number}, the first being 0" if number else ""
+    return f"; in model {number} (the first is 0)" if number else ""
 
 
 def _place(found: Diagnosis) -> str:
@@ -171,7 +171,7 @@ def _seen(found: Diagnosis) -> str:
         leaf = found.leaf
         if leaf.kind == OTHERS:
             what = "the gradients" if found.phase == "backward" else "the values"
-            return f"{what} that {leaf.name} returned hold {leaf.bad}, and those that this process gave it were finite"
+            return f"{what} that {leaf.name} returned hold {leaf.bad}, but what this process passed in was finite"
         dtype = str(leaf.dtype).removeprefix("torch.")
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
@@ -188,9 +188,9 @@ def _seen(found: Diagnosis) -> str:
         zeros, count = found.note.divided_by
         text += f"; the divisor is 0 in {zeros:,} of {count:,} element{'s' * (count != 1)}"
     if found.mask is not None:
-        text += f", as the mask value {found.mask:g} became -inf"
+        text += f", because the mask value {found.mask:g} became -inf"
     if found.eps is not None:
-        text += f", as {found.eps:g} is 0 in {found.low}"
+        text += f", because {found.eps:g} is 0 in {found.low}"
     return text
 
 
@@ -210,11 +210,11 @@ def _inputs(call: OpCall | None, note: Note) -> str:
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
     if found.has_diverged:
-        return f"training has diverged, in fp32 too, which no edit cures: {_SLOWER}"
+        return f"training has diverged, in fp32 too, and no edit cures that: {_SLOWER}"
     if found.explodes:
         return (
-            f"this operation runs {found.runs} times and its values grow from run to run, in fp32 too, which no edit "
-            "cures: use smaller initial weights, a norm or a gate between the runs, or fewer runs"
+            f"this operation runs {found.runs} times and its values grow from run to run, in fp32 too, and no edit "
+            "cures that: use smaller initial weights, a norm or a gate between the runs, or fewer runs"
         )
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
@@ -226,7 +226,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
     if not cure and found.untried and found.kind not in _OF_TENSORS and found.phase != AFTER_BACKWARD:
-        words.append(f"no edit was tried ({found.untried}), so none is known to cure this")
+        words.append(f"no edit was tried ({found.untried}), so no cure is known")
     return "; ".join(words)
 
 
@@ -243,7 +243,7 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         by = f", {found.line}," if found.line else ""
         return [
             f"the code between the backward pass and the step{by} wrote this into the gradients, which were finite: "
-            f"see what it gives to {found.operator}"
+            f"look at what it passes to {found.operator}"
         ]
     return _OF_KINDS.get(found.kind, _about_operation)(found, plan)
 
@@ -252,7 +252,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
-            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: give "
+            f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: use "
             f"{found.low.usable_eps:g} or more; gradients are divided by eps, so 1e-3 allows a higher loss scale"
         ]
     if found.full is not None:
@@ -269,7 +269,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
         words.append(_met(found))
     if found.tried and found.cured_loss is None:
         words.append(
-            f"no edit that was tried helps: cast the inputs of {found.operator} to fp32 in the code (.float())"
+            f"none of the edits tried helps: cast the inputs of {found.operator} to fp32 in the code (.float())"
         )
     return words
 
@@ -277,7 +277,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
 def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
-        return "uninitialized memory was read: make it with torch.zeros, or write all of it"
+        return "uninitialized memory was read: allocate it with torch.zeros, or write to all of it first"
     own = "" if note is None else _brought_in(note, name)
     if own:
         return own
@@ -290,23 +290,23 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
             "that cast, or add .float()"
         )
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
-        return f"{_TWO_MASKS}: combine masks as booleans, and leave each row one entry"
+        return f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked"
     if found.kind == Kind.OVERFLOW:
-        return f"no format helps: the result of {name} is too large for fp32 too; scale its inputs down"
+        return f"no format helps: the result of {name} is too large even for fp32; scale its inputs down"
     if found.phase == "backward":
         return _about_gradient(name, called=note is not None and note.line is not None)
     known = next((words for names, words in _NO_VALUE if name in names), None)
     return (
         known
-        or f"no format helps: {name} has no finite value at these inputs; keep these in its domain (an eps, a clamp)"
+        or f"no format helps: {name} has no finite value at these inputs; keep them in its domain (an eps, a clamp)"
     )
 
 
 def _about_gradient(name: str, *, called: bool) -> str:
-    """Returns what to do about the backward of an operation, or about one that a custom backward or a hook `called`."""
+    """Returns the advice on an operation's gradient; `called`: a custom backward or a hook called the operation."""
     if called:
         return (
-            f"no format helps: what {name} makes of a gradient is not finite here; keep its inputs in its domain (an "
+            f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain (an "
             "eps, a clamp)"
         )
     operand = "divisor" if name == "div" else "input"
@@ -317,9 +317,9 @@ def _about_gradient(name: str, *, called: bool) -> str:
 
 
 def _brought_in(note: Note, name: str) -> str:
-    """Returns what to do about numbers that code brings in, made by no operation; "" where it does not."""
+    """Returns the advice if the code itself brought the number in, so that no operation computed it; else ""."""
     if note.unseen:
-        return f"the backward of {name} computes this outside of torch, or writes it: see what it does at these inputs"
+        return f"the backward of {name} computes this outside of torch, or sets it: see what it does at these inputs"
     own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]
     if note.of_gradient:
         own += [leaf.number for leaf in note.leaves if leaf.number is not None]
@@ -327,11 +327,11 @@ def _brought_in(note: Note, name: str) -> str:
         number = "NaN" if math.isnan(own[0]) else own[0]
         return f"the code passes the number {number} to {name}: see where that number comes from"
     held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
-    return f"the code brings in a tensor that holds {held}: see where that comes from" if held else ""
+    return f"the code brings in a tensor that holds {held}: see where that tensor comes from" if held else ""
 
 
 def _adds_masks(found: Diagnosis) -> bool:
-    """Tells whether a sum is of two tensors that hold the least number of their format."""
+    """Tells whether the operation adds two tensors that each hold the lowest number of a format."""
     if found.call is None or found.operator != "add":
         return False
     least = [span is not None and span[0] in (-FP16.max, -BF16.max, -FP32.max) for span in found.call.input_ranges]
@@ -346,32 +346,30 @@ def _about_infinity(name: str) -> str:
     if name in _LOSSES:
         return "a target that is masked has an infinite loss (label smoothing makes every class a target)"
     if name in ("sub", "add", *NORMALISERS):
-        return "inf minus inf is NaN: mask with -inf, and leave each row a finite entry"
+        return "inf minus inf is NaN: mask with -inf, and leave a finite entry in each row"
     return "0 times inf is NaN: mask with masked_fill or torch.where, and do not multiply masked values"
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     lower = found.lower_scale
     if found.untried and lower is not None:
-        loses = ", where it loses small gradients" if lower < 1 else ""
+        loses = ", but there it loses small gradients" if lower < 1 else ""
         return [f"a dynamic loss scale comes down from {lower:g} by itself{loses}"]
     if plan is None or lower is None or not plan.scale.adapts:
         if lower is not None and lower < 1:
             return [
-                f"use a loss scale of {lower:g} or less, or a dynamic one with a min as low; small gradients are lost"
+                f"use a loss scale of {lower:g} or less, or a dynamic one whose min is as low; small gradients are lost"
             ]
         return [f"use a loss scale of {lower:g} or less, or a dynamic one"]
     if lower >= plan.scale.min:
         return [
-            f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; starting there avoids them"
+            f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; start there to avoid them"
         ]
     return [f"the floor of the loss scale, {plan.scale.min:g}, is too high: let it come down to {lower:g} or less"]
 
 
 def _about_both(other: Diagnosis) -> str:
-    return (
-        f"there are two faults, and no edit cures the other one, which is there in fp32 too: first fix {_place(other)}"
-    )
+    return f"there are two faults; the other one also occurs in fp32, so no edit cures it: first fix {_place(other)}"
 
 
 def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:

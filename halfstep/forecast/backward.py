@@ -1,6 +1,6 @@
-"""What is between the outputs of modules: the gradients and products there, and rounding on the way of a backward pass.
+"""Observes gradients and products between the outputs of modules, and rounds results in the backward pass.
 
-Rounded are the products of a model, and all that its recurrent layers do.
+Rounds the products of a model and every result inside its recurrent layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halfstep.torch_internals import (
     tree_map_only,
 )
 
-_PRODUCTS = {schema_of(op).name for op in PRODUCTS}  # on every device; with attention, whose names begin alike
+_PRODUCTS = {schema_of(op).name for op in PRODUCTS}  # names on every device; attention is matched by the prefix below
 _ATTENTION = "aten::_scaled_dot_product"
 
 
@@ -39,8 +39,8 @@ _ATTENTION = "aten::_scaled_dot_product"
 class Nodes:
     """The autograd nodes that a forward made, as ranges of their sequence numbers.
 
-    Those of the whole model, of recurrent layers in it, and of modules that compute full. `forward_ended` adds to the
-    model's what checkpoints make from now on.
+    Holds the nodes of the whole model, of its recurrent layers, and of modules that compute full. `forward_ended` adds
+    the nodes that checkpoints make from then on to those of the model.
     """
 
     model: list[range] = field(default_factory=list)
@@ -48,15 +48,15 @@ class Nodes:
     full: list[range] = field(default_factory=list)
 
     def forward_ended(self) -> None:
-        """Counts the nodes that a backward pass makes as the model's."""
+        """Counts all nodes made from now on, as by checkpoints in a backward pass, as nodes of the model."""
         self.model.append(range(next_sequence_number(), sys.maxsize))
 
 
 @contextmanager
 def noting_nodes(model: nn.Module, full: Collection[str]) -> Iterator[Nodes]:
-    """Gives the nodes that forwards inside the `with` make; `full` names the modules that compute full.
+    """Yields the nodes that forwards inside the `with` make; `full` names the modules that compute full.
 
-    Recurrent layers compute step by step meanwhile: oneDNN's kernel is one operation for all steps.
+    Meanwhile recurrent layers compute step by step, because oneDNN's kernel is one operation for all steps.
     """
     nodes = Nodes()
     layers: list[nn.Module] = []
@@ -97,7 +97,7 @@ def _without_onednn() -> Iterator[None]:
 
 @contextmanager
 def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Shows `see` each gradient that reaches an autograd node of a loss in a backward pass inside the `with`."""
+    """Passes to `see` each gradient that reaches an autograd node of the loss in a backward pass inside the `with`."""
     with ExitStack() as undo:
         for node in graph_nodes([loss]):
             undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
@@ -111,7 +111,7 @@ def _show(grads: Sequence[Tensor | None], see: Callable[[Tensor], None]) -> None
 
 
 class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Inside, each fp32 product that a module of a model computes is shown to `see`, with the module's name."""
+    """A mode that passes each fp32 product computed by a module of the model to `see`, with the module's name."""
 
     def __init__(self, model: nn.Module, see: Callable[[str, Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,9 +121,9 @@ class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operation and shows what it computed."""
+        """Runs the operation and passes its result to `see` if it is a product."""
         result = as_called(func, args, kwargs or {})
-        if _is_product(func) and schema_of(func).name != "aten::baddbmm":  # which may have added a mask
+        if _is_product(func) and schema_of(func).name != "aten::baddbmm":  # baddbmm may have added a mask
             module = self._locator.here().module
             if module is not None and isinstance(result, Tensor) and result.dtype is torch.float32:
                 self._see(module, result.detach())
@@ -136,10 +136,10 @@ def _is_product(func: Any) -> bool:
 
 
 class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Inside, what the backward pass computes in fp32 is rounded to a format.
+    """A mode that rounds fp32 results of the backward pass to a format.
 
-    That is each product of the model, and each result inside its recurrent layers, where an error goes through hundreds
-    of operations; but nothing of modules that compute full.
+    It rounds each product of the model, and each result inside recurrent layers, where an error passes through hundreds
+    of operations. Results of modules that compute full are not rounded.
     """
 
     def __init__(self, nodes: Nodes, fmt: Format) -> None:
@@ -150,7 +150,7 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operation and rounds what it computed."""
+        """Runs the operation and rounds its results."""
         result = as_called(func, args, kwargs or {})
         node = running_node()
         if node is None or not self._rounds(func, sequence_number(node)):

@@ -1,4 +1,4 @@
-"""Predicts which overflows of fp16 an operation would absorb, from the forward pass of one step in it."""
+"""Predicts which fp16 overflows would be absorbed, from the forward pass of one step in fp16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfstep.records import Finding, Observation
 
 
 def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
-    """Returns what would be absorbed in the forward pass of one step under `plan` in fp16, or why that fails.
+    """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16, or why the pass fails.
 
     Raises:
         SessionError: the closure returns no scalar loss, or has no further batch.

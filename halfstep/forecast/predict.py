@@ -1,4 +1,4 @@
-"""What training in other formats would do, predicted by exact rounding of what fp32 training steps compute."""
+"""Predicts what training in other formats would do, by exact rounding of what fp32 training steps compute."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from halfstep.observe.stats import measure
 from halfstep.records import Rounded, ScaleRange, TensorStats
 
 GRADIENTS = ("activation_grad", "weight_grad")
-LEAST_SNR_DB = 20.0  # below, rounding errors have more than a hundredth of the signal's energy
+LEAST_SNR_DB = 20.0  # below that, rounding errors have more than a hundredth of the signal's energy
 HEADROOM = 64.0  # the recommended scale leaves room for gradients this much larger; within 100 steps they grew 24-fold
 Group = tuple[str, str]  # a module's name and a tensor kind
 
 
 @dataclass(frozen=True)
 class Scouted:
-    """What one step said before the measurement: which places are stored low (others: all), the largest low gradient.
+    """The facts that one step before the measurement gathers.
 
-    `inside` is how many times as large as those of the places that gradient is, which may lie between them.
-    `full_modules` names the modules that compute full; `ceiling` is the largest scale that the loss's format takes.
+    `low` says which tensors are stored low; tensors it does not name count as low. `largest_gradient` is the largest
+    low gradient, also among those inside modules; `inside` is its ratio to the largest one among the named tensors.
+    `full_modules` names the modules that compute full; `ceiling` is the largest scale that the loss's format holds.
     """
 
     low: Mapping[TensorName, bool] = field(default_factory=dict)
@@ -62,14 +63,14 @@ def predict(
     scouted: Scouted,
     loss_scale: float | None = None,
 ) -> Prediction:
-    """Runs training steps in fp32 and returns what rounding all that they compute to each format would do.
+    """Runs training steps in fp32 and returns what rounding all their results to each format would do.
 
-    Weights change where there is an optimizer; nothing is put back. Gradients are rounded times `loss_scale`, or
-    else times the constant scale that would suit the scouted ones.
+    If there is an optimizer, the weights change; nothing is restored. Gradients are multiplied by `loss_scale` before
+    rounding, by default by a constant scale that suits the scouted gradients.
 
     Raises:
-        SessionError: the closure's loss is none, or not finite in fp32, no gradient reaches what is stored low, or the
-            backward pass cannot run twice.
+        SessionError: the closure returns no loss or one that is not finite in fp32, no gradient reaches a tensor stored
+            low, or the backward pass cannot run twice.
     """
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     tally = RoundingTotals(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
@@ -83,10 +84,10 @@ def predict(
 
 
 def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int) -> None:
-    """Runs a step in fp32, and its backward pass again in each format; leaves the fp32 gradients.
+    """Runs a step in fp32, then its backward pass once more in each format; keeps the fp32 gradients.
 
-    The further passes start with the format's scale, go on from each module's output with the rounded gradient, and
-    round the products on their way.
+    The additional passes start with the format's scale, round the gradient at each module's output, and round the
+    products in between.
     """
     params = list(model.parameters())
     with ExitStack() as undo:
@@ -96,7 +97,7 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, n
             loss = compute_loss(closure, params)
         if not bool(loss.isfinite()):
             raise SessionError(
-                f"the loss of step {number} is {float(loss.detach())} in fp32 already: no format cures that; look at "
+                f"the loss of step {number} is {float(loss.detach())} even in fp32, so no format cures it; check "
                 "the data, the learning rate and the loss function first"
             )
         undo.enter_context(leaves_kept(loss, params))
@@ -121,12 +122,12 @@ def _backward_again(loss: Tensor, scale: float) -> None:
     except Exception as error:  # whatever a user's own autograd function raises
         raise SessionError(
             f"the backward pass cannot run twice over one forward: {type(error).__name__}: {error}; what-if runs it "
-            "once for each format: the autograd functions of the model must keep what they saved"
+            "once for each format, so the model's autograd functions must keep the tensors that they saved"
         ) from error
 
 
 class RoundingTotals:
-    """Adds up what rounding would do, tensor by tensor, on the device; `scales` are those that gradients carry."""
+    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` are the loss scales per format."""
 
     def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
         self.formats = tuple(scales)
@@ -138,13 +139,13 @@ class RoundingTotals:
         self._stats: dict[Group, TensorStats] = {}
         self._low: dict[Group, bool] = {}
         self._products: dict[str, float] = {}
-        self._largest: list[tuple[float, str]] = []  # of each step, and its module
+        self._largest: list[tuple[float, str]] = []  # largest gradient of each step, and its module
         self._now: tuple[float, str] = (0.0, "")
         self._backward_in: RoundedBackward | None = None
 
     @contextmanager
     def backward_in(self, fmt: Format, nodes: Nodes) -> Iterator[float]:
-        """Takes the gradients seen inside for those of a backward pass in a format; gives the scale to start with."""
+        """Treats gradients seen inside as those of a backward pass in `fmt`; yields the scale to start with."""
         self._backward_in = RoundedBackward(nodes, fmt)
         try:
             with self._backward_in:
@@ -153,12 +154,12 @@ class RoundingTotals:
             self._backward_in = None
 
     def see(self, place: TensorName, tensor: Tensor) -> Tensor | None:
-        """Counts one tensor, and returns a gradient as rounded, in a backward pass in a format.
+        """Counts one tensor; in a backward pass in a format, returns the gradient rounded to that format.
 
-        Of a group with low and full tensors only the low ones count.
+        If a group has low and full tensors, only the low ones count.
         """
         group: Group = place[:2]
-        low = self._scouted.low.get(place, True)  # one that the scout has not seen counts as low
+        low = self._scouted.low.get(place, True)  # a tensor that the scout has not seen counts as low
         if tensor.numel() == 0 or (not low and group in self._low_groups):
             return None
         values = tensor.detach().float()
@@ -182,7 +183,7 @@ class RoundingTotals:
         return None
 
     def see_product(self, module: str, result: Tensor) -> None:
-        """Notes how large the result of a product in a module is, where the module computes low."""
+        """Notes the largest magnitude in the result of a product, if its module computes low."""
         if module not in self.full_modules and result.numel():
             finite = result.nan_to_num(0.0, 0.0, 0.0)
             self._products[module] = max(self._products.get(module, 0.0), _largest(finite))
@@ -191,17 +192,17 @@ class RoundingTotals:
         return self._sums.setdefault((fmt, group), _Sum(device))
 
     def end_step(self) -> None:
-        """Notes the largest gradient of the step that ended."""
+        """Notes the largest gradient of the step that has ended."""
         amax, place = self._now
         self._largest.append((amax * self._scouted.inside, place))
         self._now = (0.0, "")
 
     def prediction(self) -> Prediction:
-        """Returns all that was counted, read on the host."""
+        """Returns the prediction; reads all counts on the host."""
         if not any(amax for amax, _ in self._largest):
             raise SessionError(
-                "no gradient reaches a tensor that the plan stores low: all are zero, frozen, or of float64; "
-                "return the loss of a training step"
+                "no gradient reaches a tensor that the plan stores low: all are zero, frozen, or float64; "
+                "the closure must return the loss of a training step"
             )
         rows = tuple(
             self._row(group, fmt, self._sums[fmt, group])
@@ -252,16 +253,16 @@ class RoundingTotals:
 
 
 class _Sum:
-    """What rounding did to one group in one format, on the device."""
+    """The effects of rounding one group of tensors to one format, summed on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._zeros, self._saturated = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
-        """Counts what rounding does to fp32 values and returns them rounded; None leaves them as they came.
+        """Counts the effects of rounding fp32 values and returns them rounded; with `fmt` None they stay as they are.
 
-        `arrived`: what is not finite among them was saturated on its way.
+        `arrived` says that non-finite values had been saturated before they got here.
         """
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()
@@ -272,9 +273,9 @@ class _Sum:
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None) -> None:
-        """Adds up the energy of the values and of their rounding errors; what is beyond counts as the largest value."""
+        """Adds up the energy of values and of rounding errors; values beyond the format count as its largest value."""
         if not math.isfinite(_largest(values)):
-            values = torch.where(values.isfinite(), values, 0.0)  # the infinities of masks are no loss
+            values = torch.where(values.isfinite(), values, 0.0)  # infinities of masks do not count as loss
         self._signal += torch.linalg.vector_norm(values, dtype=torch.float64).square()
         if fmt is not None:
             error = saturate(rounded(values, fmt), fmt) - values
@@ -290,7 +291,7 @@ def _largest(values: Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Returns a ratio of energies in decibels, infinite where there is no noise.
+    """Returns a ratio of energies in decibels; infinite if there is no noise.
 
     >>> decibels(100.0, 1.0), decibels(1.0, 0.0)
     (20.0, inf)
@@ -301,9 +302,9 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float) -> float | None:
-    """Returns the smallest power of two, up to `largest`, that leaves each of these tensors 20 dB over its errors.
+    """Returns the smallest power of two up to `largest` at which each tensor's SNR is 20 dB or more; None if none is.
 
-    Raised by its fp32 exponents alone: errors count as spread evenly over a step. None where no such scale is.
+    Computed from the exponents in fp32 only, under the assumption that errors are uniform within a rounding step.
     """
     needed = SMALLEST_SCALE
     for stats in gradients:
@@ -317,9 +318,9 @@ def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float
 
 
 def expected_snr_db(stats: TensorStats, fmt: Format, scale: float) -> float:
-    """Returns what to expect of the signal to noise ratio of values times `scale` in a format, from their exponents.
+    """Returns the expected signal to noise ratio of values times `scale` in a format, from the values' exponents.
 
-    Within an octave the values count as spread evenly, and so do the rounding errors within a step.
+    Assumes that values are uniform within an octave, and rounding errors within a rounding step.
 
     >>> from halfstep.formats import FP16
     >>> stats = measure(torch.rand(10_000) + 1.0)
@@ -331,7 +332,7 @@ def expected_snr_db(stats: TensorStats, fmt: Format, scale: float) -> float:
         if not count:
             continue
         octave = 2.0 ** (exponent - 127) * scale
-        energy = count * octave * octave * 7 / 3  # the mean square of what lies evenly between 1 and 2
+        energy = count * octave * octave * 7 / 3  # the mean square of values uniform between 1 and 2
         signal += energy
         if octave >= fmt.smallest_normal:
             noise += count * (octave * fmt.eps) ** 2 / 12
@@ -352,7 +353,7 @@ def _power_below(value: float) -> float:
 
 
 def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
-    """Returns a power of two with headroom; 1 for a format with the exponents of fp32, where it has that, too."""
+    """Returns a power of two with headroom; 1 if the format has fp32's exponents and that leaves headroom."""
     if fmt.exponent_bits == FP32.exponent_bits and limit >= HEADROOM:
         return 1.0
     return max(min(_power_below(limit / HEADROOM), ceiling), SMALLEST_SCALE)
@@ -361,7 +362,7 @@ def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
 def _check_finite(place: TensorName, stats: TensorStats) -> None:
     if stats.infinities or stats.nans:
         raise SessionError(
-            f"the {place.kind} of module {place.module!r} is not finite in fp32 already ({stats.infinities} inf, "
-            f"{stats.nans} NaN): no format cures that; find the operation at level O0 with halfstep.blame(session, "
+            f"the {place.kind} of module {place.module!r} is not finite even in fp32 ({stats.infinities} inf, "
+            f"{stats.nans} NaN), so no format cures it; find the operation at level O0 with halfstep.blame(session, "
             "closure)"
         )

@@ -8,15 +8,15 @@ from halfstep.formats import TF32, Format, round_nearest, saturate
 
 
 def rounded(values: Tensor, fmt: Format) -> Tensor:
-    """Returns what `round_nearest` returns of an fp32 tensor, by torch's own cast, many times as fast.
+    """Returns the same as `round_nearest` for an fp32 tensor, but by torch's own cast, many times as fast.
 
     >>> import torch
     >>> from halfstep.formats import E4M3
     >>> rounded(torch.tensor([3.14159, 1e6]), E4M3)
     tensor([  3.2500, 448.0000])
     """
-    if fmt is TF32:  # which no dtype has
+    if fmt is TF32:  # no dtype is TF32
         return round_nearest(values, fmt)
-    if not fmt.has_inf:  # torch before 2.12 makes NaN of what is beyond
+    if not fmt.has_inf:  # torch before 2.12 turns values beyond the format into NaN
         values = saturate(values, fmt)
     return values.to(fmt.dtype).float()

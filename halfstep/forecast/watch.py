@@ -1,4 +1,4 @@
-"""Sees the four kinds of tensors of a training step, module by module, through hooks that leave nothing behind."""
+"""Observes the four kinds of tensors of a training step, module by module, through hooks that leave no trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.torch_internals import NO_BACKWARD, backward_task, version_of
 
 
 class TensorName(NamedTuple):
-    """Where a tensor stands: the module's dotted name, one of `records.TENSOR_KINDS`, and which of a kind it is."""
+    """Identifies a tensor: its module's dotted name, one of `records.TENSOR_KINDS`, and its name within that kind."""
 
     module: str
     kind: str
@@ -27,11 +27,11 @@ class TensorName(NamedTuple):
 
 
 See = Callable[[TensorName, Tensor], Tensor | None]
-"""Gets each tensor; where it returns one for an `activation_grad`, the backward pass goes on with that."""
+"""Called with each tensor; if it returns one for an `activation_grad`, the backward pass continues with that."""
 
 
 def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
-    """Runs the closure and the backward pass of its loss and shows `see` every tensor; returns the loss, detached.
+    """Runs the closure and the backward pass of its loss, passes every tensor to `see`, returns the loss, detached.
 
     Raises:
         SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
@@ -45,10 +45,11 @@ def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Ca
 
 @contextmanager
 def watching(model: nn.Module, see: See) -> Iterator[None]:
-    """Shows `see` the weights at once, then each module's output and, in the backward pass, that output's gradient.
+    """Passes the weights to `see` at once, then each module's output and, in the backward pass, the output's gradient.
 
-    A tensor that a container hands on from a module inside it is that module's. What a checkpoint computes again in
-    the backward pass was seen before. Compiled code runs eager meanwhile, as hooks inside it would not be seen.
+    If a container returns a tensor of a module inside it, the tensor counts for the inner module. What a checkpoint
+    computes again in the backward pass is not passed twice. Meanwhile compiled code runs eagerly, because hooks inside
+    compiled code would not run.
     """
     for place, parameter in parameters(model):
         see(place, parameter.detach())
@@ -62,7 +63,7 @@ def watching(model: nn.Module, see: See) -> Iterator[None]:
 
 
 def show_weight_grads(model: nn.Module, see: See) -> None:
-    """Shows `see` the gradients that the parameters hold."""
+    """Passes the gradients that the parameters hold to `see`."""
     for place, parameter in parameters(model):
         if parameter.grad is not None:
             see(place._replace(kind="weight_grad"), dense(parameter.grad))
@@ -94,7 +95,7 @@ def _gradient_hook(place: TensorName, see: See) -> Callable[[Tensor], Tensor | N
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[TensorName, nn.Parameter]]:
-    """Yields each floating parameter once, at the first module that has it."""
+    """Yields each floating-point parameter once, with the first module that has it."""
     for parameter, module, name in owned(dict(model.named_modules())).values():
         if parameter.is_floating_point():
             yield TensorName(uncompiled(module), "weight", name), parameter

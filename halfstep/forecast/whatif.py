@@ -1,4 +1,4 @@
-"""What-if: what a training job would lose in each format, predicted from a few steps in fp32."""
+"""What-if: predicts what a training job would lose in each format, from a few steps in fp32."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from halfstep.session.session import Session
 from halfstep.torch_internals import mark_stepped, was_stepped
 
 FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
-# What the scouting backward pass starts with in place of 1: every low format rounds it, so that a gradient which holds
-# it, or a fraction such as 1/8 of it, was not computed low.
+# The gradient with which the scouting backward pass starts instead of 1. Every low format rounds it, so a gradient that
+# holds this number, or a fraction such as 1/8 of it, was not computed low.
 START = 1 + 2.0**-12
 
 
@@ -58,20 +58,20 @@ def whatif(
 ) -> WhatIf:
     """Predicts from fp32 training steps what each format would lose, which loss scales are safe, and what to keep full.
 
-    `closure` takes a batch, computes and returns the loss, and does not call backward. It is called `steps` times, and
-    once before under `plan` in bf16, which tells what that plan stores low from what it keeps full. Where fp16 is asked
-    for, it is called once more at the end, under `plan` in fp16, which shows the overflows that an operation would make
-    finite again: `stay_full` has a finding for each, with the code "overflow absorbed". An `optimizer` makes the steps
-    training steps. Gradients are rounded times `loss_scale`, or times what suits each format. Weights, gradients,
-    buffers, optimizer state and random states are put back, as are the gradients of other tensors that the loss depends
-    on.
+    `closure` takes a batch, computes and returns the loss, and does not call backward. It is called once under `plan`
+    in bf16, to learn what that plan stores low, and then `steps` times in fp32. If `formats` include fp16, it is called
+    once more at the end, under `plan` in fp16, to find overflows that a later operation makes finite again: `stay_full`
+    has a finding for each, with the code "overflow absorbed". With an `optimizer` the weights are updated between
+    steps. Gradients are multiplied by `loss_scale` before rounding, by default by a scale that suits each format.
+    Afterwards weights, gradients, buffers, optimizer state and random states are as before, and so are the gradients of
+    other tensors that the loss depends on.
 
     Raises:
-        SessionError: the closure returns no scalar loss, or one that is not finite in fp32, or that has no gradient, it
-            fails under `plan`, or the backward pass cannot run twice over one forward.
-        SetupError: a model that is in a session, or is wrapped in DistributedDataParallel where `plan` stores weights
-            low, or cannot be trained in low precision (no floating parameters); or `steps` is not a positive integer.
-        FormatError: an unknown format, or none, or fp32.
+        SessionError: the closure returns no scalar loss, or one that is not finite in fp32 or has no gradient; or the
+            closure fails under `plan`; or the backward pass cannot run twice over one forward.
+        SetupError: the model is in a session, or is wrapped in DistributedDataParallel and `plan` stores weights low,
+            or has no floating-point parameters; or `steps` is not a positive integer.
+        FormatError: no format, an unknown one, or fp32.
         PlanError: an unknown plan, one that stores nothing low, or an invalid loss scale.
     """
     if loss_scale is not None:
@@ -84,12 +84,12 @@ def whatif(
     low_plan, _ = choose_plan(plan, "bf16", read_facts(torch.device("cpu")))
     low_plan = customize(low_plan, low=BF16)
     if low_plan.ops == "none":
-        raise PlanError(f"plan {low_plan.name} stores nothing low; give O1, O2, O3 or a plan in between")
+        raise PlanError(f"plan {low_plan.name} stores nothing low; pass O1, O2, O3 or a plan in between")
     check_models([model], low_plan)
     if low_plan.param == "low" and wrappers_of([model]):
         raise SetupError(
-            "the model is wrapped in DistributedDataParallel, which stops reducing gradients where weights are stored "
-            f"low for a while, as {low_plan.name} does; call whatif before it is wrapped, or with plan='O1'"
+            "the model is wrapped in DistributedDataParallel, which stops reducing gradients when weights are stored "
+            f"low for a while, as {low_plan.name} does; call whatif before wrapping, or with plan='O1'"
         )
     closure = _fed(closure, further=2 if FP16 in chosen else 1)
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
@@ -121,7 +121,7 @@ def _fed(closure: Callable[[], Any], further: int) -> Callable[[], Any]:
         except StopIteration:
             raise SessionError(
                 f"the closure ran out of batches: it is called {('once', 'twice')[further - 1]} more than there are "
-                "steps; give fewer steps or an endless iterator"
+                "steps; pass fewer steps, or use an endless iterator"
             ) from None
 
     return fed
@@ -129,13 +129,15 @@ def _fed(closure: Callable[[], Any], further: int) -> Callable[[], Any]:
 
 def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: int) -> None:
     if not isinstance(model, nn.Module):
-        raise SetupError(f"model must be a Module, not {type(model).__name__}; give the module that the closure calls")
+        raise SetupError(f"model must be a Module, not {type(model).__name__}; pass the module that the closure calls")
     if not callable(closure):
         raise SessionError(f"whatif() takes a function that returns the loss, not {type(closure).__name__}")
     if not formats or FP32 in formats:
-        raise FormatError("what-if needs formats to compare with fp32; give some of fp16, bf16, e4m3, e5m2, tf32")
+        raise FormatError(
+            "formats must name one or more formats other than fp32; pass some of fp16, bf16, e4m3, e5m2, tf32"
+        )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise SetupError(f"steps is {steps!r}; give a count of fp32 steps, 1 or more")
+        raise SetupError(f"steps is {steps!r}; pass the number of fp32 steps, 1 or more")
     if any(isinstance(owner, Session) and not owner.closed for owner in owners(model.modules())):
         raise SetupError("the model is in a session; call whatif before initialize, or after session.close()")
 
@@ -148,14 +150,14 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     check_optimizers([optimizer], [model])
     if needs_closure(optimizer):
         raise SetupError(
-            f"{type(optimizer).__name__} calls the closure itself, several times per step; leave the optimizer out, "
-            "and all steps use the same weights"
+            f"{type(optimizer).__name__} is not supported, because it calls the closure several times per step; leave "
+            "the optimizer out: then all steps use the same weights"
         )
 
 
 @contextmanager
 def _kept(optimizer: Optimizer | None) -> Iterator[None]:
-    """Puts back the state and settings of an optimizer."""
+    """Restores the state and settings of an optimizer when it ends."""
     if optimizer is None:
         yield
         return
@@ -171,19 +173,19 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
         optimizer.state = defaultdict(dict, state)
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             for key, (value, kept) in before.items():
-                if isinstance(value, Tensor):  # a learning rate that its owner writes to
+                if isinstance(value, Tensor):  # a learning rate that its owner changes in place
                     group[key] = value
                     value.copy_(kept)
                 else:
                     group[key] = kept
-        mark_stepped(optimizer, called)  # what schedulers look at
+        mark_stepped(optimizer, called)  # schedulers check this
 
 
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
-    """Returns what one step under `plan` stores low: each tensor whose values all lie in the low format.
+    """Returns what one step under `plan` stores low: each tensor whose values all fit the low format exactly.
 
-    The values say more than the dtype: a gradient that is computed low and handed on as fp32 was rounded. So is the
-    gradient of a loss that a module computes low and returns as fp32.
+    The values tell more than the dtype: a gradient that is computed low and passed on as fp32 was rounded. The same
+    holds for the gradient of a loss that a module computes low and returns as fp32.
     """
     places: dict[TensorName, Tensor] = {}
     losses: set[TensorName] = set()
@@ -218,7 +220,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
         except Exception as error:
             raise SessionError(
                 f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find the place and "
-                "a cure with halfstep.check(session, closure), and give what-if the plan with its edits"
+                "a cure with halfstep.check(session, closure), and pass whatif the plan with those edits"
             ) from error
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
@@ -239,9 +241,9 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 def _follow(
     low: dict[TensorName, bool], low_losses: Sequence[TensorName], stored_low: Collection[TensorName] | None
 ) -> None:
-    """Completes what is low by what follows from it: the gradients of low losses, and weights with their gradients.
+    """Completes `low`: adds the gradients of low losses, and sets weights and weight gradients consistently.
 
-    `stored_low` are the weights that the plan stores low; None where it stores none so.
+    `stored_low` has the weights that the plan stores low; None if the plan stores no weights low.
     """
     low.update((place._replace(kind="activation_grad"), True) for place in low_losses)
     for place in [place for place in low if place.kind == "weight"]:
@@ -257,7 +259,7 @@ def _amax(values: Tensor) -> Tensor:
 
 
 def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan) -> Iterable[Finding]:
-    """Yields a finding for each module that a format does not suit."""
+    """Yields a finding for each module that should stay full because the format does not suit it."""
     harmed: dict[str, list[Rounded]] = {}
     for row in prediction.rows:
         bad = row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)
@@ -272,14 +274,14 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
             f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in rows
         ]
         if module in beyond:
-            evidence.append(f"a product in it reaches {beyond[module]:.4g}, and {fmt} ends at {fmt.max:g}")
+            evidence.append(f"a product in it reaches {beyond[module]:.4g}, beyond {fmt.max:g}, the maximum of {fmt}")
         yield Finding("warning", "stay full", module or "(model)", "; ".join(evidence), why, cure)
 
 
 def _about_absorbed(
     absorbed: Iterable[Observation | Finding], known: Sequence[Finding], model: nn.Module, plan: Plan
 ) -> Iterator[Finding]:
-    """Yields a finding for each overflow that would be absorbed, with a cure where `known` findings have none."""
+    """Yields a finding for each overflow that would be absorbed, with a cure unless the `known` findings have it."""
     ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
     for each in absorbed:
         if isinstance(each, Finding):
@@ -288,15 +290,15 @@ def _about_absorbed(
         said = absorbed_finding(each)
         cure, why = _cure(each.module, FULL_OUT, model, plan)
         if ruled.intersection(rule.pattern for rule in cure):
-            cure, why = (), "the rule of another finding keeps the module full"
+            cure, why = (), "the rule of another finding already keeps this module full"
         ruled.update(rule.pattern for rule in cure)
         yield replace(said, advice=why, cure=cure)
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:
-    """Returns the rules that keep a module full: its own, its parent's where the parent uses its weights itself.
+    """Returns the rules that keep a module full, or its parent if the parent uses the module's weights itself.
 
-    Modules that share a parameter with it get the same rule.
+    Modules that share a parameter with that module get the same rule.
     """
     name = module
     while name:
@@ -307,4 +309,4 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
             name = name.rpartition(".")[0]
             continue
         return rules, f"keep {', '.join(rule.pattern for rule in rules)} full"
-    return (), "a rule would keep the whole model full; deny the ops of its own forward instead"
+    return (), "a rule would keep the whole model full; deny the ops of the model's own forward instead"

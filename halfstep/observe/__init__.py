@@ -1,1 +1,1 @@
-"""What the numbers did: statistics, probes, blame."""
+"""What the numbers did: statistics, probes, and the recorder behind blame."""

@@ -1,4 +1,4 @@
-"""Overflows that an operation absorbs: inf becomes 0 or a bound, everything stays finite, and the result is wrong."""
+"""Finds overflows that an operation absorbs: inf becomes 0 or a bound, all stays finite, and the result is wrong."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from halfstep.records import AbsorbedOverflow
 from halfstep.torch_internals import in_backward, storage_identity, tree_leaves
 
 TOLERANCE = 0.05
-"""Relative difference to fp32 above which an overflow has done harm; rounding alone makes some 0.001."""
+"""Relative difference to fp32 above which an overflow has done harm; rounding alone causes about 0.001."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Absorbed(Generic[T]):
-    """An overflow at `origin` that the operation at `by` turned into finite values which fp32 does not have.
+    """An overflow at `origin` that the operation at `by` turned into finite values that differ from fp32.
 
-    `values` are those that became infinite at `origin`, as fp32 has them, in a result of `dtype`; `got` is an element
-    of what `by` gave, `want` the same in fp32, and `off` their row's difference relative to fp32.
+    `values` are the fp32 values of the elements that became infinite at `origin`, in a result of `dtype`. `got` is an
+    element of the result of `by`, `want` the same element in fp32, and `off` the relative difference of its row.
     """
 
     origin: T
@@ -47,14 +47,14 @@ class Absorbed(Generic[T]):
         return float(self.values[self.values.abs().argmax()])
 
     def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
-        """Returns this with the names and lines of its two operations."""
+        """Returns the record of this overflow, with the names and lines of its two operations."""
         fmt = as_format(self.dtype).name
         return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
 
 
 @dataclass(frozen=True, eq=False)
 class _Origin(Generic[T]):
-    """What stands for the operation that overflowed, the fp32 values that became infinite there, and the format."""
+    """The caller's object for the operation that overflowed, the fp32 values that became infinite, and the format."""
 
     of: T
     values: Tensor
@@ -63,38 +63,38 @@ class _Origin(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Shadow(Generic[T]):
-    """What fp32 has in a piece of memory; `reference` keeps that memory from being reused."""
+    """The fp32 values of a piece of memory; `reference` keeps the identity of that memory from being reused."""
 
     reference: StorageWeakRef
     values: Tensor
-    dtype: torch.dtype  # of the tensors that lie there
+    dtype: torch.dtype  # of the tensors in that memory
     origin: _Origin[T]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the part that belongs to a tensor."""
+        """Returns the fp32 values of a tensor in this memory."""
         return self.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Tells whether an element of a tensor is finite in fp32 alone."""
+        """Tells whether an element of the tensor is finite only in fp32."""
         return bool((~tensor.isfinite() & self.of(tensor).isfinite()).any())
 
 
 class OverflowTrail(Generic[T]):
-    """Follows the fp32 values of what overflowed in a forward pass until an operation absorbs them, and compares there.
+    """Follows the fp32 values of what overflowed in a forward pass until an operation absorbs the overflow.
 
-    An operation is computed again, in fp32, where its low result is not finite or an argument has such a trail; the
-    elements that are finite in fp32 alone get one. Infinities that fp32 has too (masks, log of 0) never do. What was
-    absorbed is in `found`, once for each origin. A trail ends at operations that draw random numbers, have no fp32
-    kernel or give integers; tensors of torch.func, sparse, nested and distributed ones have none. Each low result is
-    looked at, which waits for the device.
+    An operation is computed again in fp32 if its low result is not finite or an argument has a trail. Elements that are
+    finite only in fp32 get a trail; infinities that fp32 has too (masks, log of 0) do not. `found` has what was
+    absorbed, once for each origin. A trail ends at operations that draw random numbers, have no fp32 kernel or return
+    integers. Tensors of torch.func and sparse, nested and distributed tensors have no trail. Each low result is
+    examined, which waits for the device.
     """
 
     def __init__(self) -> None:
         self.found: list[Absorbed[T]] = []
-        self._shadows: dict[int, _Shadow[T]] = {}  # by the memory of a tensor, which its views share
+        self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
-        """Runs an operation that came to a dispatch mode and returns its result; `here` gives what stands for it."""
+        """Runs an operation for a dispatch mode and returns its result; `here` returns an object that identifies it."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         backward = in_backward()
         blind = backward or is_view(func) or is_uninitialised(func) or is_collective(func)
@@ -116,13 +116,13 @@ class OverflowTrail(Generic[T]):
         return result
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation itself."""
+        """Runs the operation unchanged."""
         return as_called(func, args, kwargs)
 
     def _again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Returns what an operation gives in fp32, with `values` for the arguments of these ids; [] where it cannot."""
+        """Returns an operation's results in fp32, with `values` for the arguments of these ids; [] on failure."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return []
         args, kwargs = widened(func, (tuple(args), dict(kwargs)), values, torch.float32)
@@ -173,7 +173,7 @@ class OverflowTrail(Generic[T]):
         shadow.of(out).copy_(values)
 
     def _overwrite(self, out: Tensor) -> None:
-        """Ends the trails in the memory of a result that has none."""
+        """Ends the trails in the memory of a result that has no trail itself."""
         shadow = self._shadow(out)
         if shadow is not None:
             shadow.of(out).copy_(out)
@@ -184,21 +184,21 @@ def _memory(tensor: Tensor) -> int:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tells whether a tensor has a storage of its own that lies there element by element."""
+    """Tells whether a tensor is an ordinary strided one, whose elements are in its own storage."""
     return tensor.layout is torch.strided and not tensor.is_nested and readable(tensor) is tensor
 
 
 def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
-    """Returns the floating tensors that an operation wrote to, then those that it made."""
+    """Returns the floating-point tensors that an operation wrote to, then those that it created."""
     into = written(func, args, kwargs)
     made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and all(t is not each for each in into)]
     return [t for t in (*into, *made) if t.is_floating_point()]
 
 
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
-    """Returns an element, the same in fp32, and by how much their row is off; None where all are within the tolerance.
+    """Returns an element, its fp32 value, and its row's relative error; None if all rows are within the tolerance.
 
-    Rows lie along the last dimension. Only elements that an overflow has `touched` count, and only beyond rounding.
+    Rows are along the last dimension. Only elements that an overflow has `touched` count, and rounding does not.
     """
     if not bool(touched.any()):
         return None

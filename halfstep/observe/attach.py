@@ -1,4 +1,4 @@
-"""Making a probe from what a user asks for: patterns of modules, kinds of tensors, how often, how much of each."""
+"""Makes a probe from the user's settings: patterns of modules, kinds of tensors, how often, how many elements."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def make_probe(
     deliver: Sequence[Callable[[Observation], object]] = (),
     absorbed: Under | None = None,
 ) -> Probe:
-    """Returns a probe on the modules that the patterns match and all below them; see `Session.observe`.
+    """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`.
 
-    `absorbed` puts a mode over what emulates a format, None where nobody asked for absorbed overflows.
+    `absorbed` puts a mode above the one that emulates a format; None if absorbed overflows are not requested.
 
     Raises:
-        ObserveError: a setting is none of those allowed, a pattern matches no module, or no module has such a tensor.
+        ObserveError: an invalid setting, a pattern that matches no module, or no module has such a tensor.
     """
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
-        raise ObserveError(f"every is {every!r}; give an integer of 1 or more: every how many steps one is observed")
+        raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: one step in that many is seen")
     if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
-        raise ObserveError(f"sample is {sample!r}; give how many elements to read of each tensor, or None for all")
+        raise ObserveError(f"sample is {sample!r}; pass how many elements of each tensor to read, or None for all")
     kinds = _kinds(tensors, may_be_none=absorbed is not None)
     chosen = _chosen(roots, _patterns(modules))
     if not owned({name: module for root in roots for name, module in root.named_modules()}):
-        raise ObserveError("the model has no floating-point parameter: there is nothing to train and to observe")
+        raise ObserveError("the model has no floating-point parameter, so there is nothing to train or observe")
     parameters = owned(chosen).values()
     if UPDATE in kinds and any(p.device.type == "mps" for p, _, _ in parameters):
         raise ObserveError("updates are measured in float64, which MPS does not have; leave 'update' out of tensors")
@@ -63,7 +63,7 @@ def _listed(name: str, given: Any, what: str) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, Iterable):
-        raise ObserveError(f"{name} is {given!r}; give a string, {what}, or several of them in a list")
+        raise ObserveError(f"{name} is {given!r}; pass a string, {what}, or a list of several")
     return list(given)
 
 
@@ -81,7 +81,7 @@ def _kinds(tensors: str | Iterable[str], *, may_be_none: bool) -> frozenset[str]
 def _patterns(modules: str | Iterable[str]) -> list[Rule]:
     given = _listed("modules", modules, "which is a pattern of module names, '*' for all")
     if not given:
-        raise ObserveError("modules is empty; give a pattern of module names, '*' for all")
+        raise ObserveError("modules is empty; pass a pattern of module names, '*' for all")
     try:
         return [Rule(pattern, FULL) for pattern in given]
     except PlanError as error:
@@ -89,7 +89,7 @@ def _patterns(modules: str | Iterable[str]) -> list[Rule]:
 
 
 def _chosen(roots: Sequence[nn.Module], patterns: Sequence[Rule]) -> dict[str, nn.Module]:
-    """Returns the modules by name, each once, in the order of the model; of several models with the model's number."""
+    """Returns the modules by name, each once, in model order; with several models, names start with the number."""
     sites = [site for index, root in enumerate(roots) for site in find_sites(root, index)]
     wanted: set[int] = set()
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Backward passes of a user's own (`torch.autograd.Function`), which bring numbers in that no operation has made."""
+"""Custom backwards (`torch.autograd.Function`), which can bring in numbers that no recorded operation computed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from halfstep.torch_internals import leaf_of, running_node, saved_by, sequence_n
 
 
 class Customs:
-    """The custom nodes of graphs, by the nodes that get their gradient from one."""
+    """The custom autograd nodes of graphs, found from the nodes that get their gradient from them."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], tuple[str, int]] = {}
 
     def know(self, root: Any) -> None:
-        """Learns of the graph below the first node of a backward pass."""
+        """Registers the graph below `root`, the first node of a backward pass."""
         seen, waiting = {_key(root)}, [root]
         while waiting:
             node: Any = waiting.pop()
@@ -30,7 +30,7 @@ class Customs:
             seen.update(map(_key, following))
 
     def before_running(self) -> tuple[str, int] | None:
-        """Returns the name and the number of the custom node that gave the running one its gradient, if one did."""
+        """Returns name and number of the custom node that passed the running node its gradient; None if none did."""
         return self._before.get(_key(running_node()))
 
 

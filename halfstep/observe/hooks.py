@@ -1,4 +1,4 @@
-"""Hooks on modules for one step: they see what forward passes return, and the gradients of it."""
+"""Hooks on modules for one step, which see the outputs of forward passes and the gradients of the outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.observe.outputs import tensors_in
 from halfstep.torch_internals import backward_task, version_of
 
-Found = Sequence[tuple[str, Tensor]]  # the tensors of an output by their place in it
+Found = Sequence[tuple[str, Tensor]]  # the tensors of an output, each with its place in it
 
 
 class _ForwardHook:
-    """A forward hook that stays behind when its module is copied or pickled."""
+    """A forward hook that is left out when its module is copied or pickled."""
 
     def __init__(self, name: str, saw: Callable[[str, Any], None]) -> None:
         self._name = name
@@ -38,10 +38,11 @@ class _ForwardHook:
 class StepHooks:
     """Hooks on modules from `put_on` to `remove`, which call `saw` with the outputs of passes that need gradients.
 
-    `saw(module, found)` gets the floating and complex tensors of an output, and `saw_grad(module, place, gradient)` the
-    gradient of each, if one comes while the hooks are there. A pass without gradients (evaluation) is not seen. What a
-    checkpoint computes again in the backward pass is seen once: the first time that gradients are on. A module that
-    returns the tensors of a module inside it adds nothing new and is left out. While `active` is false nothing is seen.
+    `saw(module, found)` gets the floating-point and complex tensors of an output, and `saw_grad(module, place,
+    gradient)` the gradient of each, if it arrives while the hooks are on. A pass without gradients (evaluation) is
+    ignored. What a checkpoint computes again in the backward pass is reported once: the first time that gradients are
+    on. A module that returns the tensors of a module inside it is left out. Nothing is reported while `active` is
+    False.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class StepHooks:
         self._saw_grad = saw_grad
         self.closed_to_hooks: list[str] = []
         self._handles: list[RemovableHandle] = []
-        self.take_off: Callable[[], None] = partial(_take_off, self._handles)  # keeps neither modules nor these hooks
+        self.take_off: Callable[[], None] = partial(_take_off, self._handles)  # refers to no module or hook
         self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
-        self._again: dict[str, int] = {}  # by module: the part of this backward pass that computed it first
-        self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with how often each was written to
+        self._again: dict[str, int] = {}  # by module: the task of this backward pass that first recomputed it
+        self._newest: list[tuple[ReferenceType[Tensor], int]] = []  # with the version of each
         self.saw_any = False
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts hooks on the modules, but for scripted ones; where this is interrupted, `take_off` undoes it."""
+        """Puts hooks on the modules, except scripted ones; if this is interrupted, `take_off` undoes it."""
         for name, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed_to_hooks.append(name)
@@ -69,11 +70,11 @@ class StepHooks:
                 self._handles.append(module.register_forward_hook(_ForwardHook(name, self._output)))
 
     def new_backward(self) -> None:
-        """Notes that what comes next belongs to another backward pass."""
+        """Marks the start of another backward pass."""
         self._again.clear()
 
     def remove(self) -> None:
-        """Takes all hooks off; those on tensors of a graph that is still held do nothing from now on."""
+        """Removes all hooks; those on tensors of a graph that is still alive do nothing from now on."""
         self.active = False
         self.take_off()
 
@@ -95,7 +96,7 @@ class StepHooks:
                     self._watch(name, place, t)
 
     def _is_repeated(self, name: str) -> bool:
-        """Returns whether a checkpoint computes again what was seen: in the forward pass, or in another checkpoint."""
+        """Tells whether a checkpoint recomputes a module seen before: in the forward pass, or in another checkpoint."""
         task = backward_task()
         if task == -1:  # no backward pass is under way
             self._forward.add(name)
@@ -111,11 +112,11 @@ class StepHooks:
                 saw_grad(name, place, gradient)
 
         handle = t.register_hook(hook)  # type: ignore[no-untyped-call]
-        if t.is_leaf:  # lives on; a hook on a result goes with its graph
+        if t.is_leaf:  # a leaf outlives the step; a hook on a result is freed with its graph
             self._handles.append(handle)
 
     def _is_known(self, t: Tensor) -> bool:
-        """Returns whether `t` is what the module before has returned, unchanged."""
+        """Tells whether `t` is a tensor that the previous module returned, unchanged since."""
         return any(held() is t and version == version_of(t) for held, version in self._newest)
 
 

@@ -1,7 +1,7 @@
-"""Where an operation was called from: the module, the line of the user's code, the torch function, by the stack.
+"""Finds from the stack where an operation was called: the module, the line of user code, and the torch function.
 
-The stack is read instead of hooks: a hook that returns a value changes the model, one that raises is left behind, and
-neither sees a part of a forward that a checkpoint runs again in the backward pass.
+It reads the stack instead of using hooks: a hook that returns a value changes the model, one that raises stays on, and
+neither sees the part of a forward that a checkpoint runs again in the backward pass.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 @dataclass(frozen=True)
 class Place:
-    """What called an operation.
+    """The place from which an operation was called.
 
-    `module` is a dotted name, None outside of every module; `line` is "file.py:12 in forward", None where no line of
-    the user's is on the stack (C++ alone, in a backward pass). `call` tells apart the calls that one line of Python
-    makes: the operations of one C++ function have the same. `function` is the torch function written in Python that
-    called it, "" for none. `again` says that a checkpoint runs this part of a forward for the second time, `foreign`
-    that a backward pass calls a function that is defined in another one, which is no method of a module of the models.
+    `module` is a dotted name, None outside of every module. `line` is "file.py:12 in forward", None if no line of user
+    code is on the stack (only C++, in a backward pass). `call` distinguishes the calls that one line of Python makes;
+    all operations of one C++ function have the same `call`. `function` is the torch function written in Python that
+    called the operation, "" if none did. `again` says that a checkpoint runs this part of a forward a second time.
+    `foreign` says that a backward pass called a nested function that no method of the models' modules defines.
     """
 
     module: str | None
@@ -60,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A tensor of a model, and where in its memory it lies, in bytes."""
+    """A tensor of a model, and its byte range within its storage."""
 
     kind: str
     name: str
@@ -70,19 +70,19 @@ class _Known:
 
 
 class Locator:
-    """The modules, parameters, gradients and buffers of models by identity, and the place of the running operation.
+    """Knows the modules, parameters, gradients and buffers of models by identity; finds the running operation's place.
 
-    Where there are several models, names begin with the number of theirs, "1:encoder.attn".
+    If there are several models, names begin with the number of the model: "1:encoder.attn".
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # a session is not kept alive by these
-        self._tensors: dict[int, list[_Known]] = {}  # by the memory that they lie in: several may share a flat piece
-        self._identities: list[StorageWeakRef] = []  # memory that is freed meanwhile gives its identity to no other
+        self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # weak, so that a session is not kept alive
+        self._tensors: dict[int, list[_Known]] = {}  # keyed by memory: several may share a flat piece
+        self._identities: list[StorageWeakRef] = []  # these keep the identity of freed memory from being reused
         self._kinds: dict[str, str] = {}  # by file
         classes = {type(module).__module__ for root in roots for module in root.modules()}
         files = {getattr(sys.modules.get(name), "__file__", None) or "" for name in classes}
-        self._files = {path for path in files if path.startswith(_OURS)}  # of a workload, whose code is like any user's
+        self._files = {path for path in files if path.startswith(_OURS)}  # of workloads, whose code counts as user code
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
             for name, module in root.named_modules():
@@ -103,11 +103,11 @@ class Locator:
         self._identities.append(StorageWeakRef(held.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def module(self, name: str) -> nn.Module | None:
-        """Returns the module of this name."""
+        """Returns the module with this name; None if there is none."""
         return next((module() for known, module in self._modules.values() if known == name), None)
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
-        """Returns "parameter", "gradient" or "buffer", its name and the tensor itself; None for memory of others."""
+        """Returns "parameter", "gradient" or "buffer", the name and the known tensor; None for unknown memory."""
         held = memory_of(tensor)
         known = [] if held is None else self._tensors.get(_identity(held), [])
         if held is None or not known:
@@ -117,14 +117,15 @@ class Locator:
         return found.kind, found.name, found.tensor
 
     def named_tensor(self, name: str) -> Tensor | None:
-        """Returns the parameter or buffer of this name."""
+        """Returns the parameter or buffer with this name; None if there is none."""
         everything = (each for known in self._tensors.values() for each in known)
         return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
-        """Returns the place of the operation that runs now, up the stack to the start of a pass.
+        """Returns the place of the running operation; searches up the stack as far as the start of a pass.
 
-        What a checkpoint runs again is not below its forward; a function inside of that knows the module as `self`.
+        A checkpoint's second run is not below the module's forward; there the module is found as the `self` of a
+        nested function.
         """
         frame: FrameType | None = sys._getframe(1)
         module = line = call = enclosing = outermost = None
@@ -177,7 +178,7 @@ class Locator:
         return False
 
     def _kind(self, code: CodeType) -> str:
-        """Returns whose code it is ("user", "torch", ...), "below" what is looked for, or "end" of the search."""
+        """Returns the kind of code: "user", "torch", ..., "below" for code to skip, or "end" to end the search."""
         path = code.co_filename
         if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
             return "end"
@@ -191,7 +192,7 @@ class Locator:
         return self._modules.get(id(frame.f_locals.get("self"))) if "self" in names else None
 
     def of_error(self, trace: TracebackType | None) -> Place:
-        """Returns the place where an error was raised: the innermost module and line of the user's on its stack."""
+        """Returns the place where an error was raised: the innermost module and line of user code in the traceback."""
         module = line = None
         while trace is not None:
             frame = trace.tb_frame
@@ -205,9 +206,9 @@ class Locator:
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Returns a tensor that has the memory of a tensor's elements: itself, or the values of a sparse or nested one.
+    """Returns the tensor that holds the elements: itself, or the values of a sparse or nested tensor.
 
-    None where they do not lie in memory that can be told apart.
+    Returns None if the elements are not in identifiable memory.
     """
     try:
         with without_modes():
@@ -218,7 +219,7 @@ def memory_of(tensor: Tensor) -> Tensor | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns the identity of the memory of a tensor's elements; 0 where none can be told."""
+    """Returns the identity of the memory of a tensor's elements; 0 if unknown."""
     held = memory_of(tensor)
     return 0 if held is None else _identity(held)
 
@@ -239,14 +240,14 @@ def _identity(held: Tensor) -> int:
 
 
 def _span(held: Tensor) -> tuple[int, int]:
-    """Returns the first byte in its memory of a tensor and one beyond the last; an empty one has its first."""
+    """Returns the byte offsets of a tensor's start and end (exclusive) in its storage; never an empty range."""
     reach = 1 + sum(stride * (size - 1) for size, stride in zip(held.shape, held.stride(), strict=True) if size)
     start = int(held.storage_offset())
     return start * held.itemsize, (start + reach) * held.itemsize
 
 
 def _kind(path: str) -> str:
-    """Returns whose code a file has that defines no module of the models."""
+    """Returns the kind of code in a file that defines no module of the models."""
     if path == CHECKPOINT_FILE:
         return "checkpoint"
     if path in FUNCTIONAL_FILES:

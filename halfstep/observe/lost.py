@@ -1,4 +1,4 @@
-"""The share of updates that are too small for the format that a weight is stored in."""
+"""The share of updates that are too small for the format in which a weight is stored."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from halfstep.records import UPDATE, Observation, TensorStats
 
 
 def lost_by_module(observations: Iterable[Observation]) -> dict[str, float]:
-    """Returns for each module the share of lost updates among those of all its parameters and steps that are given.
+    """Returns for each module the share of lost updates, over all its parameters and all steps in `observations`.
 
-    Observations of other kinds are passed over; `Observation.lost_updates` says what is lost.
+    Skips observations of other kinds; `Observation.lost_updates` defines what counts as lost.
     """
     merged: dict[str, TensorStats] = {}
     for seen in observations:

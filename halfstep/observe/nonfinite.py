@@ -1,4 +1,4 @@
-"""What of a tensor is not finite, and the range of the rest; each look waits for the device."""
+"""Counts the non-finite elements of a tensor and finds the range of the others; each look waits for the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NARROW = ("float8", "float4")
 
 @dataclass(frozen=True)
 class NonFinite:
-    """How many elements of how many are NaN, plus infinity (above) and minus infinity (below), and the first place."""
+    """How many of `count` elements are NaN, plus infinity (above) or minus infinity (below), and the first index."""
 
     count: int
     nan: int
@@ -46,8 +46,8 @@ class NonFinite:
 
 
 def nonfinite(tensor: Tensor) -> NonFinite | None:
-    """Returns what is not finite in a tensor, None where all is (or where it holds no floating numbers)."""
-    with without_modes():  # past emulation and other modes, whose care it is not
+    """Counts the non-finite elements of a tensor; None if all are finite or it holds no floating-point numbers."""
+    with without_modes():  # bypasses emulation and other modes
         values = _values(tensor)
         if values is None or _is_finite(values):
             return None
@@ -61,7 +61,7 @@ def nonfinite(tensor: Tensor) -> NonFinite | None:
 
 
 def finite_range(tensor: Tensor) -> tuple[float, float] | None:
-    """Returns the smallest and the largest finite element; None where there is none."""
+    """Returns the smallest and the largest finite element; None if no element is finite."""
     with without_modes():
         values = _values(tensor)
         if values is None:
@@ -71,20 +71,20 @@ def finite_range(tensor: Tensor) -> tuple[float, float] | None:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Returns the tensor inside those that torch.func's transforms wrap around it, and all elements of a nested one."""
+    """Returns the tensor inside the wrappers of torch.func's transforms; for a nested tensor, all its elements."""
     while is_functorch_wrapped(tensor):
         tensor = functorch_unwrapped(tensor)
     return elements(tensor) if tensor.is_nested else tensor
 
 
 def elements(nested: Tensor) -> Tensor:
-    """Returns the dense tensor that has the elements of a nested one."""
+    """Returns the dense tensor that holds the elements of a nested tensor."""
     values: Tensor = jagged_values(nested) if nested.layout is torch.jagged else nested.values()
     return values
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Reads the tensor once: the extremes are NaN where any element is, and `isfinite` takes twenty times as long."""
+    """Reads the tensor once: the extremes are NaN if any element is, and `isfinite` takes twenty times as long."""
     low, high = torch.aminmax(values)
     return math.isfinite(float(low)) and math.isfinite(float(high))
 

@@ -1,4 +1,4 @@
-"""The public torch name of an operation, of which the dispatcher knows the parts by other names."""
+"""Finds the public torch name of an operation, whose parts have other names in the dispatcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-# what aten calls the part that computes -> the function that users call
+# name in aten of the part that computes -> the function that users call
 PUBLIC: Mapping[str, str] = {
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
@@ -56,10 +56,10 @@ _RECURRENT: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 def public_name(aten: str, *, call: Collection[str] = (), function: str = "", module: nn.Module | None = None) -> str:
-    """Returns the torch function that a user knows an operation by.
+    """Returns the name of the torch function that users know an operation by.
 
-    `aten` is its name in the dispatcher, `call` are the names of all operations that the same call of C++ made,
-    `function` is the torch function in Python around it, `module` the module that called it.
+    `aten` is the operation's name in the dispatcher, `call` has the names of all operations of the same C++ call,
+    `function` is the Python function of torch around the operation, and `module` the module that called it.
 
     >>> public_name("addmm", call=["t", "addmm"])
     'linear'
@@ -90,7 +90,7 @@ _MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", 
 
 
 def of_node(node: str) -> str:
-    """Returns the name in the dispatcher of the operation whose backward an autograd node is.
+    """Returns the dispatcher's name of the operation to which a backward node belongs.
 
     >>> of_node("LogSoftmaxBackward0")
     'log_softmax'

@@ -1,4 +1,4 @@
-"""The floating tensors inside whatever a module returns, by their place in it."""
+"""Finds the floating-point tensors in whatever a module returns, each with its place in it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc,
 
 
 def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields (place, tensor) for the floating and complex tensors in an output, each tensor once.
+    """Yields (place, tensor) for the floating-point and complex tensors in an output, each tensor once.
 
-    Entered are lists, tuples, mappings, dataclasses and the attributes of other objects that a model defines, at any
-    depth. The place is "" for a tensor by itself, else its keys and indices, dotted.
+    Searches lists, tuples, mappings, dataclasses and the attributes of other objects that a model defines, at any
+    depth. The place is "" for a bare tensor, otherwise its keys and indices joined by dots.
 
     >>> [place for place, _ in tensors_in({"logits": torch.ones(1), "hidden": (torch.ones(1), torch.ones(1).int())})]
     ['logits', 'hidden.0']
@@ -28,7 +28,7 @@ def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def readable(t: Tensor) -> Tensor | None:
-    """Returns `t`, or of a DTensor this process's part, where its elements lie in memory, else None."""
+    """Returns `t`, or a DTensor's local part, if its elements can be read in memory; otherwise None."""
     local = getattr(t, "to_local", None)
     t = local() if local is not None else t
     if is_wrapped(t) or t.is_meta or t.layout not in _LAYOUTS or is_functorch_wrapped(t):
@@ -37,7 +37,7 @@ def readable(t: Tensor) -> Tensor | None:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Returns a gradient's values, of a sparse one those that it stores."""
+    """Returns the values of a gradient; for a sparse gradient, the stored values."""
     return grad if grad.layout is torch.strided else grad.coalesce().values()
 
 

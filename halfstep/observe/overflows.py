@@ -1,4 +1,4 @@
-"""Looks for overflows that are absorbed, in the training forwards of one step."""
+"""Looks for absorbed overflows in the training forwards of one step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from halfstep.torch_internals import TorchDispatchMode, in_backward, storage_ide
 
 _LOG = logging.getLogger("halfstep")
 Under = Callable[[TorchDispatchMode], AbstractContextManager[None]]
-"""Puts a mode over what emulates a format."""
+"""Puts a mode above the one that emulates a format, so that it sees operations as the model called them."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """Where an operation was called from, its public name, and whether gradients were on."""
+    """The place from which an operation was called, its public name, and whether gradients were on."""
 
     place: Place
     operator: str
@@ -39,7 +39,7 @@ class _Here:
 
 
 class _Trail(OverflowTrail[_Here]):
-    """A trail that knows whether the operation itself has run, or raised."""
+    """A trail that knows whether the operation itself has run or raised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,26 +47,26 @@ class _Trail(OverflowTrail[_Here]):
         self.results: list[Any] = []
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation itself, and keeps what it gave."""
+        """Runs the operation and keeps its result."""
         self.started = True
         self.results = [as_called(func, args, kwargs)]
         return self.results[0]
 
 
 class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Follows what overflows in training forwards, and says what became of it; may be entered again inside itself.
+    """Follows overflows in training forwards, reports absorbed ones; may be entered again inside itself.
 
-    Gradients are off in parts of these: in a `no_grad` block, a custom function, a reentrant checkpoint. What is
-    absorbed there counts once an operation that hands on gradients reads what came of it, which in an evaluation none
-    does; while all models are in eval mode, nothing is looked at with gradients off.
+    Gradients can be off in parts of a training forward: in a `no_grad` block, a custom function, a reentrant
+    checkpoint. What is absorbed there counts only once an operation with gradients reads its result, which never
+    happens in an evaluation. While all models are in eval mode, operations without gradients are ignored.
 
-    It looks at each low result, which waits for the device. What goes wrong in it ends it, and never the step.
+    It examines each low result, which waits for the device. An error in the watch ends the watch, never the step.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on = True
-        self._roots = [weakref.ref(root) for root in roots]  # the stack of modes is to keep no session alive
+        self._roots = [weakref.ref(root) for root in roots]  # weak: the stack of modes must keep no session alive
         self._trail = _Trail()
         self._waiting: dict[int, tuple[StorageWeakRef, list[Absorbed[_Here]]]] = {}  # by memory that depends on them
         self._local = threading.local()
@@ -74,7 +74,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operation and follows what it overflows."""
+        """Runs the operation and follows overflows in its result."""
         named = {} if kwargs is None else kwargs
         idle = not self.on or getattr(self._local, "inside", False) or func.namespace == "prim"
         if idle or not self._may_train() or in_backward() or _capturing():
@@ -103,9 +103,9 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
 
     def _weigh(self, known: int, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Takes back what was found after the first `known` without gradients, until an operation with them reads it.
+        """Sets aside new finds made without gradients until an operation with gradients depends on them.
 
-        `given` and `outputs` are the tensors of the operation that has run.
+        Finds beyond the first `known` are new; `given` and `outputs` are the tensors of the operation that has run.
         """
         found, trains = self._trail.found, torch.is_grad_enabled()
         waiting = [each for each in found[known:] if not (trains and each.origin.trains)]
@@ -129,7 +129,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return _Here(place, operator, torch.is_grad_enabled())
 
     def observations(self, step: int) -> list[Observation]:
-        """Returns what was absorbed, once for each line of each module that overflowed."""
+        """Returns the absorbed overflows, once for each line of each module that overflowed."""
         found: dict[tuple[str | None, str | None], Absorbed[_Here]] = {}
         for each in self._trail.found:
             place = each.origin.place
@@ -138,7 +138,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _capturing() -> bool:
-    """Tells whether a CUDA graph is captured, in which nothing can be read on the host."""
+    """Tells whether a CUDA graph is being captured: then nothing can be read on the host."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
@@ -153,7 +153,7 @@ def _observation(step: int, absorbed: Absorbed[_Here]) -> Observation:
         step=step,
         module=(place.module or "")
         .replace(":", ".", 1)
-        .rstrip("."),  # of several models, as other observations have it
+        .rstrip("."),  # with several models, named as in other observations
         kind=ABSORBED,
         name=said.operator,
         format=said.format,
@@ -167,12 +167,11 @@ Watched = tuple[AbsorbedWatch, Callable[[], None]]
 
 
 def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
-    """Returns a watch that sees all operations from now on; what ends that is added to `undo`.
+    """Returns a watch that sees all operations from now on, and a function that detaches it from emulation.
 
-    With it comes what takes it off emulation: that holds the session, which neither `undo` nor the stack of modes may.
-
-    It lies on the stack of modes from the start: put there inside a forward, it would be taken off by whatever `with`
-    that forward is in. Compiled code runs as it was written meanwhile.
+    Adds to `undo` what ends the watch. The returned function holds the session, which neither `undo` nor the stack of
+    modes may do. The watch is on the stack of modes from the start: if it were pushed inside a forward, a `with` block
+    around that forward would pop it. Meanwhile compiled code runs uncompiled.
     """
     watch = AbsorbedWatch(roots)
     undo.append(run_uncompiled())

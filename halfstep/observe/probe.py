@@ -1,4 +1,4 @@
-"""A probe: what the numbers of a model do at some of its steps, in statistics that are rarely read on the host."""
+"""A probe: statistics of a model's numbers at some of its steps, rarely read on the host."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from halfstep.observe.rows import Pending
 from halfstep.observe.window import Window, undo_all
 from halfstep.records import UPDATE, Observation
 
-LONGEST = 8  # steps that are looked at one after the other until each optimizer has made one
-KEPT = 20_000  # rows, of 2 KiB each, that wait for a flush
+LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
+KEPT = 20_000  # rows of 2 KiB each that are kept until a flush
 _LOG = logging.getLogger("halfstep")
 
 
 class Watch(Protocol):
-    """What sees the updates of one step."""
+    """Observes the updates of one step."""
 
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
-        """Yields what is known before the step is made, from the gradients that it gets, times `factor`."""
+        """Yields the updates known before the step is made, from the step's gradients times `factor`."""
 
     def after(self) -> Iterator[Updates]:
-        """Yields the rest."""
+        """Yields the remaining updates, after the step."""
 
     def forget(self) -> None:
-        """Ends this where the step was not made."""
+        """Drops the observation if the step was not made."""
 
 
 class Probe(AbstractContextManager["Probe"]):
-    """Looks at some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
+    """Observes some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
-    It looks at the first step after it was made, and then at those whose number `every` divides. Where only some of
-    several optimizers make that step, it goes on with the next ones until each has stepped, `LONGEST` in all. Between
-    observed steps nothing is attached. What it sees stays on the device; `flush()` reads it on the host, all at once.
+    It observes the first step after it was made, then each step whose number is divisible by `every`. If only some of
+    several optimizers make that step, it also observes the next ones until each has stepped, `LONGEST` steps in all.
+    Between observed steps nothing is attached. The statistics stay on the device; `flush()` reads them all at once.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Probe(AbstractContextManager["Probe"]):
         self._arriving: deque[Pending] = deque()  # for `deliver`
         self._said: set[str] = set()
         self.window: Window | None = None
-        self._stepped: set[int] = set()  # optimizers, since the look began
-        self._looked = 0  # steps since then
+        self._stepped: set[int] = set()  # optimizers that stepped since the first of these consecutive steps
+        self._looked = 0  # steps observed since then
         self.attached = True
         self.undo: list[Callable[[], None]] = []  # of the window that is open
         weakref.finalize(self, undo_all, self.undo).atexit = False
         self._open()
 
     def flush(self) -> list[Observation]:
-        """Returns what was seen since the last flush, oldest first; waits for the device, once.
+        """Returns the observations since the last flush, oldest first; waits for the device once.
 
-        The most recent 20,000 tensors are kept for it (a step has one for each tensor that is looked at).
+        Only the most recent 20,000 observations are kept (a step has one for each observed tensor).
         """
         found = [observation for pending in self._waiting for observation in pending.read()]
         self._waiting.clear()
@@ -81,16 +81,16 @@ class Probe(AbstractContextManager["Probe"]):
         return found
 
     def detach(self) -> None:
-        """Ends the probe; `flush()` still returns what was seen before. Idempotent."""
+        """Ends the probe; `flush()` still returns what was observed before. Idempotent."""
         self.attached = False
         if self.window is not None:
             self.window.close()
             self.window = None
-        undo_all(self.undo)  # of a window that Ctrl-C ended before it was open
+        undo_all(self.undo)  # left by a window that Ctrl-C ended before it was open
         self._hand_over(wait=True)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
-        """Ends the step number `step`, which `parts` `of` a session made; prepares the next where it is looked at."""
+        """Ends step number `step`, made by the optimizers `parts` out of `of`; prepares the next one if observed."""
         window, self.window = self.window, None
         if window is not None:
             window.close()
@@ -102,7 +102,7 @@ class Probe(AbstractContextManager["Probe"]):
             self._open()
         elif window is not None and self._looked < LONGEST and any(id(part) not in self._stepped for part in of):
             self._go_on()
-        self._hand_over(wait=False)  # last: who takes them may raise
+        self._hand_over(wait=False)  # last, because a receiver may raise
 
     def _open(self) -> None:
         self._stepped.clear()
@@ -126,7 +126,7 @@ class Probe(AbstractContextManager["Probe"]):
                 self._say(
                     "dropped",
                     f"a probe has seen more than {KEPT} tensors since its last flush() and drops the oldest; "
-                    "call flush() more often, look at fewer steps or modules, or give the session a run log",
+                    "call flush() more often, observe fewer steps or modules, or pass the session a run log",
                 )
 
     def _hand_over(self, *, wait: bool) -> None:
@@ -146,12 +146,12 @@ class Probe(AbstractContextManager["Probe"]):
             names = ", ".join(map(repr, window.hooks.closed_to_hooks[:8]))
             self._say("scripted", f"a probe sees no activation of scripted modules, which take no hooks: {names}")
         if window.captured:
-            self._say("captured", "a probe does not see steps that are captured in a CUDA graph or replayed from one")
+            self._say("captured", "a probe cannot see steps that are captured in a CUDA graph or replayed from one")
         elif window.hooks is not None and not window.hooks.saw_any and self._looked == 0:
             self._say(
                 "no activation",
-                f"a probe saw no activation in step {step}: no forward of the modules it looks at was called with "
-                "gradients on since the step before, or since the probe was made",
+                f"a probe saw no activation in step {step}: no forward of the observed modules was called with "
+                "gradients on since the previous step, or since the probe was made",
             )
 
     def _say(self, subject: str, notice: str) -> None:
@@ -166,15 +166,15 @@ class Probe(AbstractContextManager["Probe"]):
 
 
 class Probes:
-    """The probes of one session, and what the session tells them; where none looks at a step, nothing is done in it."""
+    """The probes of one session, which passes its events to them; does nothing in a step that no probe observes."""
 
     def __init__(self) -> None:
         self._attached: list[Probe] = []
 
     def add(self, probe: Probe) -> None:
-        """Tells the probe all that comes from now on."""
+        """Passes all events from now on to the probe."""
         self._attached.append(probe)
-        weakref.finalize(self, undo_all, probe.undo).atexit = False  # of a session that nobody closes
+        weakref.finalize(self, undo_all, probe.undo).atexit = False  # for a session that nobody closes
 
     def detach(self) -> None:
         """Ends all probes."""
@@ -183,13 +183,13 @@ class Probes:
         self._attached.clear()
 
     def carry(self, scale: Tensor) -> None:
-        """Says which loss scale the gradients of the next backward pass carry."""
+        """Tells the probes the loss scale of the next backward pass."""
         for window in self._windows():
             window.carry(scale)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Keeps passes that belong to no step out of what is seen."""
+        """Excludes passes that belong to no step from observation."""
         windows = self._windows()
         for window in windows:
             window.pause(on=False)
@@ -200,7 +200,7 @@ class Probes:
                 window.pause(on=True)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
-        """Shows the gradients of a step before it is made, as they lie at the parameters, with the scale they carry."""
+        """Passes the gradients of a step to the probes before the step is made, still multiplied by `scale`."""
         for window in self._windows():
             window.read(params, grads, scale)
 
@@ -212,7 +212,7 @@ class Probes:
         grads: Sequence[Tensor],
         factor: Tensor | None,
     ) -> Iterator[None]:
-        """Shows what happens inside: an update of `params` from `grads` times `factor`; `make()` watches it."""
+        """Observes the update inside the `with`, of `params` from `grads` times `factor`; `make()` returns a watch."""
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         if not windows:
             yield
@@ -237,17 +237,17 @@ class Probes:
                 window.update(updates)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
-        """Ends the step number `step`, which `parts` `of` the session made."""
+        """Ends step number `step`, made by the optimizers `parts` out of all `of` the session."""
         if not self._attached:
             return
         self._attached = [probe for probe in self._attached if probe.attached]
-        with ExitStack() as told:  # all of them, the last first, also where one raises
+        with ExitStack() as told:  # all of them, the last first, even if one raises
             for probe in reversed(self._attached):
                 told.callback(probe.stepped, step, parts, of)
 
     @property
     def looking(self) -> bool:
-        """Whether one looks at the step that comes."""
+        """Whether any probe observes the next step."""
         return bool(self._windows())
 
     def _windows(self) -> list[Window]:

@@ -1,4 +1,4 @@
-"""One operation computed again in fp32 and fp64, from the values that it read: what its result would have been."""
+"""Computes one operation again in fp32 and fp64 from the values it read: what its result would have been."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _GROWING = (
     "linalg_matrix_power",
     "poisson_nll_loss",
     "kl_div",
-)  # whose result may lie beyond fp64 too
-_POWERS = ("pow", "float_power")  # as well, where they have no pole at zero
-_MASK = 1e4  # a constant of this size or more in a sum, a choice or a product says "never"
+)  # the result may exceed fp64 too
+_POWERS = ("pow", "float_power")  # the result may exceed fp64 too, if there is no pole at zero
+_MASK = 1e4  # a constant of this size or more in a sum, a choice or a product means "never"
 _SPREAD = 0.01
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What an operation gives in fp32: the largest magnitude, and whether all of it is finite there.
+    """The result of an operation in fp32: its largest magnitude, and whether all of it is finite.
 
-    `defined` says that it is finite in fp64, `pole` that it is not, and would not be in any wider format. `constant`
-    says that what does not fit the low format is a mask's constant, such as -1e9: below zero and the same wherever it
-    is, whatever small was added to it. `value` is that constant.
+    `defined` says that the result is finite in fp64, `pole` that it is not finite in any wider format either.
+    `constant` says that what does not fit the low format is the constant of a mask, such as -1e9: a negative number
+    that is the same everywhere, up to small numbers added to it. `value` is that constant.
     """
 
     largest: float
@@ -62,10 +62,10 @@ class Exact:
 def recompute(
     func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor], out: list[Tensor]
 ) -> Exact | None:
-    """Computes the operation again from what it `read`, widened to fp32; None where that cannot be done.
+    """Computes the operation again from the values it `read`, widened to fp32; None if that is impossible.
 
-    `given` are its arguments, `tensors` the tensors among them, `out` its results as they came. Operations that draw
-    random numbers are left alone.
+    `given` has the operation's arguments, `tensors` the tensors among them, `out` its original results. Operations
+    that draw random numbers are not computed again.
     """
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -90,9 +90,9 @@ def recompute(
 def recompute_unmasked(
     func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor]
 ) -> Exact | None:
-    """Computes the operation again with 1 in the place of the infinities that it `read`, which are a mask's.
+    """Computes the operation again with 1 in place of the infinities that it `read`, which come from a mask.
 
-    None where that is finite, so that the infinities were what it took, or where it cannot be done.
+    None if the result is then finite, so that the infinities alone caused the failure, or if this is impossible.
     """
     dense = all(t.layout is torch.strided and not t.is_nested for t in read)
     if not dense or torch.Tag.nondeterministic_seeded in func.tags:
@@ -109,7 +109,7 @@ def _computed(
     read: list[Tensor],
     wide: torch.dtype | None,
 ) -> list[Tensor]:
-    """Returns the results of an operation whose floating arguments are at least as wide as `wide`; none of an error."""
+    """Returns the results of an operation with its arguments widened to at least `wide`; [] if it raises."""
     args, kwargs = widened(func, given, dict(zip(map(id, tensors), read, strict=True)), wide)
     try:
         return [unwrapped(leaf).detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
@@ -120,7 +120,7 @@ def _computed(
 def widened(
     func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], values: Mapping[int, Tensor], wide: torch.dtype | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Returns an operation's arguments, with `values` for the tensors of these ids, at least as wide as `wide`."""
+    """Returns an operation's arguments, with `values` in place of the tensors of these ids, widened to `wide`."""
     narrow = _NARROWER[wide]
 
     def widen(value: Any) -> Any:
@@ -136,7 +136,7 @@ def widened(
 
 
 def _has_poles(func: Any, read: list[Tensor]) -> bool:
-    """Tells whether an operation that is infinite in fp64 has no value there, and did not just grow that large."""
+    """Tells whether an operation that is infinite in fp64 has a pole, and did not just grow that large."""
     name = schema_of(func).name.rpartition("::")[2].rstrip("_")
     if name in _POWERS:
         return any(t.layout is torch.strided and bool((t == 0).any()) for t in read)
@@ -144,11 +144,12 @@ def _has_poles(func: Any, read: list[Tensor]) -> bool:
 
 
 def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], out: Tensor) -> bool:
-    """Tells whether a constant was written in the forward pass, not computed from what is learned.
+    """Tells whether a constant was written in the forward pass, not computed from learned values.
 
-    Then a number gave it, or a tensor that needs no gradient, or one that holds it in some places only, as a choice.
+    A written constant comes from a number, from a tensor that requires no gradient, or from a tensor that holds it in
+    some places only, as a choice does.
     """
-    if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, no checkpoint's forward
+    if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, not a checkpoint's forward
         return False
     if any(isinstance(leaf, (int, float)) and _is_near(leaf, value) for leaf in tree_leaves(given)):
         return True
@@ -164,7 +165,7 @@ def _is_near(given: float, value: float) -> bool:
 
 
 def _holds(tensor: Tensor, value: float, lost: Tensor) -> bool:
-    """Tells whether a tensor holds a value wherever the result of what it went into was lost."""
+    """Tells whether a tensor holds `value` wherever the result computed from it was lost."""
     try:
         held = tensor.detach().broadcast_to(lost.shape)[lost]
     except RuntimeError:
@@ -173,7 +174,7 @@ def _holds(tensor: Tensor, value: float, lost: Tensor) -> bool:
 
 
 def _constant(exact: Tensor, out: Tensor) -> float | None:
-    """Returns the value that became infinite in `out`, None where it was not one value."""
+    """Returns the value that became infinite in `out`; None if it was not a single value."""
     if exact.shape != out.shape:
         return None
     lost = exact[~torch.isfinite(out)]
@@ -183,5 +184,5 @@ def _constant(exact: Tensor, out: Tensor) -> float | None:
 
 
 def _is_choice(lost: int, of: int, value: float) -> bool:
-    """Tells whether so many equal values look written, not computed: several, or a round number."""
+    """Tells whether `lost` of `of` values, all equal, look written, not computed: there are several, or it is round."""
     return lost > 1 or of == 1 or value == float(f"{value:.1g}")

@@ -1,6 +1,6 @@
-"""The recorder: a dispatch mode that notes every operation of a forward and a backward pass, and where it came from.
+"""The recorder: a dispatch mode that records each operation of a forward and backward pass, and its origin.
 
-It looks at each result, which waits for the device; it is on for one step at a time, and only when something broke.
+It examines each result, which waits for the device; it is on for one step at a time, and only when something broke.
 """
 
 from __future__ import annotations
@@ -41,26 +41,24 @@ OTHERS, OWN = "another process", "own"  # kinds of a Leaf
 _NO_MASKS = ("parameter", OTHERS)  # kinds
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BOUNDING = ("add", "sub", "clamp", "maximum", "minimum")
-_SMALL = 1e-4  # an eps is smaller
+_SMALL = 1e-4  # every eps is smaller
 _DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0}  # which argument of an operation divides
-_KEPT = 2**24  # elements of a tensor that an operation overwrites, up to which it is kept for a second look
+_KEPT = 2**24  # elements up to which a tensor is kept for a second look when an operation overwrites it
 
 
 @dataclass(eq=False)
 class Note:
     """One operation as it ran.
 
-    `sources` are the notes of what wrote its tensor arguments (None: they came from outside), `bad` says what its
-    result holds that is not finite (None: nothing); `parents` are the notes and `leaves` the tensors from outside that
-    its arguments that were not finite came from; `masked` says that it is, or hands on, the infinity of a mask. `call`
-    is there where it read nothing that was not finite but such infinities, `exact` where they do not explain either
-    what it wrote. `vanished` is a number near zero that it
-    added, or took as a bound, where its result is 0 in places, `divided_by` in how many of how many elements what a
-    division by zero divided by is 0. `root` says that it made the gradient that a backward
-    pass begins with, or belongs to the pass's first node, `of_gradient` that it was computed from that, in the pass or
-    after it;
-    `received` that it brought values from other processes, `unseen` that it is a whole custom backward, of which no
-    operation that made its result was seen.
+    `sources` are the notes that wrote its tensor arguments (None: the argument came from outside). `bad` counts the
+    non-finite elements of its result (None: all finite). Its non-finite arguments came from the notes in `parents` and
+    from the outside tensors in `leaves`. `masked` says that its result is, or passes on, the infinity of a mask. `call`
+    is set if all its non-finite inputs were such infinities, `exact` if those do not explain its result either.
+    `vanished` is a tiny number that it added or used as a bound although its result is 0 in places. `divided_by` counts
+    the zeros and the elements of the divisor in a division by zero. `root` says that it made the gradient with which a
+    backward pass begins, or belongs to the first node of the pass; `of_gradient` that its result was computed from that
+    gradient, in the pass or after it; `received` that it received values from other processes; `unseen` that it stands
+    for a whole custom backward, whose operations were not recorded.
     """
 
     index: int
@@ -93,9 +91,9 @@ class Note:
 class Leaf:
     """A tensor that was not finite when it was first seen.
 
-    `kind` is "parameter", "buffer", "gradient" (these have a `name`), "data", "unseen": computed from parameters, but
-    where the recorder did not see it (in another thread, say), `OTHERS`: received by the collective `name`, or `OWN`:
-    brought into the backward pass by code that computes gradients itself.
+    `kind` is "parameter", "buffer" or "gradient" (these have a `name`); "data"; "unseen" if it was computed from
+    parameters where the recorder could not see it, as in another thread; `OTHERS` if the collective `name` received it;
+    or `OWN` if user code that computes gradients brought it into the backward pass.
     """
 
     kind: str
@@ -107,7 +105,7 @@ class Leaf:
 
     @property
     def number(self) -> float | None:
-        """The single number that it is, as of `torch.tensor(inf)`; None for one of a model, or of several elements."""
+        """The value of a one-element tensor such as `torch.tensor(inf)`; None for larger ones and those of a model."""
         if self.kind not in ("data", OWN) or self.bad.count != 1:
             return None
         return math.nan if self.bad.nan else math.inf if self.bad.above else -math.inf
@@ -115,7 +113,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class _Writes:
-    """The operations that wrote to a memory, and those that wrote non-finite values; keeps its identity from reuse."""
+    """The last operation that wrote to a memory, and all that wrote non-finite values; pins its identity."""
 
     reference: StorageWeakRef
     last: Note
@@ -124,7 +122,7 @@ class _Writes:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A tensor that an operation was given, its values as they were then, and what has its memory as it was then."""
+    """A tensor argument of an operation, its values before the operation, and a tensor with its memory from before."""
 
     tensor: Tensor
     values: Tensor
@@ -132,9 +130,9 @@ class _Read:
 
     @staticmethod
     def before(tensor: Tensor, writes: bool) -> _Read:
-        """Returns what is to be known of an argument before the operation runs, which `writes` to one, or does not.
+        """Captures an argument before the operation runs; `writes` says whether the operation writes to an argument.
 
-        An addition to a sparse tensor puts new values in the place of its own.
+        An in-place addition to a sparse tensor replaces the tensor of its values.
         """
         if not writes:
             return _Read(tensor, tensor, tensor)
@@ -144,10 +142,10 @@ class _Read:
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Notes the operations of one forward and backward pass of the models `roots`; may be entered again inside itself.
+    """Records the operations of one forward and backward pass of the models `roots`; may be entered inside itself.
 
-    Where another mode lies between two of its entries, as emulation does, it notes what the inner entry sees: the
-    operations as the model called them. Where it is not `on` it does nothing. `trail` follows what overflows.
+    If another mode, such as emulation, is between two of its entries, it records what the inner entry sees: the
+    operations as the model called them. While `on` is False it does nothing. `trail` follows overflows.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -158,18 +156,18 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.communicated = False  # with other processes
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
-        self._nodes: dict[int, list[Note]] = {}  # by the number that autograd gave the node of an operation
+        self._nodes: dict[int, list[Note]] = {}  # keyed by the sequence number of an operation's autograd node
         self._customs = Customs()
-        self._roots: dict[int, int] = {}  # the numbers of backward passes, and those of their first nodes
+        self._roots: dict[int, int] = {}  # sequence number of the first node, by backward pass
         self._local = threading.local()
         self._call: tuple[tuple[int, int], list[str]] = ((0, 0), [])
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and notes it."""
+        """Runs the operation and records it."""
         named = {} if kwargs is None else kwargs
-        if not self.on or getattr(self._local, "inside", False) or func.namespace == "prim":  # of sizes and layouts
+        if not self.on or getattr(self._local, "inside", False) or func.namespace == "prim":  # prim: sizes and layouts
             return as_called(func, args, named)
         self._local.inside = True
         try:
@@ -186,7 +184,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return next((self._writes[key].last for key in _memory(tensor) if key in self._writes), None)
 
     def leaf(self, tensor: Tensor) -> Leaf | None:
-        """Returns what is known of a tensor from outside that is not finite; None for a finite one."""
+        """Returns a `Leaf` for a tensor from outside that is not finite; None if it is finite."""
         bad = nonfinite(tensor)
         if bad is None:
             return None
@@ -237,9 +235,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return self.trail.run(func, args, kwargs, lambda: self.notes[-1])
 
     def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
-        """Notes what the operation wrote, and where it is not finite, why."""
+        """Records what the operation wrote and, if that is not finite, where it came from."""
         found = [(out, nonfinite(out)) for out in outputs]
-        if note.received:  # what is given, it brings, if not at once
+        if note.received:  # a collective may write its result later: bad inputs count too
             given_bad = next((bad for bad in (nonfinite(each.values) for each in read) if bad is not None), None)
             found = [(out, bad or given_bad) for out, bad in found]
         bad = [each for _, each in found if each is not None]
@@ -255,7 +253,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             entry = self._writes.get(key)
             if entry is None or (fresh and entry.last is not note):
                 memory = memory_of(out)
-                assert memory is not None  # it has a key
+                assert memory is not None  # _memory returned a key
                 reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
                 entry = self._writes[key] = _Writes(reference, note)
             entry.last = note
@@ -287,7 +285,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         upward = float("inf") in note.scalars or any(p.bad is not None and p.bad.above for p in parents)
         excluded = not note.bad.nan and (upward or not note.bad.above)
         mask = infinite or bool(parents or leaves)
-        note.masked = harmless and excluded and mask and not note.of_gradient  # no softmax comes after a gradient
+        note.masked = harmless and excluded and mask and not note.of_gradient  # a gradient does not go into a softmax
         if note.masked or not harmless:
             return
         tensors, values = [each.tensor for each in read], [each.values for each in read]
@@ -311,12 +309,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             note.masked = note.exact is not None and note.exact.constant and not note.bad.nan and not note.bad.above
 
     def _from_outside(self, note: Note, read: _Read) -> Leaf | Note | None:
-        """Returns what is known of an argument that no operation wrote, or what stands for the code that made it."""
+        """Returns a `Leaf` for an argument that no operation wrote, or a note for the custom backward that made it."""
         leaf = self.leaf(read.values)
         if leaf is None:
             return None
         named = self._received(read.memory) or self.locator.tensor(read.memory)
-        if note.received and self.last_writer(read.memory) is not None:  # and that was finite
+        if note.received and self.last_writer(read.memory) is not None:  # and what that wrote was finite
             named = (OTHERS, note.aten.rstrip("_"), read.memory)
         leaf = leaf if named is None else _as(leaf, named)
         if leaf.kind == "data" and note.phase == "backward" and not is_saved(read.memory):
@@ -327,7 +325,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return replace(leaf, masked=leaf.masked and not note.of_gradient)
 
     def _never_written(self, tensor: Tensor, bad: NonFinite) -> list[Note]:
-        """Returns the operation that allocated memory which was read before anything was written to it."""
+        """Returns the operation that allocated the tensor's memory if nothing was written to it before this read."""
         last = self.last_writer(tensor)
         if last is None or not last.aten.removeprefix("new_").startswith("empty"):
             return []
@@ -335,7 +333,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return [last]
 
     def _custom(self, bad: NonFinite) -> Note | None:
-        """Returns what stands for the custom backward that gave the running node its gradient; None where none did."""
+        """Returns a note for the custom backward that passed the running node its gradient; None if none did."""
         custom = self._customs.before_running()
         if custom is None:
             return None
@@ -361,7 +359,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return note
 
     def _enter(self, note: Note) -> None:
-        """Ties a forward operation to the autograd nodes that were made since the operation before it."""
+        """Assigns the autograd nodes made since the previous operation to a forward operation."""
         now = next_sequence_number()
         seen = getattr(self._local, "seen", now)
         for number in range(seen, now):
@@ -369,7 +367,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._local.seen = now
 
     def _find_forward(self, note: Note, *, foreign: bool) -> None:
-        """Gives a backward operation the place of the forward one that it belongs to; not that of a `foreign` hook."""
+        """Finds the forward operation of a backward one and takes over its module, except for a `foreign` hook."""
         node: Any = running_node()
         if node is None:
             return
@@ -385,14 +383,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         made = self._nodes.get(number, [])
         fitting = [each for each in made if is_backward_of(note.node, each.aten)]
         note.forward = fitting[-1] if fitting else made[-1] if made else None
-        if note.forward is not None and note.forward.line is None:  # the session's own, of the loss that it was given
+        if note.forward is not None and note.forward.line is None:  # the session's own operation on the loss
             note.forward = next((each for each in note.forward.sources if each is not None), note.forward)
         hook = foreign and not isinstance(node, torch.autograd.function.BackwardCFunction)
         if note.forward is not None and not hook:
             note.module = note.forward.module if note.module is None else note.module
 
     def operator(self, note: Note) -> str:
-        """Returns the public torch name of an operation; of a backward one that of its forward operation."""
+        """Returns the public torch name of an operation; for a backward operation, that of its forward operation."""
         if note.phase == "backward" and note.line is None and note.node not in (None, _ACCUMULATE):
             assert note.node is not None
             if note.forward is not None and is_backward_of(note.node, note.forward.aten):
@@ -403,7 +401,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return public_name(note.aten, call=note.names, function=note.function, module=module)
 
     def line(self, note: Note) -> str | None:
-        """Returns the line of the user's code that an operation came from."""
+        """Returns the line of user code that an operation came from."""
         if note.line is None and note.forward is not None:
             return note.forward.line
         return note.line
@@ -423,7 +421,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class Recorded:
-    """A mode with a recorder over it, which so sees operations before the mode changes them; may be entered again."""
+    """A mode with a recorder above it that sees operations before the mode changes them; may be entered again."""
 
     def __init__(self, mode: AbstractContextManager[Any], recorder: TorchDispatchMode) -> None:
         self._mode, self._recorder = mode, recorder
@@ -444,14 +442,14 @@ def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
 
 
 def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
-    """Returns what is not finite with the first place in the tensor that is named; none for a transposed view."""
+    """Returns the counts with the first index in the named tensor; without an index for a transposed view."""
     if kind in ("parameter", "buffer"):
         return nonfinite(known) or replace(bad, first=())
     return bad if _is_dense(known) and known.is_contiguous() else replace(bad, first=())
 
 
 def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
-    """Returns a number near zero that was added, or taken as a bound, by an operation that gave 0 all the same."""
+    """Returns a tiny number that an operation added or used as a bound although its result is 0 in places."""
     if not note.aten.startswith(_BOUNDING):
         return None
     made = [source.scalars for source in note.sources if source is not None and source.aten == "scalar_tensor"]
@@ -461,7 +459,7 @@ def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
 
 
 def _zeros(aten: str, args: Sequence[Any], read: list[_Read]) -> tuple[int, int] | None:
-    """Returns in how many of its elements the divisor of a division is 0, and how many it has; None where none is."""
+    """Returns how many elements of a divisor are 0 and how many it has; None if no element is 0."""
     place = _DIVISORS.get(aten.rstrip("_"))
     divisor = None if place is None or len(args) <= place else args[place]
     values = next((each.values for each in read if each.tensor is divisor), None)
@@ -478,7 +476,7 @@ def _memory(tensor: Tensor) -> list[int]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Returns all of the memory that a tensor is a part of."""
+    """Returns a flat tensor of the whole memory that a tensor is part of."""
     if tensor.layout is not torch.strided:
         return tensor
     storage = tensor.untyped_storage()
@@ -490,7 +488,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_mask(tensor: Tensor, bad: NonFinite) -> bool:
-    """Tells whether a tensor is a mask to be added: minus infinity in places, and zero everywhere else."""
+    """Tells whether a tensor is an additive mask: minus infinity in places and zero everywhere else."""
     if bad.nan or bad.above:
         return False
     dense = unwrapped(tensor).detach()

@@ -1,4 +1,4 @@
-"""The rows of statistics of one step, on the devices where the tensors are, and their way to the host."""
+"""The rows of statistics of one step, on the devices of the tensors, and their transfer to the host."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FIRST = 128  # rows to begin with
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row is about.
+    """What a row of statistics is about.
 
-    `scale` is the number of the loss scale that its elements carry, 0 for none.
+    `scale` is the index of the loss scale by which its elements are multiplied; 0 for no scale.
     """
 
     module: str
@@ -41,18 +41,18 @@ class _Row:
 
 
 class StepRows:
-    """Collects the statistics of one step; tensors of one subject and format are counted together."""
+    """Collects the statistics of one step; tensors with the same subject and format share a row."""
 
     def __init__(self, sample: int | None) -> None:
         self._sample = sample
         self._buffers: dict[torch.device, Tensor] = {}
         self._places: dict[torch.device, dict[_Row, int]] = {}
         self._scales: list[Tensor] = []
-        self._source: tuple[Tensor, int] | None = None  # of the last scale
-        self._lock = threading.Lock()  # backward runs in a thread a device
+        self._source: tuple[Tensor, int] | None = None  # tensor and version of the last scale
+        self._lock = threading.Lock()  # backward runs in one thread per device
 
     def add_scale(self, scale: Tensor) -> int:
-        """Notes the present value of a loss scale, a tensor that is changed in place, and returns its number."""
+        """Records the current value of a loss scale, a tensor that changes in place; returns the value's index."""
         source = self._source
         if source is None or source[0] is not scale or source[1] != version_of(scale):
             self._scales.append(scale.detach().clone())
@@ -71,7 +71,7 @@ class StepRows:
                 add_stats(group_tensors, self._buffers[device], group_places, sample=self._sample)
 
     def add_updates(self, updates: Updates, subjects: Sequence[Subject | None]) -> None:
-        """Adds the statistics of updates to the rows of their subjects; one without a subject is passed over."""
+        """Adds the statistics of updates to the rows of their subjects; skips updates without a subject."""
         with self._lock:
             pairs = zip(updates.stored, subjects, strict=True)
             places = [None if subject is None else self._place(t, subject) for t, subject in pairs]
@@ -79,7 +79,7 @@ class StepRows:
                 updates.add_to(self._buffers[updates.stored[0].device], places, sample=self._sample)
 
     def pending(self, step: int) -> Pending:
-        """Returns the rows on their way to the host; nothing is waited for."""
+        """Starts copying the rows to the host and returns them; waits for nothing."""
         parts = [
             (list(self._places[device]), _on_its_way(buffer[: len(self._places[device])]))
             for device, buffer in self._buffers.items()
@@ -110,7 +110,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Pending:
-    """The rows of one step on their way to the host, and what is there already: the overflows that were absorbed."""
+    """The rows of one step while they are copied to the host, and its absorbed overflows, which are there already."""
 
     step: int
     parts: list[tuple[list[_Row], Tensor]]
@@ -122,11 +122,11 @@ class Pending:
         return sum(len(rows) for rows, _ in self.parts) + len(self.absorbed)
 
     def arrived(self) -> bool:
-        """Returns whether reading would not wait."""
+        """Tells whether `read` would return without waiting."""
         return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Observation]:
-        """Returns the observations; waits for the device where they have not arrived."""
+        """Returns the observations; waits for the device if they have not arrived."""
         for event in self.events:
             event.synchronize()
         scales = [1.0] if self.scales is None else self.scales.tolist()
@@ -143,7 +143,7 @@ class Pending:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """Returns halfstep's name of a format, and torch's where halfstep has none.
+    """Returns halfstep's name of a dtype, or torch's name if halfstep has none.
 
     >>> format_name(torch.bfloat16), format_name(torch.complex64)
     ('bf16', 'complex64')
@@ -152,7 +152,7 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def _on_its_way(values: Tensor) -> Tensor:
-    """Returns values that are on the host when the events of their stream have passed; on other devices, themselves."""
+    """Starts to copy CUDA values to the host, complete after the stream's events; returns other values as they are."""
     return values.to("cpu", non_blocking=True) if values.is_cuda else values
 
 

@@ -1,4 +1,4 @@
-"""What the schema of an operation says about what it does with its arguments."""
+"""Reads from an operation's schema what it does with its arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OVERWRITING = tuple(
 )
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _RUNNING = ("running_mean", "running_var")
-_TRAINING = ("training", "train", "use_input_stats", "update")  # whichever an operation has; without one it trains
+_TRAINING = ("training", "train", "use_input_stats", "update")  # whichever an operation has; without a flag it trains
 _UNINITIALISED = tuple(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
@@ -22,7 +22,7 @@ _UNINITIALISED = tuple(
 
 
 def aten_name(func: Any, args: Sequence[Any]) -> str:
-    """Returns the name of an operation in the dispatcher; of a convolution one that says of how many dimensions."""
+    """Returns the dispatcher's name of an operation; for a convolution, a name with the dimensions, such as conv2d."""
     name: str = schema_of(func).name.rpartition("::")[2]
     if name == "convolution":
         return f"conv{'_transpose' if args[6] else ''}{args[1].dim() - 2}d"
@@ -37,7 +37,7 @@ def scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
 
 
 def is_view(func: Any) -> bool:
-    """Tells whether an operation only looks at memory another way."""
+    """Tells whether an operation only returns a view."""
     return bool(func.is_view) and not schema_of(func).is_mutable
 
 
@@ -51,9 +51,9 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
-    """Tells whether an operation does not read a tensor that it is given: it writes over it, or only updates it.
+    """Tells whether an operation does not use the values of a tensor argument: it overwrites or only updates them.
 
-    As what `out=` gives it, and the running statistics of a batch norm that trains.
+    Examples are a tensor passed as `out=`, and the running statistics of a batch norm that trains.
     """
     args, kwargs = given
     if schema_of(func).name in _OVERWRITING:
@@ -66,10 +66,10 @@ def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor:
 
 
 def is_collective(func: Any) -> bool:
-    """Tells whether an operation brings values from other processes; it may run on after the call, and never alone."""
+    """Tells whether an operation receives values from other processes; it may still be running after the call."""
     return func.namespace in _COLLECTIVES
 
 
 def is_uninitialised(func: Any) -> bool:
-    """Tells whether an operation gives memory that nobody wrote to."""
+    """Tells whether an operation returns uninitialized memory."""
     return schema_of(func).name in _UNINITIALISED

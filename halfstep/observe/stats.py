@@ -1,4 +1,4 @@
-"""Statistics of tensors as records: of one tensor at once, and of rows that were filled on the device."""
+"""Statistics as records: of one tensor measured at once, or of rows that were filled on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
 
 
 def read_rows(rows: Tensor) -> list[TensorStats]:
-    """Returns what rows hold, read on the host in one copy: the only wait for the device."""
+    """Returns the statistics in rows, read on the host in one copy, which is the only wait for the device."""
     held = rows.detach().cpu()
     numbers = held[:, : BINS + len(COUNTS)].tolist()
     doubles = held[:, -len(DOUBLES) :].contiguous().view(torch.float64).tolist()

@@ -1,4 +1,4 @@
-"""What a probe measures for one step, from the end of the step before until its own end."""
+"""Measures one step for a probe, from the end of the previous step to the end of this one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first 
 
 
 class Window:
-    """Measures tensors of some `kinds` of some modules, by name; attached to the modules until `close`.
+    """Measures tensors of these `kinds` in these modules, given by name; attached to the modules until `close`.
 
-    What ends that is added to `undo`, and keeps neither the modules nor the window: a finalizer may have it. `absorbed`
-    begins to watch for absorbed overflows, None where nobody asked for them.
+    Adds to `undo` what detaches it; those functions refer to neither the modules nor the window, so a finalizer may
+    hold them. `absorbed` starts a watch for absorbed overflows; None if they are not requested.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Window:
         self.watch: AbsorbedWatch | None = None
         self._modules = modules
         self.unread: set[str] = set()  # types of tensors that could not be read
-        self.captured = False  # by a CUDA graph, which would count again at every replay
+        self.captured = False  # by a CUDA graph, whose replays would count again
         self._rows = StepRows(sample)
         self._scale = 0
         self._weights_read = False
@@ -60,18 +60,18 @@ class Window:
 
     @cached_property
     def owners(self) -> Owners:
-        """The floating and complex parameters as they are when first asked for."""
+        """The floating-point and complex parameters, as they are at first access."""
         return owned(self._modules)
 
     def pause(self, *, on: bool) -> None:
-        """Ends, or begins again, to look at what the modules compute."""
+        """Stops (`on=False`) or resumes observing what the modules compute."""
         if self.hooks is not None:
             self.hooks.active = on
         if self.watch is not None:
             self.watch.on = on
 
     def close(self) -> None:
-        """Leaves the modules as they were."""
+        """Detaches the window and leaves the modules as they were before."""
         if self.hooks is not None:
             self.hooks.remove()
         if self.watch is not None:
@@ -79,19 +79,19 @@ class Window:
         undo_all(self._undo)
 
     def pending(self, step: int) -> Pending:
-        """Returns what was measured, on its way to the host."""
+        """Returns the measurements, with their copy to the host started."""
         pending = self._rows.pending(step)
         return pending if self.watch is None else replace(pending, absorbed=self.watch.observations(step))
 
     def carry(self, scale: Tensor) -> None:
-        """Notes that a backward pass comes next, and the loss scale of its gradients."""
+        """Notes that a backward pass comes next, and its loss scale."""
         if self.hooks is not None:
             self.hooks.new_backward()
         if not self._capturing():
             self._scale = self._rows.add_scale(scale)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
-        """Reads the weights, once, and the gradients that lie at parameters and carry `scale`."""
+        """Measures the weights, once, and the gradients of parameters, which are multiplied by `scale`."""
         if self._capturing():
             return
         owners = self.owners
@@ -104,7 +104,7 @@ class Window:
             self._add([(grad, Subject(module, "weight_grad", name, number)) for (_, module, name), grad in pairs])
 
     def update(self, updates: Updates) -> None:
-        """Takes what a step adds to some parameters."""
+        """Measures what a step adds to some parameters."""
         if self._capturing():
             return
         owned = [self.owners.get(id(p)) for p in updates.params]
@@ -130,13 +130,13 @@ class Window:
 
 
 def undo_all(undo: list[Callable[[], None]]) -> None:
-    """Does what a list holds, the last first, and empties it."""
+    """Calls the functions in a list, the last first, and empties it."""
     while undo:
         undo.pop()()
 
 
 def owned(modules: Mapping[str, nn.Module]) -> Owners:
-    """Returns the floating and complex parameters of modules, each with the first module and name that it has."""
+    """Returns the floating-point and complex parameters of modules, each with its first module and name."""
     found: Owners = {}
     for module_name, module in modules.items():
         for name, p in parameters_of(module).items():

@@ -1,1 +1,1 @@
-"""The check before training: what a session's setup and one traced step say, as findings whose cures are edits."""
+"""The check before training: findings from a session's setup and one traced step, with edits as cures."""

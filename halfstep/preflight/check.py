@@ -1,4 +1,4 @@
-"""The check before training: what would go wrong in a session, found by reading it and by one traced step."""
+"""The check before training: finds what would go wrong in a session, from its setup and one traced step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session.session import Session
 from halfstep.torch_internals import buffers_of, parameters_of
 
-ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffers' names
+ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
 PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module of a session: its name as rules spell it, and what the assignment gives it."""
+    """A module of a session: its name as rules spell it, and the formats that the assignment gives it."""
 
     name: str
     module: nn.Module
@@ -42,13 +42,13 @@ class Part:
 
     @property
     def place(self) -> str:
-        """What a finding calls it."""
+        """The module's name in findings."""
         return self.name or "(model)"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks read: a session's plan, modules and optimizers, its device, and a scaler beside the session."""
+    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler."""
 
     plan: Plan
     parts: tuple[Part, ...]
@@ -63,21 +63,21 @@ class Setup:
 def check(
     session: Session, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.GradScaler | None = None
 ) -> tuple[Finding, ...]:
-    """Returns what would go wrong in a session, the most severe first; each finding has place, evidence and cure.
+    """Returns what would go wrong in a session, most severe first; each finding has a place, evidence and a cure.
 
-    `closure` takes a batch, computes and returns the loss, and does not call backward: one step of it is traced,
-    forward and backward, which finds operations that fail and constants that vanish or overflow. For an edit that may
-    cure a failure it is called again, on a copy of the model. `scaler` is a gradient scaler that the loop uses.
-    Weights, gradients, buffers, random states and the loss scale are afterwards as before.
+    `closure` takes a batch, computes and returns the loss, and does not call backward. One step of it is traced,
+    forward and backward, to find operations that fail and constants that vanish or overflow. To try an edit that may
+    cure a failure, the closure is called again on a copy of the model. `scaler` is the gradient scaler that the loop
+    uses, if any. Afterwards weights, gradients, buffers, random states and the loss scale are as before.
 
     Raises:
-        SessionError: the session is closed, the model on the meta device, or the closure returns no scalar loss.
+        SessionError: the session is closed, the model is on the meta device, or the closure returns no scalar loss.
         SetupError: the model is sharded.
     """
     check_given("check", session, trace_step if closure is None else closure)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
-        raise SessionError(f"scaler is a {what}; give the torch.amp.GradScaler that the loop uses, or leave it out")
+        raise SessionError(f"scaler is a {what}; pass the torch.amp.GradScaler that the loop uses, or leave it out")
     if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
@@ -101,7 +101,7 @@ def check(
 
 
 def _parameters(setup: Setup) -> Iterator[Finding]:
-    """Parameters whose dtype is not the one that the plan stores them in, or that nobody updates well."""
+    """Finds parameters stored in another dtype than the plan's, or trained low without a master."""
     for part in setup.parts:
         for name, parameter in parameters_of(part.module).items():
             if parameter is None or not parameter.is_floating_point():
@@ -123,7 +123,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     "low parameter at O0",
                     place,
                     f"trainable, stored as {dtype}, without a master and with an optimizer that works in {dtype}",
-                    "call model.float() before initialize, and take level O2 for low weights with fp32 masters",
+                    "call model.float() before initialize, and use level O2 for low weights with fp32 masters",
                 )
             elif (
                 parameter.dtype in (torch.float32, *LOW_DTYPES)
@@ -134,9 +134,9 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     "error",
                     "parameter format",
                     place,
-                    f"stored as {dtype}, where {setup.plan.name} stores {expected} ({part.formats.reason})",
-                    "something cast the model inside the session: close it, remove model.half() and the like, and "
-                    "initialize again",
+                    f"stored as {dtype}, but {setup.plan.name} stores {expected} ({part.formats.reason})",
+                    "something cast the model inside the session: remove model.half() and the like, close the session, "
+                    "and initialize again",
                 )
 
 
@@ -149,7 +149,7 @@ def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Tensor]]:
 
 
 def _values(setup: Setup) -> Iterator[Finding]:
-    """Weights that are not finite before the first step."""
+    """Finds weights that are not finite before the first step."""
     bad = [name for _, name, _, value in _weights(setup) if not bool(value.isfinite().all())]
     if bad:
         yield Finding(
@@ -162,7 +162,7 @@ def _values(setup: Setup) -> Iterator[Finding]:
 
 
 def _ranges(setup: Setup) -> Iterator[Finding]:
-    """Weights whose fp32 values the low format does not hold: too large, or so small that most of them become 0."""
+    """Finds weights whose fp32 values the low format cannot hold: too large, or so small that most become 0."""
     low, beyond, lost = setup.plan.low, {}, {}
     for part, name, parameter, value in _weights(setup):
         if not _is_rounded(setup, part, parameter) or not bool(value.isfinite().all()):
@@ -173,7 +173,7 @@ def _ranges(setup: Setup) -> Iterator[Finding]:
         elif 2 * int((sizes > low.smallest_subnormal / 2).sum()) < int((sizes > 0).sum()):
             lost[name] = part
     if beyond:
-        what = f"beyond {low.max:g}, where {low} ends: {named(beyond)}"
+        what = f"larger than {low.max:g}, the largest value of {low}: {named(beyond)}"
         yield Finding("error", "weights beyond the format", next(iter(beyond)), what, *_kept_full(beyond.values()))
     if lost:
         what = f"most values are 0 in {low}, whose smallest number is {low.smallest_subnormal:.0e}: {named(lost)}"
@@ -194,7 +194,7 @@ def _kept_full(parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
 
 
 def _scalers(setup: Setup) -> Iterator[Finding]:
-    """A gradient scaler beside the session, which scales by itself."""
+    """Finds a gradient scaler used in addition to the session, which scales the loss itself."""
     if setup.scaler is None or not setup.scaler.is_enabled():
         return
     halves = [
@@ -210,20 +210,20 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
             halves[0],
             f"{type(setup.scaler).__name__} raises 'Attempting to unscale FP16 gradients.' for fp16 parameters: "
             f"{named(halves)}",
-            "leave the scaler out: session.backward and session.step scale; or use halfstep.GradScaler",
+            "leave the scaler out, as session.backward and session.step scale the loss; or use halfstep.GradScaler",
         )
     elif setup.plan.ops != "none":
         yield Finding(
             "warning",
             "two scalers",
             type(setup.scaler).__name__,
-            "a gradient scaler is used beside a session, which scales the loss by itself: the two factors multiply",
-            "leave the scaler out: session.backward and session.step scale",
+            "both this gradient scaler and the session scale the loss: the two factors multiply",
+            "leave the scaler out: session.backward and session.step scale the loss",
         )
 
 
 def _buffers(setup: Setup) -> Iterator[Finding]:
-    """Buffers that a rule, or the user, stores low and that should stay full; masks that do not fit the format."""
+    """Finds buffers that a rule or the user stores low but should stay full, and masks that exceed the format."""
     for part in setup.parts:
         for name, buffer in buffers_of(part.module).items():
             if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
@@ -237,16 +237,16 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
                     "mask beyond the format",
                     place,
                     f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; it stays {FP32}",
-                    f"if the model casts it, write torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
+                    f"if the model casts it, use torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
                 )
 
 
 def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -> Finding:
     fmt = as_format(buffer.dtype)
     cure = _keep_buffers(plan, part)
-    how = "give the rule buffers='keep'" if cure else f"register it in fp32: {place}.float()"
+    how = "set buffers='keep' in the rule" if cure else f"register it in fp32: {place}.float()"
     if norm_kind(part.module) is not None or name.startswith("running_"):
-        why = f"a running statistic in {fmt}: sums of small updates stop at {fmt.fraction_bits + 1} bits"
+        why = f"a running statistic in {fmt}: with {fmt.fraction_bits + 1} significant bits, small updates are lost"
         return Finding("warning", "running statistics stored low", place, why, how, cure)
     if any(word in name.lower() for word in ROTARY):
         why = f"frequencies in {fmt}: an angle at position 2048 is off by up to {2048 * fmt.eps / 2:g} radians"
@@ -258,7 +258,7 @@ def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -
 
 
 def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
-    """Returns the rules that store the buffers of a module low, as they would keep them."""
+    """Returns the rules that store the buffers of a module low, changed so that they keep the buffers full."""
     rules = []
     for rule in plan.rules:
         site = Site(0, part.module, (part.name,))
@@ -276,7 +276,7 @@ def _is_beyond(buffer: Tensor, fmt: Format) -> bool:
 
 
 def _constants(setup: Setup) -> Iterator[Finding]:
-    """The eps of modules and optimizers. What a module does with its own is known once a step is traced."""
+    """Finds eps of modules and optimizers that round to 0. How a module uses its eps is known once a step is traced."""
     low = setup.plan.low
     for optimizer in setup.optimizers:
         group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
@@ -286,8 +286,8 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                 "warning",
                 "eps vanishes",
                 type(optimizer).__name__,
-                f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 where a gradient is zero",
-                f"give eps={dtype.usable_eps:g} or more, or call model.float() and take level O2, whose state is fp32",
+                f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 if a gradient is zero",
+                f"use eps={dtype.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32",
             )
     if setup.traced or setup.plan.ops == "none":
         return
@@ -305,13 +305,13 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                     "eps vanishes",
                     f"{part.place}.{name}",
                     f"{value:g} is 0 in {low}",
-                    f"give {low.usable_eps:g} or more where {low} values are added; check with a closure shows that",
+                    f"use {low.usable_eps:g} or more if it is added to {low} values; check with a closure shows that",
                     () if not part.name else (Rule(part.name, FULL),),
                 )
 
 
 def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
-    """Returns whether an optimizer keeps its state in the low format of its parameters, in which its eps is zero."""
+    """Tells whether an optimizer keeps its state in the low format of its parameters, in which its eps is zero."""
     if plan.ops != "none":  # then halfstep steps, or the optimizer does on fp32 copies: its state is fp32
         return False
     eps = group.get("eps")
@@ -321,7 +321,7 @@ def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
 
 
 def _losses(setup: Setup) -> Iterator[Finding]:
-    """binary_cross_entropy inside the model, which is refused on low inputs."""
+    """Finds binary_cross_entropy inside the model, which is refused on low inputs."""
     if setup.traced or setup.plan.ops == "none":
         return
     for part in setup.parts:
@@ -330,14 +330,14 @@ def _losses(setup: Setup) -> Iterator[Finding]:
                 "warning",
                 "BCE on low inputs",
                 part.place,
-                "BCELoss inside the model: it is refused on low inputs, whose sigmoid rounds to 0 or 1",
-                "use BCEWithLogitsLoss, or deny binary_cross_entropy, so that it computes in fp32",
+                "BCELoss inside the model: refused on low inputs, because a low sigmoid rounds to 0 or 1",
+                "use BCEWithLogitsLoss, or deny binary_cross_entropy so that it computes in fp32",
                 (OpChange("deny", "binary_cross_entropy"),),
             )
 
 
 def _scale(setup: Setup) -> Iterator[Finding]:
-    """fp16 gradients that nothing scales."""
+    """Finds fp16 gradients that nothing scales."""
     scale = setup.plan.scale
     unscaled = not scale.adapts and scale.first == 1
     if setup.plan.ops != "none" and setup.plan.low is FP16 and unscaled and setup.optimizers:
@@ -346,13 +346,13 @@ def _scale(setup: Setup) -> Iterator[Finding]:
             "no loss scale",
             setup.plan.name,
             f"fp16 gradients below {FP16.smallest_subnormal / 2:.1e} are lost without a loss scale",
-            "take a dynamic one, or the constant that halfstep.whatif recommends",
+            "use a dynamic loss scale, or the constant one that halfstep.whatif recommends",
             (Scaling("dynamic"),),
         )
 
 
 def _shapes(setup: Setup) -> Iterator[Finding]:
-    """Matrix products with sizes that tensor cores have to pad."""
+    """Finds matrix products whose sizes tensor cores have to pad."""
     if setup.device.type != "cuda" or units(setup.plan.low, read_facts(setup.device)) is None:
         return
     odd = [
@@ -368,7 +368,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
             "unaligned sizes",
             odd[0].partition(" ")[0],
             f"sizes that are not multiples of {ALIGNED}: {named(odd)}",
-            f"multiples of {ALIGNED} (a vocabulary padded up, say) may be faster; measure it with halfstep bench",
+            f"multiples of {ALIGNED} may be faster (pad the vocabulary, for example); measure with halfstep bench",
         )
 
 
@@ -383,4 +383,4 @@ CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
     _scale,
     _shapes,
 )
-"""What is read without running anything; a new check is a new row."""
+"""The checks that run nothing; a new check is a new row."""

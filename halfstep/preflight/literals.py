@@ -1,4 +1,4 @@
-"""Tensors that code makes from numbers: torch rounds those to the tensor's format before any operation sees them."""
+"""Observes tensors made from Python numbers: torch rounds the numbers before any operation sees them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_
 
 
 class Literals(TorchFunctionMode):
-    """Tells `tell` of each tensor of a low format that is made from numbers, and of these."""
+    """Calls `tell(tensor, numbers)` for each tensor of a low format that is made from numbers."""
 
     def __init__(self, tell: Callable[[Tensor, list[float]], None]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Literals(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls the function and looks at its result."""
+        """Calls the function and examines its result."""
         named = {} if kwargs is None else kwargs
         result = func(*args, **named)
         if func in _FROM_NUMBERS and result.dtype in LOW_DTYPES:
@@ -34,7 +34,7 @@ class Literals(TorchFunctionMode):
 
 
 def numbers(values: Sequence[Any]) -> Iterator[float]:
-    """Yields the numbers among values, and in what these hold."""
+    """Yields the numbers in values and in the containers among them."""
     for leaf in tree_leaves(tuple(values)):
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             yield float(leaf)

@@ -1,4 +1,4 @@
-"""One traced step of a session: what fails in its formats, constants that do not fit, overflows that are absorbed."""
+"""Traces one step of a session: finds what fails in its formats, constants that do not fit, absorbed overflows."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from halfstep.session.session import Session
 from halfstep.torch_internals import BEYOND, NO_BACKWARD, backward_task, schema_of, sequence_number, tree_leaves
 
 FLOATS = (*LOW_DTYPES, torch.float32, torch.float64)
-# Where a huge constant becomes a value of the result, and a tiny one keeps it off zero.
+# Operations in which a huge constant becomes a value of the result, or a tiny one keeps the result off zero.
 WRITES = (
     *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
     *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor", "where"),
 )
-# Where a tiny constant keeps a value off zero; of clamp only the lower bound does.
+# Operations in which a tiny constant keeps a value off zero; in clamp only the lower bound does.
 GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
@@ -48,7 +48,7 @@ UNTRIED = "so no edit could be tried; make the closure use the same batch on eve
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the traced step: the error, where, and the operation, where it was one that torch dispatched."""
+    """What ended the traced step: the error, its place, and the operation, if torch dispatched one."""
 
     error: Exception
     module: str | None
@@ -59,9 +59,9 @@ class Failure:
 
 
 def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
-    """Returns what one forward and backward pass of a session finds, and the ids of the weights that it rounds.
+    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass rounds.
 
-    It leaves no trace in model, gradients and scale.
+    Model, gradients and scale stay as they are.
 
     Raises:
         SessionError: the closure returns no scalar loss.
@@ -95,9 +95,9 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
 
 
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records a step as blame does, and looks at each operation's constants, casts and failures.
+    """Records a step as blame does, and examines each operation's constants, casts and failures.
 
-    `rounded` are the ids of the weights that it cast to the plan's low format.
+    `rounded` has the ids of the weights that the step cast to the plan's low format.
     """
 
     def __init__(self, roots: Sequence[torch.nn.Module], plan: Plan) -> None:
@@ -116,7 +116,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
                 self._failed = (self.notes[-1], _formats(args, kwargs), error)
             raise
         note = self.notes[-1]
-        if backward_task() == NO_BACKWARD:  # what a checkpoint runs again was seen
+        if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
             self._look_at_constants(note, func, args, kwargs, result)
             self._streams.look(note, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         return result
@@ -140,11 +140,11 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         for value in numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
                 self._constants[name, note.module, note.line, value] = (note, fmt, False)
-        if name not in WRITES and note.exact is not None and note.exact.constant:  # as (1 - mask) * -1e9
+        if name not in WRITES and note.exact is not None and note.exact.constant:  # such as (1 - mask) * -1e9
             self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
 
     def look_at_literal(self, made: Tensor, values: Sequence[float]) -> None:
-        """Looks at a low tensor that code made from numbers: all may be 0 in its format, or the largest beyond it."""
+        """Examines a low tensor made from numbers: they may all be 0 in its format, or the largest may exceed it."""
         place, fmt = self.locator.here(), as_format(made.dtype)
         note = Note(len(self.notes), "tensor", place.module, "forward", place.line, [], place.function)
         largest = max(values, key=abs, default=0.0)
@@ -165,7 +165,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
 
     def _is_rounded_weight(self, tensor: Tensor, fmt: Format) -> bool:
-        """Tells whether a tensor that becomes low is a weight, which is then looked at as a whole."""
+        """Tells whether a tensor that becomes low is a weight, which is examined as a whole later."""
         known = self.locator.tensor(tensor)
         if known is None or known[0] != "parameter" or self._plan.ops == "none" or fmt is not self._plan.low:
             return False
@@ -173,7 +173,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return True
 
     def _constant(self, note: Note, tensor: Tensor, fmt: Format) -> Tensor | float:
-        """Returns the number in a 0-dim tensor that no operation of the step has computed, else the tensor."""
+        """Returns the number in a 0-dim tensor if no operation of the step computed it; otherwise the tensor."""
         if tensor.dim() or not tensor.is_floating_point():
             return tensor
         if self._is_rounded_weight(tensor, fmt) or tensor.requires_grad:
@@ -181,19 +181,19 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return float(tensor) if self._is_made(note, tensor) else tensor
 
     def _is_made(self, note: Note, tensor: Tensor) -> bool:
-        """Tells whether no operation of the step has computed a tensor."""
+        """Tells whether no operation of the step has computed the tensor."""
         writer = self.last_writer(tensor)
         return writer is None or writer is note or writer.aten in MADE
 
     def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
-        """Returns the largest number in a constant all of which a cast makes 0, as in a buffer with an eps, or None."""
+        """Returns the largest number of a constant if a cast makes all of it 0, as of an eps in a buffer; else None."""
         fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
         span = finite_range(tensor) if fixed and tensor.dtype not in LOW_DTYPES else None
         largest = 0.0 if span is None else max(map(abs, span))
         return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
 
     def failure(self, error: Exception) -> Failure:
-        """Returns where an error came from: the operation that raised it, or else the line and module on its stack."""
+        """Returns the origin of an error: the operation that raised it, or else the line and module on its stack."""
         if self._failed is not None and self._failed[2] is error:
             note, formats, _ = self._failed
             return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
@@ -201,7 +201,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         last = self.notes[-1] if self.notes else None
         backward = last is not None and last.phase == "backward"
         if backward and place.module is None and last is not None:
-            made = self._nodes.get(_node_of(error), []) or [last]  # else the engine raised it, after this operation
+            made = self._nodes.get(_node_of(error), []) or [last]  # if none, the engine raised it after this operation
             return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
         return Failure(error, place.module, place.line, "backward" if backward else "forward")
 
@@ -215,7 +215,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
 
 
 def _node_of(error: Exception) -> int:
-    """Returns the number of the autograd node of a user's own whose backward raised an error, -1 for none."""
+    """Returns the number of the custom autograd node whose backward raised an error; -1 if there is none."""
     trace, number = error.__traceback__, -1
     while trace is not None:
         context = trace.tb_frame.f_locals.get("ctx")
@@ -239,7 +239,7 @@ def _constant(
             "constant vanishes",
             place,
             f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}",
-            f"give {fmt.usable_eps:g} or more, or compute there in fp32",
+            f"use {fmt.usable_eps:g} or more, or compute there in fp32",
             rule,
         )
     what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
@@ -248,13 +248,13 @@ def _constant(
         "value beyond the format",
         place,
         f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}{which}",
-        "a mask is torch.finfo(scores.dtype).min, as a row that -inf masks whole gives NaN; else compute there in fp32",
+        "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); else compute there in fp32",
         rule,
     )
 
 
 def _overflow(source: Tensor, out: Tensor) -> float | None:
-    """Returns the value of largest magnitude that a cast made infinite, None where none was."""
+    """Returns the value of largest magnitude that a cast made infinite; None if there is none."""
     if source.dtype in LOW_DTYPES or source.is_complex():
         return None
     source, out = unwrapped(source), unwrapped(out)
@@ -270,7 +270,7 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
-    """Returns the finding of a failure, with edits under which the step runs, where it fails a second time."""
+    """Returns the finding of a failure; if the step fails again, with edits under which it runs."""
     try:
         if _runs(rehearsal, rehearsal.plan):
             return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
@@ -279,7 +279,7 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
             return _failed(failure, edits, "")
     except StopIteration:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
-    except Exception as error:  # of a tensor, say, that the model keeps from its last forward
+    except Exception as error:  # such as a tensor that the model keeps from its last forward
         return _failed(
             failure, (), f"no edit could be tried, as the model cannot be copied: {type(error).__name__}: {error}"
         )
@@ -287,7 +287,7 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
-    """Returns a failure as a finding; `reason` says why there are no edits, "" that none was found."""
+    """Returns a failure as a finding; `reason` says why no edits were tried, or is "" if none was found to help."""
     place = place_of(failure.module, failure.line)
     said = _HINT.sub("", str(failure.error)).strip()
     message = said.splitlines()[0] if said else ""
@@ -308,18 +308,18 @@ def _code(failure: Failure) -> str:
 
 def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
     if isinstance(failure.error, OpError):
-        return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy, so that it computes in fp32"
+        return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
     if BEYOND in str(failure.error):
-        return "write torch.finfo(scores.dtype).min for a mask" + (", or make the edit" if edits else "")
+        return "for a mask, use torch.finfo(scores.dtype).min" + (", or make the edit" if edits else "")
     if edits:
         return f"{spell(edits)}, with which the step runs"
     return reason or (
-        "cast the inputs to one format where the operation is called; no edit of the plan was found that cures it"
+        "cast the inputs to one format before the operation is called; no edit of the plan was found that cures it"
     )
 
 
 def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns the edits that may let a step run, those that change least first."""
+    """Returns edits that may let the step run, the smallest change first."""
     if plan.ops == "none":
         return []
     ops = REFUSED if isinstance(failure.error, OpError) else ()
@@ -339,7 +339,7 @@ def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
     """Tells whether the step runs under a plan, on a copy of the model.
 
     Raises:
-        StopIteration: the closure had no batch for it.
+        StopIteration: the closure has no further batch.
         Exception: whatever copying the model raises.
     """
     rehearsal.rewind()
@@ -358,7 +358,7 @@ def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
 
 
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
-    """Yields what the loss and the gradients of the step say."""
+    """Yields findings about the loss and the gradients of the step."""
     scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()):
         yield Finding(
@@ -374,8 +374,8 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "error",
             "scale too high",
             "the loss",
-            f"the loss is fp16, whose gradients start with the scale {scale.init:g}",
-            "return the loss in fp32 (loss.float()), or take a lower scale",
+            f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high",
+            "return the loss in fp32 (loss.float()), or use a lower scale",
             (Scaling("static", init=FP16_LOSS_CEILING),),
         )
     bad = [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
@@ -384,7 +384,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "warning",
             "gradients not finite",
             "the backward pass",
-            f"{len(bad)} of {len(params)} gradients are not finite at a loss scale of {scale.first:g}, which stays",
-            "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale finds one that fits",
+            f"{len(bad)} of {len(params)} gradients are not finite at the constant loss scale {scale.first:g}",
+            "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale adapts by itself",
             (Scaling("dynamic"),) if scale.active else (),
         )

@@ -103,7 +103,7 @@ def test_one_of_two_models_is_named_as_in_its_rule_and_numbered():
         session, lambda: nn.functional.cross_entropy(models[0](pictures) + models[1](inputs), labels)
     )
     assert verdict.module == verdict.call.module == "blocks.0"
-    assert "in model 1, the first being 0" in verdict.evidence
+    assert "in model 1 (the first is 0)" in verdict.evidence
     assert verdict.cure == (Rule("blocks.0", FULL),)
 
 

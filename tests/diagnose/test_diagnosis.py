@@ -36,7 +36,7 @@ class EpsBefore(nn.Module):
 def test_an_eps_is_looked_for_some_operations_back(between, seen):
     verdict = blamed(EpsBefore(between), torch.ones(2, 8))
     assert (verdict.kind, verdict.operator) == ("invalid", "div")
-    assert ("as 1e-08 is 0 in fp16" in verdict.evidence) == seen
+    assert ("because 1e-08 is 0 in fp16" in verdict.evidence) == seen
 
 
 class Tiny(nn.Module):

@@ -176,7 +176,7 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
     # no closure can contain it, and no mask is in it
     assert verdict.advice == (
         f"the code between the backward pass and the step, {verdict.where}, wrote this into the gradients, which were "
-        f"finite: see what it gives to {verdict.operator}"
+        f"finite: look at what it passes to {verdict.operator}"
     )
     assert f" in {clip.__name__}" in verdict.where
 
@@ -235,7 +235,7 @@ def test_a_hook_of_the_closure_is_outside_of_the_model(plan, low):
     assert " in <lambda>, backward pass" in str(verdict)
     assert "two faults" not in verdict.advice
     assert verdict.advice == (
-        "no format helps: what div makes of a gradient is not finite here; keep its inputs in its domain (an eps, a "
+        "no format helps: div, called on a gradient, is not finite here; keep its inputs in its domain (an eps, a "
         "clamp)"
     )
 
@@ -294,7 +294,7 @@ def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operat
 
 
 SOME = [torch.inf, 1.0, -torch.inf, *(13 * [1.0])]
-OUTSIDE = "the backward of Custom computes this outside of torch, or writes it: see what it does at these inputs"
+OUTSIDE = "the backward of Custom computes this outside of torch, or sets it: see what it does at these inputs"
 SEVERAL = [
     (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
     (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
@@ -355,7 +355,7 @@ def test_a_buffer_that_is_not_finite_is_no_weight_that_a_step_spoiled(plan):
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
     assert (verdict.kind, verdict.cure) == ("weights", ())
-    assert "as 1 / count, give 0 to what does not occur" in verdict.advice
+    assert "use 0 where a count is 0" in verdict.advice
     assert "learning rate" not in verdict.advice
 
 

@@ -200,7 +200,7 @@ MASKS = [
     Row("behind a fill", own_softmax(30.0), **BEHIND_A_MASK),
     Row("behind a sum", own_softmax(30.0, -1e9, True), **BEHIND_A_MASK),
     Row("too large for every format behind a mask", own_softmax(1e3),
-        {"kind": "overflow", "operator": "exp", "cure": ()}, low="bf16", says=("too large for fp32 too",)),
+        {"kind": "overflow", "operator": "exp", "cure": ()}, low="bf16", says=("too large even for fp32",)),
 ]  # fmt: skip
 
 
@@ -322,8 +322,8 @@ PLACES = [
     divided(Halved.apply, 0, "backward"),
     divided(Halved.apply, 0.0, "backward"),
     Row("eps that cures no more in fp32", lambda: nn.Sequential(Behind(logarithm_of_eps), nn.Linear(8, 4)),
-        {"kind": "invalid", "operator": "log", "cure": ()}, says=("as 1e-10 is 0 in fp16",),
-        never=("give 1e-06 or more",)),
+        {"kind": "invalid", "operator": "log", "cure": ()}, says=("because 1e-10 is 0 in fp16",),
+        never=("use 1e-06 or more",)),
     Row("two faults, of which one is in fp32 too", between(loud, emptied),
         {"kind": "overflow", "module": "1", "operator": "mul", "cure": ()},
         says=("two faults", "masked row of softmax in 2"), never=("cast",)),

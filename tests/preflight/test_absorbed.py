@@ -301,6 +301,6 @@ def test_in_the_second_of_two_models_it_is_named_as_rules_do():
         session.step()
         seen = probe.flush()
     assert (finding.place.partition(",")[0], finding.cure) == ("norm", (Rule("norm", FULL),))
-    assert finding.evidence.endswith("; in model 1, the first being 0")
+    assert finding.evidence.endswith("; in model 1 (the first is 0)")
     assert {each.module for each in seen} >= {"1.stem", "1.norm"}  # as the probe names them
     assert [each.module for each in seen if each.kind == "absorbed"] == ["1.norm"]

@@ -87,7 +87,7 @@ def test_of_several_optimizers_the_one_whose_steps_are_all_skipped_is_noticed(co
     with pytest.raises(NumericsError) as caught:
         training()
     assert (caught.value.verdict.kind, caught.value.verdict.module) == ("input data", "0")
-    assert f"in model {bad}, the first being 0" in caught.value.verdict.evidence
+    assert f"in model {bad} (the first is 0)" in caught.value.verdict.evidence
     last_of_run = (WINDOW - 1) * count + bad + 1
     looked_at = -(-last_of_run // WINDOW) * WINDOW + 1  # after the window that it is in
     assert session.status().steps == looked_at + 1 + (bad - looked_at) % count
@@ -106,7 +106,7 @@ def test_an_optimizer_that_steps_after_many_steps_of_another_is_noticed():
     with pytest.raises(NumericsError) as caught:
         training()
     assert caught.value.verdict.module == "0"
-    assert "in model 1, the first being 0" in caught.value.verdict.evidence
+    assert "in model 1 (the first is 0)" in caught.value.verdict.evidence
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -127,7 +127,7 @@ def test_steps_after_backward_passes_of_all_are_explained(order):
     with pytest.raises(NumericsError) as caught:
         training()
     assert (caught.value.verdict.kind, caught.value.verdict.module) == ("input data", "0")
-    assert "in model 0, the first being 0" in caught.value.verdict.evidence
+    assert "in model 0 (the first is 0)" in caught.value.verdict.evidence
 
 
 @pytest.mark.parametrize("bad", [0, 1])
