@@ -95,7 +95,10 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
     played.log.clear()
     for arguments, said in (
         (["--batch-size", "2", "--json", saved], "are both"),
-        (["--batch-size", "8"], "--against has regression, batch 2, this is regression, batch 8; compare the same"),
+        (
+            ["--batch-size", "8"],
+            "--against has regression, batch 2, this sweep has regression, batch 8; at least one must be in both",
+        ),
         (["--largest-batch", "1GiB"], "leave out --against"),
     ):
         code, _, err = halfstep(*few, *arguments, "--against", saved)
