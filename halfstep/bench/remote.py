@@ -61,7 +61,7 @@ class Remote:
         return self._answer()
 
     def step(self) -> dict[str, Any]:
-        """Makes a step in the process and returns its loss and time; after the last step, returns the totals.
+        """Makes a step in the process and returns its loss and time; after the last step, the memory, skips and scale.
 
         Raises the same errors as `started`.
         """

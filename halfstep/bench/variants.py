@@ -25,7 +25,7 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Skipped steps, the current scale, and the bytes held between steps, by kind of holder."""
+    """Skipped steps, the current scale, and the bytes held between steps by weights, gradients and so on."""
 
     skipped: int
     scale: float

@@ -175,7 +175,8 @@ def _lives_at_floor(course: _Course) -> Headline | None:
     if not count:
         return None
     return Headline(
-        "bad", f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them there"
+        "bad",
+        f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them at that scale",
     )
 
 
@@ -190,9 +191,9 @@ def _absorbed(course: _Course) -> Headline | None:
     return Headline(
         "bad",
         f"Wrong values, all finite: {said.operator} in {seen.module or 'the model itself'} overflows in {said.format}, "
-        f"and {said.by} makes {said.got:g} of it where fp32 has {said.want:g}, in {len(worst.steps):,} of "
+        f"and {said.by} turns that into {said.got:g} instead of {said.want:g}, in {len(worst.steps):,} of "
         f"{_count(len(course.run.observed), 'observed step')}, from step {seen.step:,}"
-        + (f"; and so in {_count(others, 'other place')}" if others else ""),
+        + (f"; the same in {_count(others, 'other place')}" if others else ""),
     )
 
 

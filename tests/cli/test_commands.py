@@ -293,7 +293,7 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
         run.kill()
     assert run.returncode == 130, err
     assert "Traceback" not in err
-    assert "Interrupted: what was measured so far" in out
+    assert "Interrupted: the table shows what was measured so far" in out
     assert "O1 bf16" in out
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert result["complete"] is False
