@@ -134,8 +134,8 @@ def test_rows_that_cannot_be_compared_say_why():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is not a result"),
-        ("[]", "is not a result"),
+        ("{", "is not a benchmark result"),
+        ("[]", "is not a benchmark result"),
         ("{}", "workload|machine"),
         (bench_json(simulated(0)).replace('"runs"', '"rows"'), "runs"),
         (

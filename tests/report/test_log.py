@@ -344,7 +344,7 @@ def test_of_steps_that_are_made_again_the_last_making_counts(path):
     assert [values.loss for values in run.steps] == [1.0, 20.0]
     assert [(seen.step, seen.module) for seen in run.observations()] == [(2, "new")]
     assert run.observed == (2,)
-    assert any("went back to step 2; 2 steps" in note for note in run.notes)
+    assert any("went back to step 2; 2 earlier steps" in note for note in run.notes)
 
 
 def test_an_observation_before_the_step_gone_back_to_stays(path):
