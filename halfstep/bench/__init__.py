@@ -1,1 +1,1 @@
-"""The same work under several plans and under torch.amp, side by side: speed, memory, accuracy."""
+"""Benchmarks: the same work under several plans and under torch.amp, compared in speed, memory and accuracy."""

@@ -1,4 +1,4 @@
-"""A benchmark held against a saved one: what is slower, faster or larger now, beyond the noise of both."""
+"""Compares a benchmark with a saved one: which rows are slower, faster or larger now, beyond the noise of both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_saved(path: Path) -> BenchResult:
     """Reads a file that `halfstep bench --json FILE` wrote.
 
     Raises:
-        WorkloadError: there is none, or it is something else.
+        WorkloadError: the file does not exist, or holds something else.
     """
     try:
         saved = read_bench(path)
@@ -45,11 +45,13 @@ def load_saved_sweep(path: Path) -> Sweep:
     """Reads a file that a sweep wrote with --json.
 
     Raises:
-        WorkloadError: there is none, it is something else, or has no point.
+        WorkloadError: the file does not exist, holds something else, or holds a sweep without points.
     """
     saved = read_sweep(path, "--against")
     if saved is None or not saved.points:
-        raise WorkloadError(f"--against {path} has no point of a sweep; name a file that a sweep wrote with --json")
+        raise WorkloadError(
+            f"--against {path} holds no measured sweep point; pass a file that a sweep wrote with --json"
+        )
     for point in saved.points:
         _check_times(path, point.result)
     return saved
@@ -58,42 +60,42 @@ def load_saved_sweep(path: Path) -> Sweep:
 def _check_times(path: Path, saved: BenchResult) -> None:
     for run in saved.runs:
         if not all(0 < each < math.inf for each in run.times_ms):
-            raise _no_result(path, f"{run.name} has a step of no time")
+            raise _no_result(path, f"{run.name} has a step time that is not positive and finite")
 
 
 def _no_result(path: Path, why: str) -> WorkloadError:
     return WorkloadError(
-        f"--against {path} is not a result of this halfstep's bench ({why}); give a file that "
+        f"--against {path} is not a benchmark result of this halfstep version ({why}); pass a file that "
         "`halfstep bench --json FILE` wrote"
     )
 
 
 def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, object]) -> None:
-    """Refuses a saved benchmark of other work, before anything is measured.
+    """Refuses a saved benchmark of different work, before anything is measured.
 
     Raises:
-        WorkloadError: another workload, or other settings.
+        WorkloadError: the workload or its settings differ.
     """
     if saved.workload != workload:
-        raise WorkloadError(f"--against is of the workload {saved.workload!r}, this is {workload!r}; compare the same")
+        raise WorkloadError(f"--against measured workload {saved.workload!r}, this run {workload!r}; run the same one")
     before, now = ({key: str(value) for key, value in each.items()} for each in (saved.settings, settings))
     differs = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     if differs:
-        said = ", ".join(f"{key} {before.get(key, '-')} there and {now.get(key, '-')} here" for key in differs)
-        raise WorkloadError(f"--against has other settings: {said}; compare the same")
+        said = ", ".join(f"{key} is {before.get(key, '-')} in the file, {now.get(key, '-')} now" for key in differs)
+        raise WorkloadError(f"--against was measured with other settings: {said}; use the same ones")
 
 
 def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]]) -> None:
-    """Refuses a saved sweep that has none of these points, or has one of other settings.
+    """Refuses a saved sweep that has none of these points, or has one of them with other settings.
 
     Raises:
-        WorkloadError: what differs.
+        WorkloadError: says what differs.
     """
     before = _by_place(saved)
     both = [(before[model, work.batch], work) for model, work in points if (model, work.batch) in before]
     if not both:
         there, here = ", ".join(map(_place, before)), ", ".join(_place((model, work.batch)) for model, work in points)
-        raise WorkloadError(f"--against has {there}, this is {here}; compare the same")
+        raise WorkloadError(f"--against has {there}, this sweep has {here}; at least one must be in both")
     for point, workload in both:
         check_comparable(point.result, workload.name, settings_of(workload))
 
@@ -101,8 +103,9 @@ def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]])
 def compare_sweeps(saved: Sweep, now: Sweep) -> tuple[BenchChange, ...]:
     """Returns the changes of all rows, each with its model and batch size in its name.
 
-    A row is called slower or faster where that is beyond what chance does to any row of 19 in 20 whole sweeps. Points
-    that are not measured yet are left out; a sweep is whole if it has as many as it was asked for.
+    The threshold for "slower" and "faster" allows for the number of rows: if nothing changed, 19 of 20 complete sweeps
+    have no such row. Points that are not measured yet are left out; a complete sweep has all points that were
+    requested.
     """
     before, after = _by_place(saved), _by_place(now)
     whole = len(now.points) == now.total
@@ -130,11 +133,12 @@ def _place(place: _Place) -> str:
 
 
 def compare(saved: BenchResult, result: BenchResult, *, rows: int = 1) -> tuple[BenchChange, ...]:
-    """Returns for each row of a result, and each that worked in a saved one, what changed since then.
+    """Returns what changed since the saved result, for each row of `result` and each that worked in `saved`.
 
-    A row's time counts in units of a yardstick that ran beside it, step by step, in the same process: torch.amp in the
-    same format, or O0, where both results have it; so a machine that is slower today changes nothing. Without one it
-    counts in milliseconds. Of `rows` that are compared at a time, chance alone changes none in 19 of 20 times.
+    A row's time is divided by that of a yardstick, a row that ran in turn with it in the same process: torch.amp in the
+    same format, or O0, if both results have it. So a machine that is slower today changes nothing. Without a yardstick
+    the time is in milliseconds. `rows` is how many rows are compared together: if nothing changed, none of them is
+    reported as slower or faster in 19 of 20 comparisons.
     """
     before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
@@ -179,7 +183,7 @@ def _finite(run: BenchRun) -> bool:
 
 
 def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
-    """Returns the row that a row's steps are held against: one that is in both results."""
+    """Returns the name of the row whose step times divide those of row `name`; it is in both results."""
     both = [key for key in now if key in before and key != name and len(now[key].times_ms) >= FEWEST]
     peers = [key for key in both if now[key].peer and not now[name].peer]
     alike = [key for key in peers if now[key].low == now[name].low]
@@ -188,7 +192,7 @@ def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
 
 
 def _ratios(rows: Rows, name: str, yardstick: str | None) -> list[float]:
-    """Returns the logarithms of a row's step times, over those of its yardstick in the same rounds."""
+    """Returns the logarithms of a row's step times, divided by the yardstick's times in the same rounds."""
     times = rows[name].times_ms
     if yardstick is None:
         return [math.log(each) for each in times]
@@ -197,7 +201,7 @@ def _ratios(rows: Rows, name: str, yardstick: str | None) -> list[float]:
 
 @dataclass(frozen=True)
 class _Centre:
-    """Where measurements lie, the standard error of that, and from how many independent differences it is known."""
+    """The mean of some measurements, its standard error, and the degrees of freedom of that error."""
 
     value: float
     error: float
@@ -205,7 +209,7 @@ class _Centre:
 
 
 def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
-    """Returns the mean of what each process has, or of one process that of its blocks."""
+    """Returns the mean over processes, or, if there are few of them, over the blocks of all steps."""
     parts = [values[a:b] for a, b in pairwise(accumulate(processes, initial=0))]
     centres = [mean(_blocks(part)) for part in parts if len(part) >= _BLOCK]
     if len(centres) >= _FEW:
@@ -217,7 +221,7 @@ def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
 def _blocks(values: Sequence[float]) -> list[float]:
     """Returns the medians of consecutive blocks.
 
-    Blocks, since what slows a machine lasts for several steps: neighbours are no independent measurements.
+    What slows a machine lasts for several steps, so neighbouring steps are not independent measurements; blocks are.
     """
     count = min(BLOCKS, len(values) // _BLOCK)
     edges = [round(i * len(values) / count) for i in range(count + 1)]
@@ -225,9 +229,9 @@ def _blocks(values: Sequence[float]) -> list[float]:
 
 
 def _quantile(freedom: int, rows: int = 1) -> float:
-    """Returns how many standard errors all of `rows` differences by chance lie within, 95 times in 100.
+    """Returns how many standard errors bound all of `rows` chance differences, 95 times in 100.
 
-    Student's t, expanded in the freedom (Abramowitz and Stegun, 26.7.5); to a twentieth from a freedom of 6 on.
+    Student's t, expanded in the degrees of freedom (Abramowitz and Stegun, 26.7.5); within 5% from 6 degrees on.
 
     >>> [round(_quantile(freedom), 2) for freedom in (4, 8, 18, 1000)]
     [2.77, 2.31, 2.1, 1.96]

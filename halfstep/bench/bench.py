@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained, how long, on what; `tick` is told each step that was made."""
+    """What is trained, how many steps and on which device; `tick` is called after each step with its description."""
 
     workload: Workload
     steps: int
@@ -36,7 +36,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Lane:
-    """One row during the training of one seed."""
+    """One row of the benchmark while it trains from one seed."""
 
     tally: Tally
     variant: Variant
@@ -55,19 +55,19 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     memory: bool = True,
     progress: Progress = lambda what, done, total: None,
 ) -> BenchResult:
-    """Returns what `workload` did under each entry: same weights, same batches, steps taken in turn.
+    """Returns what `workload` measured under each entry: same weights, same batches, steps taken in turn.
 
-    An exception of one entry, in halfstep or in the workload, ends that entry with an error in its row; the others go
-    on. A `KeyboardInterrupt` ends it with what was measured so far. `memory` adds a short run of each entry that counts
-    peak bytes. `progress` is called with what is going on, the steps done and the steps in all.
+    An exception under one entry, in halfstep or in the workload, ends that entry with an error in its row; the others
+    go on. A `KeyboardInterrupt` ends the benchmark with what was measured so far. `memory` adds a short run of each
+    entry that counts peak bytes. `progress` is called with the current activity, the steps done and the total steps.
 
     Raises:
-        WorkloadError: `steps` or `seeds` leave nothing to do, or the workload fails before its first step.
-        DataError: the workload's data is not there.
+        WorkloadError: no step or seed to run, or the workload fails before its first step.
+        DataError: the workload's data is missing.
     """
     seeds = tuple(seeds)
     if steps < 1 or not seeds:
-        raise WorkloadError(f"steps={steps} and {len(seeds)} seeds leave nothing to measure; give at least one of each")
+        raise WorkloadError(f"expected at least one step and one seed, got steps={steps} and {len(seeds)} seeds")
     with foreseen(f"{workload.name}: building the model"):
         parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
     first_batch(workload, seeds[0])  # missing data ends it here, before anything was measured
@@ -100,7 +100,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 
 
 def settings_of(workload: Workload) -> dict[str, str]:
-    """Returns the settings of a workload by name, as a result has them."""
+    """Returns the settings of a workload by name, in the form in which a result stores them."""
     return {each.name: str(getattr(workload, each.name)) for each in fields(workload) if each.name != "data"}
 
 
@@ -125,7 +125,7 @@ def _ticker(progress: Progress, total: int) -> Callable[[str], None]:
 
 
 def _measure_memory(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
-    """Counts the bytes of each row, built and trained for a few steps while everything it makes is counted."""
+    """Counts the bytes that each row allocates while its model is built and trained for a few steps."""
     batch = _to_device(first_batch(experiment.workload, seed), experiment.device)
     for tally in tallies:
         _count(experiment, tally, batch, seed)
@@ -147,7 +147,7 @@ def _count(experiment: Experiment, tally: Tally, batch: Batch, seed: int) -> Non
 
 
 def _train(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
-    """Trains all rows from one seed, a step of each in turn, then evaluates each."""
+    """Trains all rows from one seed, one step of each row in turn, then evaluates each row."""
     lanes: list[Lane] = []
     batches = experiment.workload.batches(seed)
     with ExitStack() as stack:
@@ -184,7 +184,7 @@ def _running(lanes: Sequence[Lane]) -> list[Lane]:
 
 
 def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device, what: str) -> Batch | None:
-    """Returns the next batch on the device, None where no lane wants it or where it failed, which ends all lanes."""
+    """Returns the next batch on the device; None if no lane is left, or if the batch failed, which ends all lanes."""
     try:
         return _to_device(next_batch(batches), device) if lanes else None
     except Exception as error:  # whatever a user's workload raises
@@ -194,7 +194,7 @@ def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device,
 
 
 def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Variant | None:
-    """Starts a row; a plan that does not fit the workload is a row that says why, not the end of the others."""
+    """Starts a row; if its plan does not fit the workload, the row gets the error and the other rows go on."""
     if tally.error is not None:
         return None
     variant = None

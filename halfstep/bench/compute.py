@@ -1,4 +1,4 @@
-"""What formats cost by themselves: matrix products by format and size, and memory by format."""
+"""Measures what formats cost without training: matrix products by format and size, and memory by format."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def matrix_products(
     seconds: float = 4.0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Rate, ...]:
-    """Returns the rate of a product of two square matrices in each format; the formats of a size take turns.
+    """Returns the rate of a product of two square matrices for each size and format; the formats of a size take turns.
 
-    About `seconds` for each size; `rate` is in GFLOP/s, a multiply-add as two.
+    Takes about `seconds` for each size. `rate` is in GFLOP/s; a multiply-add counts as two operations.
     """
     found: list[Rate] = []
     for size in sizes or SIZES[device.type]:
@@ -47,7 +47,7 @@ def matrix_products(
 def memory_by_format(
     device: torch.device, *, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[Footprint, ...]:
-    """Returns what a matrix, the weights of ResNet-18 and its forward pass over 8 images take, all in one format."""
+    """Returns for each format the bytes of a matrix, of ResNet-18's weights and of its forward pass over 8 images."""
     found = []
     for name, dtype in DTYPES.items():
         progress(f"memory in {name}")

@@ -1,4 +1,4 @@
-"""The largest batch that fits into a memory limit, for each model and configuration, each try in its own process."""
+"""Finds the largest batch that fits into a memory limit, for each model and row; each try is its own process."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ def largest_batches(
 ) -> tuple[Largest, ...]:
     """Returns for each model and row the largest batch whose first steps fit into `limit` bytes.
 
-    The limit is on what a process takes from when its model is built, weights included; see `limit_memory`. A failure
-    of another kind is a row with an error. A `KeyboardInterrupt` ends the search with the rows that are whole.
+    The limit counts what a process allocates from the time its model is built, weights included; see `limit_memory`.
+    Any other failure becomes the row's error. A `KeyboardInterrupt` ends the search with the rows that are complete.
 
     Raises:
         WorkloadError: nothing to do, or batch sizes were given.
-        DataError: the data of a model is not there.
+        DataError: the data of a model is missing.
     """
     if asked.batches or "batch" in asked.settings:
-        raise WorkloadError("the largest batch is looked for; leave out --batch-size and --set batch")
+        raise WorkloadError(
+            "the search for the largest batch sets the batch size itself; leave out --batch-size and --set batch"
+        )
     if limit < 1:
-        raise WorkloadError(f"a limit of {limit} bytes leaves nothing; give one such as 2GiB")
+        raise WorkloadError(f"expected a limit of at least 1 byte, got {limit}; pass for example 2GiB")
     found: list[Largest] = []
     with suppress(KeyboardInterrupt):
         for each in _rows(asked, limit, progress):
@@ -50,7 +52,7 @@ def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator
 
 
 def _search(task: Task, name: str, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
-    """Tries one configuration in several batch sizes."""
+    """Tries one configuration with several batch sizes."""
     tried: dict[int, bool] = {}
 
     def fits(batch: int) -> bool:
@@ -68,7 +70,7 @@ def _search(task: Task, name: str, limit: int, most: int, progress: Callable[[st
 
 
 def _trains(task: Task) -> bool:
-    """Tells whether the steps in which a configuration takes most do not run out of memory."""
+    """Tells whether a configuration's first steps, which reach its peak memory, fit into memory."""
     try:
         with Remote(task) as remote:
             remote.started()
@@ -80,7 +82,7 @@ def _trains(task: Task) -> bool:
 
 
 def largest(fits: Callable[[int], bool], *, most: int) -> int:
-    """Returns the largest size up to `most` that fits, by doubling and bisection; 0 where not even 1 does.
+    """Returns the largest size up to `most` that fits, by doubling and bisection; 0 if not even 1 fits.
 
     >>> [largest(lambda size: size <= edge, most=40) for edge in (0, 1, 21, 39, 40, 50)]
     [0, 1, 21, 39, 40, 40]

@@ -1,4 +1,4 @@
-"""What a process may take of its device, and what it takes of its energy."""
+"""Limits the memory that a process may take from its device, and measures the device's energy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from halfstep.errors import WorkloadError
 
 
 def limit_memory(size: int, device: torch.device) -> None:
-    """Lets this process take `size` bytes more than it holds now; beyond that it gets an out-of-memory error.
+    """Lets this process allocate `size` bytes more than it holds now; beyond that it gets an out-of-memory error.
 
-    On a CPU the limit is on the data segment, private memory that can be written (`RLIMIT_DATA`), which has also what
-    libraries take at the first step, some 60 MiB; on CUDA on what the caching allocator reserves.
+    On a CPU the limit is on private writable memory (the data segment, `RLIMIT_DATA`), which includes about 60 MiB that
+    libraries allocate at the first step; on CUDA it is on what the caching allocator reserves.
 
     Raises:
         WorkloadError: the system has no such limit.
@@ -28,7 +28,7 @@ def limit_memory(size: int, device: torch.device) -> None:
     status = Path("/proc/self/status")
     if not status.exists():
         raise WorkloadError(
-            "memory can be limited on Linux alone, and on CUDA; choose --device cuda, or another system"
+            "the memory of a CPU process can be limited on Linux only; use Linux, or choose --device cuda"
         )
     resource: Any = importlib.import_module("resource")  # not on Windows
     held = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData")) * 1024
@@ -36,7 +36,7 @@ def limit_memory(size: int, device: torch.device) -> None:
 
 
 class NoEnergy:
-    """Where the device does not report energy."""
+    """Measures nothing: for a device that does not report its energy."""
 
     joules: float | None = None
 
@@ -44,11 +44,11 @@ class NoEnergy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Has nothing to read."""
+        """Does nothing, as there is no counter to read."""
 
 
 class DeviceEnergy:
-    """Reads a GPU's counter of energy (NVML, in millijoules) around what runs inside."""
+    """A context manager that measures the energy a GPU takes inside it, by NVML's counter (in millijoules)."""
 
     def __init__(self, device: torch.device) -> None:
         self.joules: float | None = None
@@ -66,7 +66,7 @@ class DeviceEnergy:
 
 
 def energy_meter(device: torch.device) -> DeviceEnergy | NoEnergy:
-    """Returns a context that measures the energy that a device takes inside; one that measures none where it cannot."""
+    """Returns a context manager that measures the energy of a device, or one that measures nothing if it cannot."""
     if device.type != "cuda":
         return NoEnergy()
     try:

@@ -1,4 +1,4 @@
-"""The most memory that a training step holds: the allocator's count, on CUDA as on a CPU."""
+"""The peak memory of a training step, as the allocator counts it, on CUDA and on a CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _RESTART = "halfstep: the peak begins anew"
 
 
 class CpuBytes:
-    """Counts what torch's CPU allocator gives out while it is on, above what it had given out before.
+    """A context manager that counts the bytes torch's CPU allocator hands out inside it.
 
-    That has tensors, of which a storage counts once, and what an operation takes for itself and gives back: a product
-    of bf16 matrices on a CPU without units for them holds its result in fp32 too. `peak` is there at the end, and is
-    the most that was held since the last `restart`.
+    The count includes tensors, each storage once, and the temporary memory of operations: a product of bf16 matrices on
+    a CPU without bf16 units also holds its result in fp32. `peak`, the most bytes held since the last `restart`, is set
+    on exit.
 
     >>> with CpuBytes() as count:
     ...     kept = torch.zeros(100) + torch.ones(100)
@@ -48,7 +48,7 @@ class CpuBytes:
 
 
 class CudaBytes:
-    """Counts what CUDA's caching allocator has given out on a device since it was entered; see `CpuBytes`."""
+    """A context manager that counts the bytes CUDA's caching allocator hands out on a device inside it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,5 +69,5 @@ class CudaBytes:
 
 
 def counting(device: torch.device) -> CpuBytes | CudaBytes:
-    """Returns a context that counts the bytes held on a device, without those from before it was entered."""
+    """Returns a context manager that counts the bytes held on a device, except those held before it was entered."""
     return CudaBytes(device) if device.type == "cuda" else CpuBytes()

@@ -1,4 +1,4 @@
-"""A worker, seen from the process that deals the steps."""
+"""Starts a worker process, tells it when to make a step, and reads its answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutOfMemory(WorkloadError):
 
 
 class Remote:
-    """A process that trains one configuration, a step for each `step()`; its first answer says what was built."""
+    """A process that trains one configuration: `started` waits for its model, and each `step` makes one step."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -52,16 +52,19 @@ class Remote:
                 each.close()
 
     def started(self) -> dict[str, Any]:
-        """Waits until the model is built and returns what it is.
+        """Waits until the model is built and returns its number of parameters and of training examples.
 
         Raises:
-            OutOfMemory: it did not fit.
-            WorkloadError: it could not be built, or the process died.
+            OutOfMemory: the model did not fit into memory.
+            WorkloadError: the model could not be built, or the process died.
         """
         return self._answer()
 
     def step(self) -> dict[str, Any]:
-        """Has the process make a step; after the last one, has it say what it holds. Raises as `started`."""
+        """Makes a step in the process and returns its loss and time; after the last step, the memory, skips and scale.
+
+        Raises the same errors as `started`.
+        """
         self._send("")
         return self._answer()
 
@@ -88,5 +91,5 @@ class Remote:
         if code == -signal.SIGKILL and os.name == "posix":
             return OutOfMemory("out of memory: the system killed the process")
         if self._task.limit is not None:  # libraries such as OpenMP's end a process that gets no memory
-            return OutOfMemory(f"out of memory: the process ended with code {code} under its limit; it said: {last}")
-        return WorkloadError(f"the process ended with code {code}; it said: {last or 'nothing'}")
+            return OutOfMemory(f"out of memory: the process ended with code {code} under its limit; it wrote: {last}")
+        return WorkloadError(f"the process ended with code {code}; it wrote: {last or 'nothing'}")

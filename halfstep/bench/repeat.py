@@ -1,4 +1,4 @@
-"""The same benchmark in several processes, one after another, and its results as one."""
+"""Runs the same benchmark in several processes, one after another, and joins their results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LINES = 3  # of what a process said last before it ended without a result
 def repeat(
     arguments: Sequence[str], count: int, *, command: str, progress: Callable[[str, int, int], None]
 ) -> BenchResult:
-    """Runs `halfstep bench` with these arguments in `count` processes and returns what all of them measured.
+    """Runs `halfstep bench` with these arguments in `count` processes and returns their results as one.
 
-    Processes of the same code differ, since memory lies elsewhere in each; with several it is known by how much. A
-    KeyboardInterrupt ends it with the processes that are through.
+    Processes of the same code differ in speed, since each places its memory differently; several processes show by how
+    much. A `KeyboardInterrupt` ends the benchmark with the processes that have finished.
 
     Raises:
         WorkloadError: a process ended without a result.
@@ -49,12 +49,12 @@ def _run(arguments: Sequence[str], path: Path) -> BenchResult:
     done = subprocess.run([sys.executable, "-m", "halfstep", "bench", *arguments], capture_output=True, text=True)
     if not path.exists():
         last = " ".join(done.stderr.strip().splitlines()[-_LINES:])
-        raise WorkloadError(f"a process of the benchmark ended with code {done.returncode}; it said: {last}")
+        raise WorkloadError(f"a process of the benchmark ended with code {done.returncode}; it wrote: {last}")
     return read_bench(path)
 
 
 def together(results: Sequence[BenchResult]) -> BenchResult:
-    """Returns results of the same work as one: the steps of all, in turn, and of the rest what the first has."""
+    """Returns the results of several processes as one: the steps of all in order, everything else from the first."""
     rows = [[result.runs[number] for result in results] for number in range(len(results[0].runs))]
     return replace(results[0], runs=speedups([_joined(runs) for runs in rows]))
 

@@ -1,4 +1,4 @@
-"""Files of results: read whole or refused, replaced in one move."""
+"""Result files: read completely or refused, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from halfstep.measurements import BenchResult, Sweep
 
 
 def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
-    """Returns the sweep that a file holds; None where there is none. `option` is what named the file.
+    """Returns the sweep that a file holds, None if there is no file; `option` is the option that named it.
 
     Raises:
-        WorkloadError: the file cannot be read, is no sweep, or is one of another version of halfstep.
+        WorkloadError: the file cannot be read, is not a sweep, or was written by another version of halfstep.
     """
     if path.exists() and not path.is_file():
-        raise WorkloadError(f"{path} is not a file, and a sweep keeps its points in one; name a file with {option}")
+        raise WorkloadError(f"{path} is not a regular file, which a sweep needs for its points; name one with {option}")
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -40,26 +40,27 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
             if Path(data).is_absolute():  # until 2026-11-23 files had the path
                 found = replace(found, asked={**found.asked, "data": data_name(Path(data))})
             return found
-        why = f"its schema is {schema}, this halfstep's is {SCHEMA}"
+        why = f"its schema is {schema}, that of this halfstep version is {SCHEMA}"
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
-        f"{path} holds no sweep that this halfstep reads ({why}); it stays as it is: name another file with {option}"
+        f"{path} holds no sweep that this halfstep version can read ({why}), and is left unchanged; "
+        f"name another file with {option}"
     )
 
 
 def read_bench(path: Path) -> BenchResult:
-    """Returns the benchmark that `halfstep bench --json FILE` of this halfstep has written."""
+    """Returns the benchmark in a file that `halfstep bench --json FILE` of this halfstep version wrote."""
     return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Puts a text in place of a file at once, so that whatever ends the process or fills the disk leaves a whole file.
+    """Replaces a file's text atomically, so that a killed process or a full disk leaves a complete file.
 
-    What is no file, such as /dev/stdout, is written to.
+    Anything but a regular file, such as /dev/stdout, is written to directly.
 
     Raises:
-        OSError: no space, or the folder is gone; a file is as it was.
+        OSError: no space, or the folder does not exist; an existing file is unchanged.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

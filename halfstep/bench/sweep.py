@@ -1,4 +1,4 @@
-"""Benchmarks over models and batch sizes: a process for each configuration, the steps of a point dealt in turn."""
+"""Benchmarks over models and batch sizes: one process for each configuration; those of a point take steps in turn."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Asked:
-    """What a sweep was asked for: models by name (`MODELS`, or workloads), batch sizes (none: the model's own), rows.
+    """What a sweep was asked to measure: models by name (`MODELS`, or workloads), batch sizes, rows and steps.
 
-    A model that ends with "@16" is trained at that batch size alone.
-    Every configuration makes `steps` timed steps from the same seed; `settings` go to each model.
+    Without batch sizes each model uses its own default; a model name that ends with "@16" uses only that batch size.
+    Every configuration makes `steps` timed steps from the same seed; `settings` are passed to each model.
     """
 
     models: tuple[str, ...]
@@ -50,14 +50,14 @@ class Asked:
         """Returns the model and the workload of each point, in the order in which they are measured.
 
         Raises:
-            WorkloadError: nothing to do, an unknown model, or a setting or batch size that a workload refuses.
+            WorkloadError: nothing to measure, an unknown model, or a setting or batch size that a workload refuses.
         """
         if self.steps < 1 or not self.models or not self.rows:
             raise WorkloadError(
-                "a sweep needs a model, a level and a timed step at least; give --model, --levels, --steps"
+                "a sweep needs at least one model, one level and one timed step; pass --model, --levels and --steps"
             )
         if "batch" in self.settings and self.batches:
-            raise WorkloadError("--set batch and --batch-size both say the batch size; give one of them")
+            raise WorkloadError("--set batch and --batch-size both set the batch size; pass only one of them")
         return [point for model in self.models for point in self._points(*model.partition("@"))]
 
     def _points(self, name: str, at: str, own: str) -> Iterator[tuple[str, Workload]]:
@@ -68,7 +68,7 @@ class Asked:
             yield name, load_model(name, {**self.settings, **size}, data=self.data)
 
     def words(self) -> dict[str, str]:
-        """Returns what was asked as text: two sweeps with equal words can be made one."""
+        """Returns the request as text; a saved sweep whose text is equal can be continued."""
         machine = read_machine(self.device)
         return {
             "models": ", ".join(self.models),
@@ -87,12 +87,12 @@ class Asked:
         }
 
     def failed(self, point: Point) -> bool:
-        """Tells whether a row of a point failed, other than out of memory or refused: it may be mended by now."""
+        """Tells whether a row failed for a reason that may be fixed by now: neither out of memory nor refused."""
         refused = {row.name for row in self.rows if row.refused is not None}
         return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
-        """Returns what the process of one configuration is told."""
+        """Returns the task for the process of one configuration."""
         return Task(
             model, {**self.settings, "batch": str(workload.batch)}, None if self.data is None else str(self.data),
             str(self.device), row.level, row.low.name, row.peer, row.emulated, row.compiled, self.seed, self.steps,
@@ -101,7 +101,7 @@ class Asked:
 
 
 def data_name(path: Path) -> str:
-    """Returns the name of data and a digest of where it is, which tells of no home folder."""
+    """Returns the data's file name and a digest of its full path, so that no home folder is disclosed."""
     return f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:12]})"
 
 
@@ -112,14 +112,14 @@ def sweep(
     keep: Callable[[Sweep], None] = lambda result: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Sweep:
-    """Returns what each configuration did, after the points that `done` has; `keep` is given the sweep at each point.
+    """Returns the measurements of all configurations, including the points that `done` already has.
 
-    `progress` is called with what is going on, the examples trained and those in all. A `KeyboardInterrupt` ends the
-    sweep with the points that are whole.
+    `keep` is called with the sweep so far after each point, and `progress` with the current activity, the examples
+    trained and the total examples. A `KeyboardInterrupt` ends the sweep with the points that are complete.
 
     Raises:
-        WorkloadError: nothing to do, an unknown model or setting, or `done` was asked for otherwise.
-        DataError: the data of a model is not there.
+        WorkloadError: nothing to measure, an unknown model or setting, or `done` is of a different request.
+        DataError: the data of a model is missing.
     """
     points, words = asked.points(), asked.words()
     result = Sweep(SCHEMA, words, len(points)) if done is None else done
@@ -150,19 +150,19 @@ def sweep(
 
 
 def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuses to go on with a sweep that was asked for otherwise.
+    """Refuses to continue a saved sweep if it was asked to measure something else.
 
     Raises:
-        WorkloadError: what differs.
+        WorkloadError: says what differs.
     """
     differs = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if differs:
-        said = "; ".join(f"{key}: {before.get(key, '-')} there, {now.get(key, '-')} here" for key in differs)
-        raise WorkloadError(f"the results file is of another sweep ({said}); name another file, or ask for the same")
+        said = "; ".join(f"{key}: {before.get(key, '-')} in the file, {now.get(key, '-')} now" for key in differs)
+        raise WorkloadError(f"the results file is of another sweep ({said}); name another file or use the same options")
 
 
 def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
-    """Returns a point: all its processes at a time, a step of each in turn."""
+    """Measures a point: starts all its processes, then makes one step of each in turn."""
     tallies = [Tally(row, error=row.refused) for row in asked.rows]
     built: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -207,7 +207,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
 
 
 def _take(tally: Tally, said: dict[str, Any]) -> None:
-    """Notes a step: its loss, and what is known of it if it was timed."""
+    """Records a step's loss and, if the step was timed, its time and energy."""
     loss, took, joules = said["loss"], said["ms"], said["joules"]
     tally.losses.append(loss)
     if took is not None:

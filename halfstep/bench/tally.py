@@ -1,4 +1,4 @@
-"""What a benchmark knows of each of its rows so far, and the record it makes of them."""
+"""Collects the measurements of a benchmark's rows, and turns them into records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
     (
         lambda entry: entry.emulated,
         "emulated: the device has no units for the format; products are computed in fp32 and rounded exactly, so losses"
-        " are those of a device that has them, times are not",
+        " are those of a device that has such units, but times are not",
     ),
     (
         lambda entry: entry.peer,
@@ -29,7 +29,7 @@ NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
 
 @dataclass
 class Tally:
-    """One row so far: milliseconds of each timed step, and a figure a seed of the rest."""
+    """The measurements of one row so far: the milliseconds of each timed step, other figures once per seed."""
 
     entry: Entry
     times_ms: list[float] = field(default_factory=list)
@@ -45,19 +45,19 @@ class Tally:
 
     @contextmanager
     def failing(self, where: str = "") -> Iterator[None]:
-        """Keeps an exception inside as the error of this row, so that the other rows go on."""
+        """Returns a context manager that turns an exception into this row's error, so that the other rows go on."""
         try:
             yield
         except Exception as error:  # whatever a user's workload raises is the row's own
             self.error = f"{where}{': ' if where else ''}{reason(error)}"
 
     def add_losses(self, losses: Sequence[float]) -> None:
-        """Takes the training losses of a seed, or of as much of it as there was."""
+        """Adds the training losses of one seed, which may have ended early."""
         final = mean_of_last(losses)
         self.train_loss += [] if final is None else [final]
 
     def add_end(self, validation: dict[str, float], facts: Facts) -> None:
-        """Takes what is known at the end of a seed."""
+        """Adds the validation metrics and the session's facts at the end of one seed."""
         for name, value in validation.items():
             self.validation.setdefault(name, []).append(float(value))
         self.skipped.append(facts.skipped)
@@ -65,7 +65,7 @@ class Tally:
         self.memory = self.memory or facts.memory
 
     def record(self, parameters: int) -> BenchRun:
-        """Returns the record, without speed-ups."""
+        """Returns this row's record, without speed-ups."""
         return BenchRun(
             name=self.entry.name,
             level=self.entry.level,
@@ -88,7 +88,7 @@ class Tally:
 
 
 def mean_of_last(values: Sequence[float], share: float = 0.1) -> float | None:
-    """Returns the mean of the last `share` of the values, of one at least; None of nothing.
+    """Returns the mean of the last `share` of the values, of at least one value; None if there are no values.
 
     >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
     2.0
@@ -112,7 +112,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def foreseen(what: str) -> Iterator[None]:
-    """Makes whatever a user's workload raises inside an error with one message; `what` is what fails."""
+    """Returns a context manager that turns what a user's workload raises into one error; `what` names what failed."""
     try:
         yield
     except HalfstepError:
@@ -125,8 +125,8 @@ def first_batch(workload: Workload, seed: int) -> Batch:
     """Returns the first batch of a workload, before anything is measured.
 
     Raises:
-        WorkloadError: it has none, or its own code failed.
-        DataError: its data is not there.
+        WorkloadError: the workload has no batch, or its own code failed.
+        DataError: the workload's data is missing.
     """
     with foreseen(f"{workload.name}: the first batch"):
         return next_batch(workload.batches(seed))
@@ -136,15 +136,15 @@ def next_batch(batches: Iterator[Batch]) -> Batch:
     """Returns the next batch.
 
     Raises:
-        WorkloadError: there is none.
+        WorkloadError: the batches have ended.
     """
     for batch in batches:
         return batch
-    raise WorkloadError("the workload's batches() ended; let it yield batches without end")
+    raise WorkloadError("the workload's batches() ended; it must yield batches without end")
 
 
 def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:
-    """Returns the record of each row."""
+    """Returns the records of all rows, with their speed-ups."""
     return speedups([tally.record(parameters) for tally in tallies])
 
 
@@ -159,5 +159,5 @@ def speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
 
 
 def notes(tallies: Sequence[Tally]) -> tuple[str, ...]:
-    """Returns what a reader of these rows should know."""
+    """Returns the notes that explain these rows to a reader."""
     return tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies))

@@ -25,7 +25,7 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Skipped steps, the current scale, and the bytes held between steps, by what holds them."""
+    """Skipped steps, the current scale, and the bytes held between steps by weights, gradients and so on."""
 
     skipped: int
     scale: float
@@ -34,9 +34,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a benchmark: a level in a format, or the peer in a format, and why it is not run, if it is not.
+    """One row of a benchmark: a level in a format, or torch.amp (`peer`) in a format.
 
-    `compiled`: by torch.compile.
+    `refused` is the reason if the row is not run. `compiled` means trained through torch.compile.
     """
 
     level: str
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """What the row is called.
+        """The row's name in results.
 
         >>> Entry("O1", FP16, peer=False, emulated=True).name
         'O1 fp16 (emulated)'
@@ -59,7 +59,7 @@ class Entry:
         return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}{end}"
 
     def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
-        """Builds the model of a seed on a device and makes it ready to train."""
+        """Builds the workload's model from a seed on a device and prepares it for training."""
         model = workload.build(seed).to(device)
         if self.compiled:
             model.compile()
@@ -69,37 +69,40 @@ class Entry:
 
 
 def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
-    """Returns the rows of a benchmark: O0 once, every other level in every format, then the peer in every format.
+    """Returns the rows of a benchmark: O0 once, and for each format every other level, then torch.amp if `peer` is set.
 
     Raises:
-        PlanError: an unknown level, or a format that none is trained in.
+        PlanError: an unknown level, or a format that no level trains in.
+        WorkloadError: no level or no format.
     """
     names, formats = list(dict.fromkeys(levels)), list(dict.fromkeys(lows))
     for name in names:
         for low in formats:
             level(name, low)  # raises for what does not exist
     if not names or not formats:
-        raise WorkloadError("a benchmark needs at least one level and one format; give --levels O0,O1 --low bf16")
+        raise WorkloadError(
+            "a benchmark needs at least one level and one format; pass for example --levels O0,O1 --low bf16"
+        )
     rows = [Entry("O0", FP32, peer=False)] if "O0" in names else []
     for low in formats:
         emulated = needs_emulation(low, facts)
         rows += [Entry(name, low, peer=False, emulated=emulated) for name in names if name != "O0"]
         if peer:
-            why = f"{low} is emulated on this {facts.kind}, which torch.amp cannot do" if emulated else None
+            why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate" if emulated else None
             rows.append(Entry(PEER, low, peer=True, refused=why))
     return rows
 
 
 def compiled(entry: Entry) -> Entry:
-    """Returns an entry that trains through torch.compile; one that is emulated cannot."""
-    why = entry.refused or ("emulation excludes torch.compile" if entry.emulated else None)
+    """Returns an entry that trains through torch.compile; an emulated entry is refused."""
+    why = entry.refused or ("emulation does not work with torch.compile" if entry.emulated else None)
     return replace(entry, compiled=True, refused=why)
 
 
 class SessionVariant:
-    """A workload trained as the README says: `backward` and `step` of a session.
+    """Trains a workload in a halfstep session as the README describes, with `backward` and `step`.
 
-    As of all variants `train` is what is timed, and `observe` follows each step, outside the timing.
+    For every variant only `train` is timed; `observe` is called after each step, outside the timing.
     """
 
     def __init__(self, workload: Workload, model: nn.Module, plan: Plan) -> None:
@@ -117,10 +120,10 @@ class SessionVariant:
         return loss.detach()
 
     def observe(self) -> None:
-        """Reads nothing: a session counts by itself."""
+        """Does nothing, as a session counts its skipped steps by itself."""
 
     def facts(self) -> Facts:
-        """Returns what the session says of itself."""
+        """Returns the session's skipped steps, scale and memory."""
         status = self._session.status()
         return Facts(status.skipped, status.scales.get(0, 1.0), dict(status.memory))
 
@@ -130,7 +133,7 @@ class SessionVariant:
 
 
 class AmpVariant:
-    """A workload trained as torch's documentation says, with a fused optimizer and, in fp16, a GradScaler.
+    """Trains a workload under torch.amp as torch documents it, with a fused optimizer and, in fp16, a GradScaler.
 
     The loss is computed on fp32 outputs outside the autocast region, as for all variants.
     """
@@ -157,16 +160,16 @@ class AmpVariant:
         return loss.detach()
 
     def observe(self) -> None:
-        """Counts a step that was skipped: the one thing that lowers the scale."""
+        """Counts a skipped step, recognized by a lower scale: nothing else lowers it."""
         before, self._scale = self._scale, self._scaler.get_scale()
         self._skipped += self._scale < before
 
     def facts(self) -> Facts:
-        """Returns the scaler's scale and the bytes of parameters, gradients and optimizer state."""
+        """Returns skipped steps, the scaler's scale and the bytes of parameters, gradients and optimizer state."""
         return Facts(self._skipped, self._scale, memory_of(self._parameters, [self.optimizer]))
 
     def close(self) -> None:
-        """Has nothing to put back."""
+        """Does nothing: autocast and the GradScaler leave nothing to restore."""
 
 
 Variant = SessionVariant | AmpVariant
@@ -194,7 +197,7 @@ class Autocast(nn.Module):
         self._dtype = dtype
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Returns the inner model's outputs, computed in the low format where autocast's lists say so."""
+        """Returns the inner model's outputs in fp32; autocast runs the operations on its list in low precision."""
         with torch.autocast(self._device_type, self._dtype):
             out: Tensor = self.inner(inputs)
         return out.float()

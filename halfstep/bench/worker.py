@@ -1,4 +1,4 @@
-"""The process of one configuration of a sweep: makes a training step for each line that it is given."""
+"""The process that trains one configuration of a sweep: makes a training step for each line on its standard input."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _OUT = (  # what torch's allocator, C++ and oneDNN say
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a process trains: a model with its settings, under an entry's level and format, for so many timed steps.
+    """What a process trains: a model with its settings, under an entry's level and format, for `steps` timed steps.
 
-    `limit` is the most bytes that it may take from when the model is built; None: what there is.
+    `limit` is the most bytes that the process may allocate from when the model is built; None means no limit.
     """
 
     model: str
@@ -52,12 +52,12 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def entry(self) -> Entry:
-        """The row that it makes."""
+        """The row that this task measures."""
         return Entry(self.level, as_format(self.low), self.peer, self.emulated, compiled=self.compiled)
 
 
 def answers(task: Task) -> Iterator[dict[str, Any]]:
-    """Yields what was built, then for each step its loss and milliseconds, then what is held at the end."""
+    """Yields the model's size, then each step's loss, milliseconds and joules, then memory, skipped steps and scale."""
     torch.set_num_threads(task.threads)
     device = torch.device(task.device)
     workload = load_model(task.model, task.settings, data=None if task.data is None else Path(task.data))
@@ -91,7 +91,7 @@ def answers(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an exception says that memory was not to be had."""
+    """Tells whether an exception says that memory ran out."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         words in str(error).lower() for words in _OUT
     )
@@ -103,7 +103,7 @@ def _say(answer: TextIO, said: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Reads the task from the first line, and answers each further line; a failure is the last answer."""
+    """Reads a task from the first input line and answers each further line; a failure is the last answer."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a workload prints is no answer
     task = msgspec.json.decode(sys.stdin.readline(), type=Task)

@@ -1,4 +1,4 @@
-"""The end of `halfstep bench`: what changed since a saved result, and the exit codes."""
+"""Ends `halfstep bench`: prints what changed since a saved result, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_changes(changes: Sequence[BenchChange], file: Path, saved: Machine) ->
 
 
 def end(runs: Iterable[BenchRun], changes: Sequence[BenchChange] | None, *, complete: bool) -> None:
-    """Ends a command with what its rows, and their changes since a saved result (None: there is none), amount to."""
+    """Exits with the code for these rows and their changes since a saved result, None if there is no saved result."""
     if not complete:
         raise typer.Exit(INTERRUPTED)
     if all(run.error is not None for run in runs):

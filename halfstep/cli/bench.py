@@ -49,15 +49,15 @@ Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by comm
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]
 Processes = Annotated[
-    int, typer.Option("--processes", min=1, help="Repeat all of it in so many processes, whose steps count together.")
+    int, typer.Option("--processes", min=1, help="Repeat the benchmark in this many processes and join their steps.")
 ]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, from 0 on.")]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, counting from 0.")]
 Peer = Annotated[bool, typer.Option("--peer/--no-peer", help="Also train a plain torch.amp loop.")]
 Models = Annotated[
     str,
     typer.Option(
         "--model",
-        help=f"Sweep: models, separated by commas: {', '.join(MODELS)}, workloads; resnet50@8 has its own size.",
+        help=f"Sweep: models, separated by commas: {', '.join(MODELS)}, workloads; resnet50@8 sets its batch size.",
     ),
 ]
 Batches = Annotated[str, typer.Option("--batch-size", help="Sweep: batch sizes, separated by commas.")]
@@ -65,15 +65,19 @@ Compile = Annotated[str, typer.Option("--compile", help="Sweep: torch.compile of
 PageFile = Annotated[Path | None, typer.Option("--page", help="Sweep: write one HTML page with charts to this file.")]
 LargestBatch = Annotated[
     str | None,
-    typer.Option("--largest-batch", metavar="MEMORY", help="Find the largest batch that fits, as in 2GiB."),
+    typer.Option(
+        "--largest-batch",
+        metavar="MEMORY",
+        help="Find the largest batch that fits into this much memory, for example 2GiB.",
+    ),
 ]
 Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
-        help="Hold the result, or a sweep, against this file of --json; ends with 3 where a row is worse, fails "
-        "or is gone, with 1 where none can be judged. On a quiet machine 150 steps tell 5%; on a shared one add "
-        "--processes 8 to both.",
+        help="Compare the result, or a sweep, with this file saved by --json; exits with 3 if a row is worse, fails or "
+        "is missing, with 1 if no row can be judged. On an idle machine 150 steps show a change of 5%; on a shared one "
+        "add --processes 8 to both runs.",
     ),
 ]
 
@@ -98,10 +102,10 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     page: PageFile = None,
     largest_batch: LargestBatch = None,
 ) -> None:
-    """Train a workload under several levels and under torch.amp, a step of each in turn, and print one table.
+    """Train a workload under several levels and under torch.amp, one step of each in turn, and print one table.
 
-    With a sweep's options each model, batch size and level is a process of its own, and --json FILE is the state of the
-    sweep: run the same command again to go on where it stopped.
+    With the sweep options, each model, batch size and level runs in its own process, and --json FILE keeps the state of
+    the sweep: run the same command again to continue where it stopped.
     """
     place = device_of(device)
     if workload in KINDS:
@@ -114,10 +118,10 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     check_writable(json)
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
         if seeds != 1 or processes != 1:
-            raise WorkloadError("a sweep takes one seed and one process of each row; leave out --seeds and --processes")
+            raise WorkloadError("a sweep runs each row with one seed in one process; leave out --seeds and --processes")
         if model and workload is not None:
             raise WorkloadError(
-                f"--model {model} and the workload {workload} both say what is trained; give one of them"
+                f"--model {model} and the workload {workload} both choose what is trained; pass only one of them"
             )
         asked = Asked(
             tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), steps, place,
@@ -125,7 +129,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         )  # fmt: skip
         if largest_batch is not None:
             if against is not None:
-                raise WorkloadError("--largest-batch is held against nothing; leave out --against")
+                raise WorkloadError("--against cannot compare results of --largest-batch; leave out one of them")
             run_largest(asked, bytes_of(largest_batch), json=json, page=page)
         else:
             run_sweep(asked, json=json, page=page, against=against)
@@ -148,7 +152,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
 def _side_by_side(
     job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None
 ) -> None:
-    """Trains one workload, prints the table and what changed since a saved result."""
+    """Trains one workload, and prints the table and what changed since a saved result."""
     saved = None if against is None else load_saved(against)
     if saved is not None:
         check_comparable(saved, job.name, settings_of(job))
@@ -166,23 +170,23 @@ def _side_by_side(
 
 
 def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
-    """Refuses options that are given and do nothing."""
+    """Refuses options that were passed but have no effect."""
     given = [
         name
         for name in context.params
         if name not in taken and (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     ]
     if given:
-        raise WorkloadError(f"{workload} takes no --{given[0].replace('_', '-')}; leave it out")
+        raise WorkloadError(f"{workload} does not use --{given[0].replace('_', '-')}; leave it out")
 
 
 def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
-    """Returns the rows, each as written, compiled or both."""
+    """Returns the rows without torch.compile, with it, or both."""
     if compile not in COMPILE:
         raise WorkloadError(f"--compile {compile!r} is unknown; choose one of {', '.join(COMPILE)}")
     return tuple(compiled(row) if on else row for row in rows for on in COMPILE[compile])
 
 
 def _command() -> str:
-    """Returns the command as it was typed, but for the home folder, since results are published."""
+    """Returns the command as it was typed, without the home folder, since results are published."""
     return shlex.join(["halfstep", *sys.argv[1:]]).replace(f"{Path.home()}/", "~/")

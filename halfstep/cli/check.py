@@ -40,7 +40,7 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Check a workload before it trains: one traced step; ends with 1 where an error was found."""
+    """Check a workload before it trains, by one traced step; exits with 1 if an error was found."""
     check_writable(json)
     job, model = open_job(workload, settings, data=data, device=device, seed=seed)
     batches = iter(job.batches(seed))

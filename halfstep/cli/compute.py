@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., str
 
 
 def run_compute(name: str, device: torch.device, *, command: str, json: Path | None, page: Path | None) -> None:
-    """Measures what formats cost by themselves, and prints it with one sentence."""
+    """Measures what formats cost without training, and prints the table with a one-sentence summary."""
     measure, rows_of, headline_of, charts_of = KINDS[name]
     check_page(page, json)
     with stderr().status("starting") as status:

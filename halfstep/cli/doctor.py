@@ -12,11 +12,11 @@ from halfstep.doctor.doctor import examine
 from halfstep.report.doctor import doctor_report
 from halfstep.report.json import to_json
 
-Save = Annotated[bool, typer.Option("--save", help="Have later sessions on this machine decide by what is measured.")]
+Save = Annotated[bool, typer.Option("--save", help="Save the measurements; later sessions on this machine use them.")]
 
 
 def doctor(device: Device = "auto", json: Json = None, save: Save = False) -> None:
-    """Measure what this machine does in each format, and say what to train in; takes half a minute."""
+    """Measure this machine's speed in each format, and recommend what to train in; takes half a minute."""
     place = device_of(device)
     check_writable(json)
     with stderr().status("measuring") as status:

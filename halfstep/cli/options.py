@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is checked of them."""
+"""Options that several commands share, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting of the workload; repeatable.")
 ]
 Data = Annotated[Path | None, typer.Option("--data", help="The folder or file that the workload reads.")]
-Device = Annotated[str, typer.Option("--device", help="auto (cuda where there is one), cpu or cuda.")]
+Device = Annotated[str, typer.Option("--device", help="auto (cuda if available), cpu or cuda.")]
 Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, as JSON.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]
 
 
 def names(text: str) -> list[str]:
-    """Returns the names in a list that commas part.
+    """Returns the names in a comma-separated list.
 
     >>> names("O1, O2")
     ['O1', 'O2']
@@ -42,10 +42,10 @@ def names(text: str) -> list[str]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Returns the sizes in a list that commas part.
+    """Returns the sizes in a comma-separated list.
 
     Raises:
-        WorkloadError: one that is no number above 0.
+        WorkloadError: a size is not a whole number above 0.
 
     >>> sizes("16, 32")
     (16, 32)
@@ -54,23 +54,23 @@ def sizes(text: str) -> tuple[int, ...]:
     wrong = [each for each in found or [text] * bool(text) if not each.isdecimal() or int(each) < 1]
     if wrong:
         raise WorkloadError(
-            f"{text!r} holds {wrong[0]!r}, which is not a size; give whole numbers above 0, as in 16,32"
+            f"{text!r} holds {wrong[0]!r}, which is not a size; pass whole numbers above 0, for example 16,32"
         )
     return tuple(dict.fromkeys(map(int, found)))
 
 
 def bytes_of(text: str) -> int:
-    """Returns an amount of memory in bytes.
+    """Returns the bytes in an amount of memory with a unit.
 
     Raises:
-        WorkloadError: it is none.
+        WorkloadError: the text is not an amount of memory.
 
     >>> bytes_of("1.5GiB"), bytes_of("300 MiB")
     (1610612736, 314572800)
     """
     amount, unit = text[:-3].strip(), text[-3:]
     if unit not in UNITS or not amount.replace(".", "", 1).isdecimal():
-        raise WorkloadError(f"{text!r} is not an amount of memory; give for example 512MiB or 2GiB")
+        raise WorkloadError(f"{text!r} is not an amount of memory; pass for example 512MiB or 2GiB")
     return int(float(amount) * UNITS[unit])
 
 
@@ -78,22 +78,22 @@ def device_of(name: str) -> torch.device:
     """Returns the device that an option names.
 
     Raises:
-        WorkloadError: an unknown name, or cuda where there is none.
+        WorkloadError: an unknown name, or cuda without a CUDA device.
     """
     if name not in DEVICES:
         raise WorkloadError(f"--device {name!r} is unknown; choose one of {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise WorkloadError("--device cuda, but torch sees no CUDA device; choose cpu")
+        raise WorkloadError("got --device cuda, but torch sees no CUDA device; choose cpu")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def open_job(
     workload: str, settings: list[str], *, data: Path | None, device: str, seed: int
 ) -> tuple[Workload, nn.Module]:
-    """Returns a workload and its model of a seed on a device.
+    """Returns a workload and its model, built from a seed on a device.
 
     Raises:
-        WorkloadError, DataError: as `load_workload` and `device_of`, or the model cannot be built.
+        WorkloadError, DataError: see `load_workload` and `device_of`, or the model cannot be built.
     """
     job = load_workload(workload, parse_settings(settings), data=data)
     place = device_of(device)
@@ -102,18 +102,16 @@ def open_job(
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Refuses a file that cannot be written, before hours of training that would end in it; leaves none behind.
-
-    None is no file.
+    """Refuses a file that cannot be written, before hours of training; leaves no file behind. None is ignored.
 
     Raises:
-        WorkloadError: there is no such folder, the file cannot be opened, or none can be put in its place.
+        WorkloadError: the folder does not exist, or the file cannot be opened or replaced.
     """
     if path is None:
         return
     try:
         if not path.absolute().parent.is_dir():
-            raise WorkloadError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+            raise WorkloadError(f"{option} {path}: the folder {path.absolute().parent} does not exist; create it first")
         existed = path.exists()
         with path.open("a", encoding="utf-8"):
             pass
@@ -126,19 +124,19 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(path: Path, text: str) -> None:
-    """Writes a result, in place of what the file had.
+    """Writes a result as JSON, replacing the file's content.
 
     Raises:
-        WorkloadError: the disk is full, or the folder is gone since; the file is as it was.
+        WorkloadError: the disk is full, or the folder was removed; the file is unchanged.
     """
     _write(path, text, "--json")
 
 
 def html_pages(asked: str) -> ModuleType:
-    """Returns what makes pages, for what was `asked`.
+    """Returns the module that makes HTML pages; `asked` is the option that requires it, for the error.
 
     Raises:
-        WorkloadError: a package of the extra [report] is not installed; says which.
+        WorkloadError: a package of the extra [report] is not installed; names the package.
     """
     try:
         import halfstep.report.html as pages
@@ -148,14 +146,14 @@ def html_pages(asked: str) -> ModuleType:
 
 
 def check_page(path: Path | None, json: Path | None) -> None:
-    """Refuses a page that could not be made or written, before what it is to show is measured.
+    """Refuses a page that could not be made or written, before the measurements that it would show.
 
     Raises:
-        WorkloadError: as `html_pages` and `check_writable`, or the page would take the place of the results.
+        WorkloadError: see `html_pages` and `check_writable`, or the page would overwrite the results.
     """
     if path is not None:
         if json is not None and path.resolve() == json.resolve():
-            raise WorkloadError(f"--page and --json are both {path}; give two files")
+            raise WorkloadError(f"--page and --json are both {path}; pass two different files")
         check_writable(path, "--page")
         html_pages("--page")
 
@@ -170,10 +168,10 @@ def write_page(
     notes: list[str],
     facts: list[tuple[str, str]],
 ) -> None:
-    """Writes the page of a measurement.
+    """Writes the HTML page of a measurement.
 
     Raises:
-        WorkloadError: the disk is full, or the folder is gone since; the file is as it was.
+        WorkloadError: the disk is full, or the folder was removed; the file is unchanged.
     """
     _write(path, html_pages("--page").charts_html(title, headline, table, charts, notes=notes, facts=facts), "--page")
 
@@ -183,5 +181,5 @@ def _write(path: Path, text: str, option: str) -> None:
         replace_text(path, text)
     except OSError as error:
         raise WorkloadError(
-            f"{option} {path} could not be written: {error.strerror}; it is as it was: make room and run the same again"
+            f"{option} {path} could not be written: {error.strerror}; it is unchanged; free some space and run again"
         ) from error

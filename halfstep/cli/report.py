@@ -15,21 +15,21 @@ from halfstep.report.several import first_overflow, rows_of, table_of
 
 Logs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN...", help="A run log, or the folder that it is in; those of all processes of a run."),
+    typer.Argument(metavar="RUN...", help="A run log, or its folder; for a run of several processes all their logs."),
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="The page; RUN.html beside the log (of the first process) if not given."),
+    typer.Option("--output", "-o", help="The page to write; by default RUN.html beside the (first) log."),
 ]
 Low = Annotated[
-    str | None, typer.Option("--low", help="The format to judge by; the low format of the run if not given.")
+    str | None, typer.Option("--low", help="The format to judge values by; by default the run's low format.")
 ]
 
 
 def report(logs: Logs, output: Output = None, low: Low = None) -> None:
     """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts.
 
-    Of several logs it has a row for each process, and its charts are those of the first process.
+    For several logs, the page has a row for each process, and its charts show the first process.
     """
     pages = html_pages("halfstep report")
     runs = [read_log(log) for log in logs]

@@ -21,20 +21,20 @@ from halfstep.session.session import Sink
 Script = Annotated[
     list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, or with -m the module, and its arguments.")
 ]
-Level = Annotated[str | None, typer.Option("--level", help="O0, O1, O2 or O3; O1 unless given.")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file in place of a level.")]
-Report = Annotated[Path | None, typer.Option("--report", help="A folder for a log of the run and a page of it.")]
+Level = Annotated[str | None, typer.Option("--level", help="O0, O1, O2 or O3; O1 by default.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan file to use instead of a level.")]
+Report = Annotated[Path | None, typer.Option("--report", help="A folder for the run's log and HTML page.")]
 Module = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
 
 
 class ScriptRaised(BaseException):
-    """Carries what a script raised past all that would take it for an error of this command."""
+    """Carries an exception of the script past handlers that would report it as an error of this command."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def show(self) -> None:
-        """Has the exception end this process, and its traceback printed, as those of the script alone."""
+        """Raises the script's exception with its traceback, as if the script ran alone."""
         trace, print_it = self.error.__traceback__, sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
@@ -52,7 +52,7 @@ def run(
     report: Report = None,
     module: Module = False,
 ) -> None:
-    """Run a script that has no mixed precision in it, and train its models in mixed precision."""
+    """Run a script that does not use mixed precision, and train its models in mixed precision."""
     recorded = None if report is None else _Recorded(report)
     name, *arguments = script
     done: list[Ran] = []
@@ -84,11 +84,11 @@ def run(
 
 
 def summary(ran: Ran) -> str:
-    """Returns how a script ran, in one line."""
+    """Returns one line on how a script's run went."""
     it = ran.trained
     if it is None and ran.brings is None:
         return f"no model was trained in this process, so nothing ran in mixed precision; {ran.seconds:.1f} s"
-    parts = [f"the script brings {ran.brings}; no session was added"] if ran.brings else []
+    parts = [f"the script uses {ran.brings}; no session was added"] if ran.brings else []
     if it is not None:
         parts += [
             it.level if it.level == "O0" else f"{it.level} {it.low}",
@@ -107,26 +107,26 @@ def _mib(size: int) -> str:
 
 
 class _Recorded:
-    """The log of a run, and the page that is made of it."""
+    """The log of a run, and the HTML page that is made from the log."""
 
     def __init__(self, folder: Path) -> None:
         self._pages = html_pages("--report")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LogError(f"--report {folder} cannot be made: {error.strerror}; name another folder") from None
+            raise LogError(f"--report {folder} cannot be created: {error.strerror}; name another folder") from None
         self._path = folder / LOG_NAME
         self._log: RunLog | None = None
 
     def sinks(self, rank: int) -> Sequence[Sink]:
-        """Returns a log, which goes on where that of a session before ended, in one process of those that train."""
+        """Returns a log in the process of rank 0, none in others; the log continues that of an earlier session."""
         if self._log is not None:
             self._log.close()
         self._log = RunLog(self._path) if rank == 0 else None
         return () if self._log is None else (self._log,)
 
     def close(self, ran: Ran) -> str:
-        """Ends the log and makes the page; returns what to say of it."""
+        """Closes the log, makes the page, and returns a note on the page for the summary line."""
         if self._log is None:
             return ""
         self._log.__exit__(None if ran.error is None else type(ran.error), ran.error, None)

@@ -1,4 +1,4 @@
-"""Where commands print."""
+"""The consoles on which commands print, and their progress bar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stderr() -> Console:
 
 @contextmanager
 def progress_bar(unit: str = "steps") -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a function that shows what is going on, how far it is and the time left; silent where no one looks."""
+    """Yields a function that shows the current activity, the progress and the time left; silent without a terminal."""
     console = stderr()
     columns = (
         TextColumn("{task.description}"),

@@ -29,10 +29,12 @@ from halfstep.report.sweep import (
 
 
 def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Path | None = None) -> None:
-    """Measures what a results file does not have yet, and prints the whole; each point is kept as it is made."""
+    """Measures the points that a results file lacks, saving each at once, and prints all of them."""
     check_page(page, json)
     if against is not None and json is not None and against.resolve() == json.resolve():
-        raise WorkloadError(f"--against and --json are both {json}, where this sweep is kept; give another --json")
+        raise WorkloadError(
+            f"--against and --json are both {json}, in which this sweep is saved; pass another file as --json"
+        )
     saved = None if against is None else load_saved_sweep(against)
     if saved is not None:
         check_comparable_sweep(saved, asked.points())
@@ -40,7 +42,7 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Pa
     if done is not None:
         check_same(done.asked, asked.words())
         whole = sum(not asked.failed(point) for point in done.points)
-        stderr().print(f"{json} has {whole} of {done.total} points, which are not measured again")
+        stderr().print(f"{json} already has {whole} of {done.total} points; these are not measured again")
 
     def keep(result: Sweep) -> None:
         if json is not None:
@@ -60,13 +62,13 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Pa
 
 
 def write_sweep_page(page: Path, found: Sweep) -> None:
-    """Writes the page of a sweep."""
+    """Writes the HTML page of a sweep."""
     write_page(page, title(found), sweep_headline(found), sweep_rows(found), sweep_charts(found),
                notes=list(words(found)), facts=sweep_facts(found))  # fmt: skip
 
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
-    """Looks for the largest batch of each model and row, and prints them, or those that were found before Ctrl-C."""
+    """Finds the largest batch of each model and row, and prints them; after Ctrl-C those that were found so far."""
     check_page(page, json)
     with stderr().status("starting") as status:
         found = largest_batches(asked, limit, progress=status.update)

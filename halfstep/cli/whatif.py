@@ -48,7 +48,7 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Train a workload a few steps in fp32, and say what other formats would lose and which loss scales are safe."""
+    """Train a workload for a few fp32 steps; predict what other formats would lose and which loss scales are safe."""
     check_writable(json)
     job, model = open_job(workload, settings, data=data, device=device, seed=seed)
     optimizer = job.optimizer(model, fused=False)

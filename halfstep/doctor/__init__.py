@@ -1,1 +1,1 @@
-"""`halfstep doctor`: what a machine is and does in each format, measured, and what to train in because of it."""
+"""`halfstep doctor`: measures what a machine does in each format, and recommends a level and format for training."""

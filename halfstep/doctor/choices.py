@@ -1,4 +1,4 @@
-"""What sessions decide by, measured here and held against the table of processor classes."""
+"""Measures the facts by which sessions choose formats, and compares them with the table of processor classes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ Rates = Mapping[tuple[str, str, str], Rate]
 
 
 def bf16_is_fast(rates: Rates) -> bool:
-    """Returns whether native bf16 products are faster than fp32 ones: matrices, and convolutions no slower."""
+    """Returns whether native bf16 is faster than fp32 in matrix products and no slower in convolutions."""
     product, convolution = (_against_fp32(rates, work, "bf16", NATIVE) for work in (PRODUCT, CONVOLUTION))
     return product > _FASTER and convolution > 1 / _FASTER
 
 
 def fp16_is_fast(rates: Rates) -> bool:
-    """Returns whether native fp16 is faster than emulation in all that is emulated: one slow kind spoils a model."""
+    """Returns whether native fp16 is faster than emulation in every emulated kind of work.
+
+    All are required, since one slow kind slows the whole model.
+    """
     return all(
         _against_fp32(rates, work, "fp16", NATIVE) > _FASTER * _against_fp32(rates, work, "fp16", EMULATED)
         for work in (PRODUCT, CONVOLUTION, ATTENTION)
@@ -73,14 +76,14 @@ def _gain_of_wide(width: int, length: int, seconds: float) -> float:
 
 
 def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a call that makes the backward pass of causal attention again and again."""
+    """Returns a function that runs the backward pass of causal attention and can be called repeatedly."""
     leaves = query, key, value = [each.detach().requires_grad_() for each in operands]
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def compare(used: Processor, table: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
-    """Returns each choice as sessions have it, as the table has it and as it was measured."""
+    """Returns each choice as sessions use it, as the table has it, and as it was measured."""
     measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
     said = zip(_said(used), _said(table), _said(measured), strict=True)
     return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)

@@ -1,4 +1,4 @@
-"""Examines a machine: what it does in each format, what its settings cost, and what to train in because of it."""
+"""Examines a machine: its speed in each format, what its settings cost, and which level and format to train in."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _WORTH = 1.1  # a format that is faster by less is not recommended for speed
 
 
 def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: None, keep: bool = False) -> Examination:
-    """Measures a device in under 30 seconds; `tell` is called with what is measured next.
+    """Measures a device in under 30 seconds; `tell` is called with the name of each measurement before it starts.
 
-    `keep` saves what sessions decide by, for sessions to come on this machine (`halfstep.saved.saved_path()`).
+    `keep` saves the measured facts in `halfstep.saved.saved_path()`, and later sessions on this machine use them.
 
     Raises:
-        HalfstepError: what is measured cannot be saved.
+        HalfstepError: the measurements cannot be saved.
     """
     if keep:
         if device.type != "cpu":
-            raise HalfstepError(f"what is saved is of the processor, and this is {device}; add --device cpu to --save")
+            raise HalfstepError(f"--save works for a CPU only, got device {device}; add --device cpu")
         check_savable()
     start = perf_counter()
     tell("products, convolutions, attention, copies and casts")
@@ -69,9 +69,9 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
 
 
 def recommend(rates: Rates) -> tuple[str, str, str]:
-    """Returns level, format and why: the format whose products gain most, O0 where none gains.
+    """Returns the recommended level and format and the reason: the format whose products gain most; O0 if none gains.
 
-    bf16 goes before fp16 unless fp16 is faster by more than `_WORTH`, since it needs no loss scale.
+    bf16 is preferred to fp16, since it needs no loss scale, unless fp16 is faster by a factor of more than `_WORTH`.
     """
     gains = {low: _gain(rates, low) for low in ("bf16", "fp16")}
     best = "fp16" if gains["fp16"] > _WORTH * gains["bf16"] else "bf16"
@@ -79,29 +79,29 @@ def recommend(rates: Rates) -> tuple[str, str, str]:
     figures = f"{_words(rates, best)}; {_words(rates, other)}"
     if gains[best] < _WORTH:
         partly = [
-            f"{low} is faster in {work}s alone, and a model that has few others may gain at O1 (`halfstep bench` tells)"
+            f"{low} is faster in {work}s only; a model with few other operations may gain at O1 (try `halfstep bench`)"
             for low in gains
             for work in (PRODUCT, CONVOLUTION)
             if _gain(rates, low, work) >= _WORTH
         ]
         why = partly[0] if partly else f"no low format is faster than fp32 here by {_WORTH - 1:.0%} or more"
         return "O0", best, f"{why}: {figures}"
-    scale = "it is fast and needs no loss scale" if best == "bf16" else "it is the fastest, under a dynamic loss scale"
+    scale = "it is fast and needs no loss scale" if best == "bf16" else "it is the fastest, with a dynamic loss scale"
     return (
         "O1",
         best,
-        f"{figures}. {best} is taken: {scale}. O2 also stores weights in it; `halfstep bench` compares both",
+        f"{figures}. {best} is chosen: {scale}. O2 also stores weights in it; `halfstep bench` compares both levels",
     )
 
 
 def _gain(rates: Rates, low: str, *works: str) -> float:
-    """Returns how much faster a format is than fp32 in the work that gains least, matrix products and convolutions."""
+    """Returns a format's speed over fp32 in the work that gains least, of matrix products and convolutions."""
     found = [rates.get((work, low, NATIVE)) for work in works or (PRODUCT, CONVOLUTION)]
     return min(0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32 for rate in found)
 
 
 def _words(rates: Rates, low: str) -> str:
-    """Returns how fast products in a format are, as "bf16 runs matrix products at 1.9 and convolutions at 1.2 ..."."""
+    """Returns a format's speed in words, such as "bf16 runs matrix products at 1.9 and convolutions at 1.2 ..."."""
     gains = {f"{work}s": _gain(rates, low, work) for work in (PRODUCT, CONVOLUTION)}
     timed = " and ".join(f"{works} at {gain:.2g}" for works, gain in gains.items() if gain)
     none = " and ".join(works for works, gain in gains.items() if not gain)

@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, attention, copies and casts in each format, timed turn by turn beside fp32."""
+"""Times matrix products, convolutions, attention, copies and casts in each format, in turn with fp32."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: its size in words, its operands in fp32, what is called on them, and how much that does.
+    """One kind of work to time: its name, its size in words, its fp32 operands, and the function to call on them.
 
-    `operations` (floating, per call) is 0 where bytes count: then `numbers` is how many are read and written each.
+    `operations` is the floating-point operations per call; 0 if the rate is in bytes, and then `numbers` is how many
+    numbers are read, and as many written.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Work:
 
 
 def works(device: torch.device) -> list[Work]:
-    """Returns what is timed on a device, large enough to fill it and no larger."""
+    """Returns the work to time on a device, just large enough to use the whole device."""
     large = device.type != "cpu"
     n = 8192 if large else 512
     images, channels, side = (64, 256, 56) if large else (4, 64, 28)
@@ -76,7 +77,7 @@ def works(device: torch.device) -> list[Work]:
 
 
 def measure(device: torch.device, *, seconds: float) -> list[Rate]:
-    """Returns how fast a device does each work in each format, in about `seconds` in all."""
+    """Returns how fast a device does each kind of work in each format; takes about `seconds` in total."""
     todo = works(device)
     share = seconds / (len(todo) + 1)
     rates = [rate for work in todo for rate in _measure_work(work, device, share)]
@@ -102,7 +103,7 @@ def _measure_work(work: Work, device: torch.device, seconds: float) -> list[Rate
 
 
 def _ways(work: Work, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yields format and way of each call: fp32 first, as what the others are held against."""
+    """Yields the format and way (native, emulated, TF32) of each call; fp32 first, as the others are relative to it."""
     yield "fp32", NATIVE
     yield "fp64", NATIVE
     for low in _LOW:
@@ -142,7 +143,7 @@ def _call(work: Work, fmt: str, how: str) -> Callable[[], object]:
 
 @contextmanager
 def _tf32(on: bool) -> Iterator[None]:
-    """Has fp32 products run on TF32 units, or not, and puts back what the user chose."""
+    """Returns a context manager that switches TF32 on or off for fp32 products, and restores the user's setting."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     kept = [backend.fp32_precision for backend in backends]
     for backend in backends:
@@ -163,13 +164,13 @@ def _rate(work: Work, fmt: str, how: str, times: list[float], base: list[float])
 
 
 def _copied(source: Tensor, dtype: torch.dtype) -> Callable[[], object]:
-    """Returns a call that copies numbers into memory that is there, in another format or the same."""
+    """Returns a function that copies numbers into memory allocated beforehand, in format `dtype`."""
     target = torch.empty_like(source, dtype=dtype)
     return lambda: target.copy_(source)
 
 
 def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> list[Rate]:
-    """Times casts to and from each low format, beside a copy in fp32 of as many numbers."""
+    """Times casts to and from each low format, in turn with an fp32 copy of as many numbers."""
     calls = {"copy": _copied(numbers, FP32.dtype)}
     for low in _LOW:
         calls[f"{CAST_DOWN}/{low}"] = _copied(numbers, _DTYPES[low])
@@ -191,5 +192,5 @@ def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> lis
 
 
 def by_kind(rates: list[Rate]) -> Mapping[tuple[str, str, str], Rate]:
-    """Returns rates by kind of work (without its size), format and way."""
+    """Returns the rates by kind of work (without its size), format and way (native, emulated or TF32)."""
     return {(rate.work.partition(",")[0], rate.format, rate.how): rate for rate in rates}

@@ -18,7 +18,7 @@ _TINY = 1e-39  # subnormal in fp32
 
 
 def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...]:
-    """Returns the settings that matter on a device; what one costs is measured, in about `seconds` in all."""
+    """Returns the settings that matter on a device, with their measured costs; takes about `seconds` in total."""
     found = [_deterministic()]
     if device.type == "cuda":
         found += _cuda_settings()
@@ -28,7 +28,7 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 
 def _threads(seconds: float) -> Setting:
-    """Times a product on the threads that torch takes, and on as many as there are cores to run on."""
+    """Times a matrix product with torch's number of threads, and with as many threads as available cores."""
     taken, cores = torch.get_num_threads(), _cores()
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
@@ -49,18 +49,18 @@ def _threads(seconds: float) -> Setting:
     if gain < _SLOWER:
         return Setting(name, value)
     advice = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
-    return Setting(name, value, f"speed: a matrix product takes {gain:.1f} times as long as on {cores}", advice)
+    return Setting(name, value, f"speed: a matrix product takes {gain:.1f} times as long as on {cores} threads", advice)
 
 
 def _cores() -> int:
-    """Returns on how many cores this process may run."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _subnormals(seconds: float) -> Setting:
-    """Times the same work on subnormal and on normal numbers."""
+    """Times the same operation on subnormal and on normal numbers."""
     tiny = torch.full((512, 512), _TINY, dtype=torch.float32, device="cpu")
     flushed = bool((tiny * 0.5 == 0).all())
     name, value = "subnormal numbers", "flushed to 0" if flushed else "kept"
@@ -73,7 +73,7 @@ def _subnormals(seconds: float) -> Setting:
     if cost < _SLOWER:
         return Setting(name, value)
     return Setting(
-        name, value, f"speed, where there are any: {cost:.1f} times as long here", "torch.set_flush_denormal(True)"
+        name, value, f"speed: subnormal numbers take {cost:.1f} times as long", "torch.set_flush_denormal(True)"
     )
 
 
@@ -87,7 +87,7 @@ def _onednn() -> Setting:
 
 def _deterministic() -> Setting:
     on = torch.are_deterministic_algorithms_enabled()
-    costs = "speed: some kernels have slower deterministic forms" if on else None
+    costs = "speed: the deterministic forms of some kernels are slower" if on else None
     return Setting(
         "deterministic algorithms",
         "on" if on else "off",
@@ -111,7 +111,7 @@ def _cuda_settings() -> Iterator[Setting]:
                 advice.replace("tf32'", "ieee'"),
             )
         else:
-            yield Setting(name, "off", "speed of what runs in fp32; see the row of TF32 for how much", advice)
+            yield Setting(name, "off", "speed of what runs in fp32; the TF32 rows show how much", advice)
     if cudnn.benchmark:
         yield Setting("cuDNN benchmark", "on")
     else:
@@ -135,16 +135,16 @@ def _cuda_settings() -> Iterator[Setting]:
 
 
 def read_tools(device: torch.device) -> dict[str, str]:
-    """Returns what halfstep's fast kernels need, and what is there; of a GPU the driver too."""
+    """Returns the tools that halfstep's fast kernels need and what was found of each; for a GPU also its driver."""
     compiler = find_compiler()
     driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
     return driver | {
-        "C++ compiler": compiler or "none: halfstep's loops for the CPU run as torch operations, about half as fast",
-        "Triton": "there" if find_spec("triton") else "none: the update on CUDA runs as torch operations",
+        "C++ compiler": compiler or "none: instead of halfstep's CPU loops torch operations run, about half as fast",
+        "Triton": "found" if find_spec("triton") else "none: the update on CUDA runs as torch operations",
     }
 
 
 def _driver() -> str:
-    """Returns the version of the driver and of the CUDA that torch was built with."""
+    """Returns the version of the GPU driver, and of the CUDA that torch was built with."""
     found = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
-    return f"{found or 'not known, as nvidia-smi does not tell'}; torch is built with CUDA {torch.version.cuda}"
+    return f"{found or 'unknown, as nvidia-smi did not report it'}; torch is built with CUDA {torch.version.cuda}"

@@ -1,4 +1,4 @@
-"""Custom operations that ran full. Nobody knows their FLOPs, so the heavy ones are found by their time."""
+"""Finds custom operations that ran full. Their FLOPs are unknown, so the heavy ones are found by their time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEAVY = 0.05  # of the step's time: what takes less is not looked at
 
 
 def custom_full(step: Step) -> Iterator[Saving]:
-    """Custom operations that ran in fp32, each with the products of its backward pass."""
+    """Yields a saving for each custom operation that ran in fp32, counted with the products of its backward pass."""
     if step.plan.ops == "none":  # everything as written
         return
     groups: dict[tuple[str | None, Any], list[Call]] = defaultdict(list)
@@ -38,8 +38,8 @@ def custom_full(step: Step) -> Iterator[Saving]:
         if share >= _HEAVY:
             why, advice, cure = _reason(step, module, func, calls[0])
             evidence = (
-                f"{schema_of(func).name} in fp32, {share:.0%} of the step's time with its backward pass and FLOPs that "
-                f"are not known: {why}"
+                f"{schema_of(func).name} ran in fp32 and took {share:.0%} of the step's time, backward pass included "
+                f"(its FLOPs are unknown): {why}"
             )
             saved, refused = None, _not_called(calls)
             if refused is None:
@@ -48,7 +48,7 @@ def custom_full(step: Step) -> Iterator[Saving]:
                 except Exception as error:  # an operation may raise anything
                     refused = f"with {step.plan.low} inputs it raises {type(error).__name__}: {error}"
                     advice, cure = f"compute in {step.plan.low} inside it", ()
-            evidence += f"; what it would gain was not measured: {refused}" if refused else ""
+            evidence += f"; the gain was not measured: {refused}" if refused else ""
             yield Saving("ran full", place_of(module, calls[0].note.line), evidence, advice, saved, cure)
 
 
@@ -58,7 +58,7 @@ def _is_full(call: Call) -> bool:
 
 
 def _reason(step: Step, module: str | None, func: Any, call: Call) -> Reason:
-    """Returns why a custom operation ran full, what to do about it, and the edits where they are known to reach it."""
+    """Returns why a custom operation ran full, what to do about it, and the edits if they are known to apply to it."""
     kept = kept_full(step, module, call)
     name = None if schema_of(func).is_mutable else _function(func)  # casts are copies, and nobody reads what they hold
     listed = {op: category for category, op in step.plan.op_changes.listed()}.get(name or "")
@@ -66,7 +66,7 @@ def _reason(step: Step, module: str | None, func: Any, call: Call) -> Reason:
     why = "it is a custom op, which runs in the format of its inputs"
     advice, edits = f"cast to {low} inside it", tuple[Edit, ...]()
     if listed == "allow":
-        why = f"it is a custom op; the plan allows {name}, and this call was not made by that name"
+        why = f"it is a custom op; the plan allows {name}, but this call used another name"
         advice = f"call it as {name}, or cast to {low} inside it"
     elif name is not None:
         why = f"it is a custom op, which the plan has on its {listed} list" if listed else why
@@ -77,7 +77,7 @@ def _reason(step: Step, module: str | None, func: Any, call: Call) -> Reason:
 
 
 def _function(func: Any) -> str | None:
-    """Returns the "module:function" that a custom operation was defined as in Python; None where it has no such."""
+    """Returns the Python function that defines a custom operation, as "module:function"; None if there is none."""
     definition = CUSTOM_OPERATIONS.get(schema_of(func).name)
     for name, module in list(sys.modules.items()):
         if definition is not None and isinstance(module, ModuleType):
@@ -88,13 +88,13 @@ def _function(func: Any) -> str | None:
 
 
 def _not_called(calls: Sequence[Call]) -> str | None:
-    """Returns why calls are not made again with low inputs; None where they may be."""
+    """Returns why calls must not be repeated with low inputs; None if they may be repeated."""
     names = (schema_of(call.func).name for call in calls if is_custom(call.func))
     foreign = next((name for name in names if name not in CUSTOM_OPERATIONS), None)
-    return None if foreign is None else f"{foreign} is not defined in Python, and may read all memory as fp32"
+    return None if foreign is None else f"{foreign} is not defined in Python, and may read low inputs as fp32 memory"
 
 
 def _saved(calls: Sequence[Call], low: torch.dtype) -> float:
-    """Returns the seconds that calls save with low inputs."""
+    """Returns the seconds that the calls would save with low-precision inputs."""
     change = narrowed(torch.float32, low)
     return sum(gain_of_casts(call, low) if is_custom(call.func) else gain(call, change) for call in calls)

@@ -1,4 +1,4 @@
-"""Floating-point operations of an operation, by its shapes: torch's formulas, and those that torch lacks on a CPU."""
+"""Counts an operation's FLOPs from its shapes: torch's formulas, and the formulas that torch lacks on a CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mk
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Returns how many floating-point operations a call makes in products, a multiply-add as two; 0 of other kinds.
+    """Returns a call's floating-point operations in products, a multiply-add counted as two; 0 for other operations.
 
-    Attention counts as if nothing were masked, as torch counts it.
+    Attention is counted as if nothing were masked, as in torch's formula.
     """
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # it brings Triton
 
@@ -33,6 +33,6 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 
 
 def _recurrent(given: Sequence[int], weight: Sequence[int], recurrent: Sequence[int]) -> int:
-    """Returns the operations of a recurrent layer: at each of steps x batch, two products with its weights."""
+    """Returns the FLOPs of a recurrent layer: per time step and example, two products with its weights."""
     steps, batch = given[0], given[1]
     return 2 * steps * batch * (weight[0] * weight[1] + recurrent[0] * recurrent[1])

@@ -27,12 +27,12 @@ _WARM = 1  # steps before the one that is metered: kernels are chosen and memory
 def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     """Returns where the time and the casts of one step go, forward and backward, and what would save time.
 
-    `closure` takes a batch, computes and returns the loss, and does not call backward. Weights, gradients, buffers,
-    random states and the loss scale are afterwards as before; no step is made. Each operation is timed alone, which
-    waits for the device, so that the sum is not the time of a step that overlaps them.
+    `closure` must fetch a batch, compute the loss and return it, without calling backward. Weights, gradients, buffers,
+    random states and the loss scale are restored afterwards; no optimizer step is made. Each operation is timed alone,
+    waiting for the device, so their sum is not the time of a real step, in which operations overlap.
 
     Raises:
-        SessionError: the session is closed, or the closure returns no scalar loss.
+        SessionError: the session is closed, or the closure does not return a scalar loss.
         SetupError: the model is sharded.
     """
     check_given("inspect", session, closure)
@@ -95,7 +95,7 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
 
 
 def _operator(call: Call) -> str:
-    """Returns what the dispatcher calls an operation; one that is not torch's with its namespace."""
+    """Returns an operation's name in torch's dispatcher; with its namespace if the operation is not torch's own."""
     return call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
 
 

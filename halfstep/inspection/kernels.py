@@ -1,4 +1,4 @@
-"""Which CUDA kernels a step ran, and by their names whether tensor cores did the work."""
+"""Lists the CUDA kernels that a step ran, and tells from their names whether tensor cores did the work."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TENSOR_CORES = re.compile(
 
 
 def work_of(kernel: str) -> tuple[str, bool] | None:
-    """Returns what a kernel computes and whether on tensor cores; None where that is no product or its name is silent.
+    """Returns what a kernel computes and whether it uses tensor cores; None if its name shows no kind of product.
 
-    The names are those of cuBLAS, cuDNN, CUTLASS and FlashAttention; one that Triton compiled says neither.
+    It knows the names of cuBLAS, cuDNN, CUTLASS and FlashAttention; names of kernels that Triton compiled show neither.
 
     >>> work_of("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x3_nn"), work_of("ampere_sgemm_128x64_tn")
     (('matrix product', True), ('matrix product', False))
@@ -40,7 +40,7 @@ def work_of(kernel: str) -> tuple[str, bool] | None:
 
 
 def kernel_rows(ran: Iterable[tuple[str, float]]) -> tuple[KernelRow, ...]:
-    """Returns products among kernels that ran, those of a name together, by time; `ran` has names and seconds."""
+    """Returns a row for each kernel name that computes products, the slowest first; `ran` has names and seconds."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for name, took in ran:
         seconds[name].append(took)
@@ -50,7 +50,7 @@ def kernel_rows(ran: Iterable[tuple[str, float]]) -> tuple[KernelRow, ...]:
 
 
 def profiled(step: Callable[[], None], device: torch.device) -> tuple[KernelRow, ...]:
-    """Returns the products that a step ran on a CUDA device, as torch's profiler names their kernels."""
+    """Runs a step under torch's profiler and returns the kernels that computed products on the CUDA device."""
     from torch.profiler import ProfilerActivity, profile  # slow to import, and for CUDA alone
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -1,4 +1,4 @@
-"""Meters one step: each operation with its place, formats, FLOPs, bytes and seconds."""
+"""Measures one step: each operation with its place, formats, FLOPs, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Place = tuple[str, str | None, str | None]  # operation, module and line
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor argument without its numbers."""
+    """A tensor argument of an operation without its values: shape, stride, dtype and device."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,7 +35,7 @@ class Shape:
 
     @staticmethod
     def of(value: Any) -> Any:
-        """Returns a tensor's shape, and what is none as it is."""
+        """Returns the `Shape` of a strided tensor; any other value unchanged."""
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return value
         return Shape(tuple(value.shape), value.stride(), value.dtype, value.device)
@@ -43,11 +43,12 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An operation of the step: what ran, where (`note`), and what it took.
+    """An operation of the step: what ran, where (`note`), and its cost.
 
-    `parameter` names the parameter that a cast reads, "" where it is none. `args` are those of the call, with shapes in
-    place of tensors; kept for products, custom operations and what reads a parameter. `autocast` is the format of what
-    a custom operation met outside; None: it was off, or the operation is torch's.
+    `parameter` is the name of the parameter that the operation reads, "" if it reads none. `args` and `kwargs`, with
+    shapes in place of tensors, are kept for products, custom operations and operations that read a parameter.
+    `autocast` is the format of the autocast region around a custom operation; None if autocast was off or the operation
+    is torch's own.
     """
 
     func: Any
@@ -64,16 +65,17 @@ class Call:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it copies numbers from one floating format to another, and does no more."""
+        """Whether the operation only copies numbers from one floating-point format to another."""
         if schema_of(self.func).name.rpartition("::")[2] not in _COPIES:
             return False
         return len({*self.inputs[-1:], *self.outputs}) == 2
 
 
 class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records what each operation is and takes; where it came from is found as blame finds it.
+    """Records each operation with its place and cost.
 
-    At the places `low_at` a forward operation that meets low values with fp32 ones gets these in the low format too.
+    At the places in `low_at`, a forward operation that mixes low and fp32 inputs gets its fp32 inputs cast to the low
+    format.
     """
 
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
@@ -120,7 +122,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         return result
 
     def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Keeps what `streams` reads: which operation wrote a tensor, and in which format."""
+        """Records which operation wrote a tensor and in which format, for `streams`."""
         changes = schema_of(func).is_mutable
         outputs = made or (tensors[:1] if changes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
@@ -131,7 +133,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
 
 
 def place_in(note: Note) -> Place:
-    """Returns which operation, of which module and line, a note is of."""
+    """Returns the operation, module and line of a note."""
     return note.aten, note.module, note.line
 
 

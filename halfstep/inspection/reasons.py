@@ -1,4 +1,4 @@
-"""Why products of a step ran full, and the edits of its plan that have them run low."""
+"""Explains why products of a step ran full, and finds the plan edits that make them run low."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
 Reason = tuple[str, str, tuple[Edit, ...]]  # why, what to do about it, and the edits that do it
 
 AS_CALLED: Reason = (
-    "it is called where autocast is off, or by an operation that halfstep has no row for",
+    "it is called where autocast is off, or by an operation that has no row in halfstep's op table",
     "call it inside the model's forward with autocast on, or allow the operation",
     (),
 )
@@ -32,7 +32,7 @@ AS_CALLED: Reason = (
 
 @dataclass(frozen=True)
 class Step:
-    """A metered step, with what decided its formats."""
+    """A measured step, with the session and module formats that decided its formats."""
 
     meter: Meter
     session: Session
@@ -40,12 +40,12 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """The plan that it ran under."""
+        """The plan that the step ran under."""
         return self.session.plan
 
     @property
     def seconds(self) -> float:
-        """The time in operations."""
+        """The total time of the step's operations."""
         return sum(call.seconds for call in self.meter.calls)
 
     @cached_property
@@ -54,12 +54,12 @@ class Step:
         return {call.note: call for call in calls if is_custom(call.func) and not is_collective(call.func)}
 
     def custom_of(self, call: Call) -> Call | None:
-        """Returns the custom operation that a call is, or is the backward pass of; None: neither."""
+        """Returns the custom operation that a call runs, in its forward or backward pass; None for other calls."""
         forward = call.note.forward
         return (self._custom.get(forward) if forward is not None else None) or self._custom.get(call.note)
 
     def heavy(self) -> dict[str | None, list[Call]]:
-        """Returns the products of each module that has its share of the FLOPs."""
+        """Returns the products of each module that makes at least `_HEAVY` of the step's FLOPs."""
         total = sum(call.flops for call in self.meter.calls)
         found: dict[str | None, list[Call]] = defaultdict(list)
         for call in self.meter.calls:
@@ -69,9 +69,9 @@ class Step:
 
 
 def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
-    """Returns what of the plan has a product run full, what to do about it and all edits that it takes.
+    """Returns the part of the plan that makes a product run full, what to do about it, and all edits that are needed.
 
-    No edits where the model refuses them, or keeps the module full even so.
+    There are no edits if the model refuses them or the module stays full in spite of them. None if the plan is not why.
     """
     plan, operator = step.plan, step.meter.operator(call.note)
     if plan.ops == "none":
@@ -90,8 +90,8 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
     rules = _rules_over(step, module)
     if rules:
         several = len(rules) > 1
-        why.append(f"{' and '.join(map(repr, rules))} keep{'' if several else 's'} it so")
-        advice.append(f"take the rule{'s' if several else ''} out, where what it guards against is not met any more")
+        why.append(f"{' and '.join(map(repr, rules))} keep{'' if several else 's'} it in fp32")
+        advice.append(f"remove the rule{'s' if several else ''} if no longer needed")
         edits += [Rule(rule.pattern, Policy(plan.param, "low", "low"), rule.buffers) for rule in rules]
     if edits:
         return ", and ".join(why), "; ".join(advice), tuple(edits) if _has_run_low(step, module, edits) else ()
@@ -100,7 +100,7 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
 
 
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
-    """Returns the rules that keep a module full, and those that would disagree with them once they are edited."""
+    """Returns the rules that keep a module full, and the rules that would disagree with these once they are edited."""
     sites = [site for number, root in enumerate(step.session.runtime.roots) for site in find_sites(root, number)]
     number, name = in_model(module)
     here = {path: site for site in sites if site.model == int(number or 0) for path in site.names}
@@ -123,7 +123,7 @@ def _matches(rule: Rule, site: Site) -> bool:
 
 
 def _has_run_low(step: Step, module: str | None, edits: Sequence[Edit]) -> bool:
-    """Returns whether the model takes the edited plan, and it has a module compute low."""
+    """Returns whether the edited plan is valid for the model and makes the module compute low."""
     session, (number, name) = step.session, in_model(module)
     try:
         plan = session.plan.edit(*edits)

@@ -1,4 +1,4 @@
-"""Calls of a step made again on random numbers, in other formats or shapes, to measure what an edit would save."""
+"""Repeats calls of a step on random numbers, in other formats or shapes, to measure what an edit would save."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ Change = Callable[[Shape], Shape]
 
 
 def gain(call: Call, change: Change) -> float:
-    """Returns the seconds that a call saves if its tensors change: the saving reached in 90% of the runs.
+    """Returns the seconds that a call saves if `change` is applied to its tensors: the saving that 90% of runs reach.
 
-    Below 0 where fewer turns save anything, so that what is within their noise is no gain; 0 where the call cannot be
-    made so.
+    The result is negative if fewer runs save time, so that noise does not count as a gain; 0 if the changed call fails.
     """
     try:
         return _gain(call, lambda: _again(call, change))
@@ -37,10 +36,10 @@ def gain(call: Call, change: Change) -> float:
 
 
 def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
-    """Returns as `gain` what a custom operation saves if its inputs are cast before it, as an op change has it.
+    """Returns the seconds, as in `gain`, that a custom operation saves if its inputs are cast as by an op change.
 
     Raises:
-        Exception: whatever the operation raises, on random numbers or of the format.
+        Exception: whatever the operation raises on random numbers or because of the format.
     """
 
     def cast_first(*args: Any, **kwargs: Any) -> object:
@@ -61,7 +60,7 @@ def _gain(call: Call, make: Callable[[], Callable[[], object]]) -> float:
 
 
 def taken(call: Call) -> float:
-    """Returns the median seconds of a call made again and again."""
+    """Returns the median seconds of a call that is repeated many times."""
     return median(take_turns({"now": _again(call, _same)}, device=_device(call), seconds=SECONDS)["now"])
 
 
@@ -70,7 +69,7 @@ def _device(call: Call) -> torch.device:
 
 
 def narrowed(wide: torch.dtype, dtype: torch.dtype) -> Change:
-    """Returns the change of tensors of one format to another."""
+    """Returns a change that converts tensors of dtype `wide` to `dtype`."""
 
     def change(given: Shape) -> Shape:
         return Shape(given.shape, given.stride, dtype if given.dtype is wide else given.dtype, given.device)
@@ -79,7 +78,7 @@ def narrowed(wide: torch.dtype, dtype: torch.dtype) -> Change:
 
 
 def padded(multiple: int) -> Change:
-    """Returns the change of each size to the next multiple; sizes below it stay."""
+    """Returns a change that rounds each size up to a multiple of `multiple`; sizes below `multiple` are unchanged."""
 
     def change(given: Shape) -> Shape:
         shape = tuple(size if size < multiple else math.ceil(size / multiple) * multiple for size in given.shape)

@@ -1,4 +1,4 @@
-"""What costs time in a step and need not: products that ran full, weights cast again, sizes that are not aligned."""
+"""Finds avoidable costs in a step: products that ran full, weights cast repeatedly, sizes that are not aligned."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Again = Callable[..., Meter]  # meters the step once more, with what is mixed at
 _WIDE = {"fp64": torch.float64, "fp32": torch.float32}
 _DOUBLE: Reason = (
     "an input is fp64, which no plan casts",
-    "make it fp32 where it comes from, as with x.float() or dtype=torch.float32",
+    "make the input fp32 where it is created, for example by x.float() or dtype=torch.float32",
     (),
 )
 
 
 def savings(step: Step, again: Again) -> tuple[Saving, ...]:
-    """Returns what would save at least `_WORTH` of a step, the largest first; `again` meters the step once more."""
+    """Returns what would save at least `_WORTH` of a step, the largest first; `again` measures the step once more."""
     found = [saving for look in (_full, custom_full, _cast_again, _not_aligned) for saving in look(step)]
     found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
@@ -44,7 +44,7 @@ def savings(step: Step, again: Again) -> tuple[Saving, ...]:
 
 
 def _full(step: Step) -> Iterator[Saving]:
-    """Products that ran in fp32 though the plan has a low format that is faster on their shapes, or in fp64."""
+    """Yields a saving for the products of each heavy module that ran in fp32 or fp64 instead of a faster format."""
     known: dict[tuple[torch.dtype, torch.dtype], dict[str, float]] = defaultdict(dict)
     for module, calls in step.heavy().items():
         for name, wide in _WIDE.items():
@@ -66,13 +66,13 @@ def _full(step: Step) -> Iterator[Saving]:
 
 
 def _is_wide_backward(call: Call) -> bool:
-    """Returns whether it is the backward of low attention, which halfstep computes in fp32 where that is faster."""
+    """Returns whether a call is the backward of low attention, which halfstep computes in fp32 if that is faster."""
     forward = call.note.forward
     return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and forward.dtype in LOW_DTYPES
 
 
 def _cast_again(step: Step) -> Iterator[Saving]:
-    """Parameters that are cast to the low format more than once in a forward pass."""
+    """Yields a saving for each parameter that is cast to the low format more than once in a forward pass."""
     casts: dict[str, list[Call]] = defaultdict(list)
     for call in step.meter.calls:
         if call.is_cast and call.parameter and call.note.phase == "forward" and call.outputs[0] in LOW_DTYPES:
@@ -81,12 +81,12 @@ def _cast_again(step: Step) -> Iterator[Saving]:
         if len(calls) > 1:
             again = calls[1:]
             evidence = f"cast to {as_format(calls[0].outputs[0])} {len(calls)} times in one forward pass"
-            advice = "train at O2, where weights are stored low; or cast it once where it is used several times"
+            advice = "train at O2, which stores weights in low precision, or cast the weight once and reuse the result"
             yield Saving("cast again", name, evidence, advice, len(again) * taken(again[0]))
 
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
-    """Low products with a size that is no multiple of what the device computes fastest with."""
+    """Yields a saving for low products with sizes that are not multiples of `_ALIGNED`, which devices run fastest."""
     known: dict[str, float] = {}
     for calls in step.heavy().values():
         low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
@@ -94,12 +94,12 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
         if sizes:
             saved = _saved(low, padded(_ALIGNED), known)
             up = ", ".join(f"{size} to {-(-size // _ALIGNED) * _ALIGNED}" for size in sizes)
-            evidence = f"products with sizes {', '.join(map(str, sizes))}, no multiples of {_ALIGNED}"
+            evidence = f"products with sizes {', '.join(map(str, sizes))}, which are not multiples of {_ALIGNED}"
             yield Saving("not aligned", _place(low), evidence, f"pad {up}", saved)
 
 
 def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
-    """fp32 inputs and buffers that keep a stream wide; what each costs is that of the step without it."""
+    """Yields a saving for each fp32 input or buffer that keeps a stream wide, measured by a step without it."""
     if step.plan.param != "low":  # where weights are fp32 streams are
         return
     by_source: dict[str, list[Stream]] = defaultdict(list)
@@ -107,7 +107,7 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
         by_source[str(stream.source)].append(stream)
     costliest = sorted(by_source.values(), key=lambda streams: -_casting(step, streams))[:_SOURCES]
     rest = len(by_source) - len(costliest)
-    unmeasured = f"; {rest} more sources were not measured: inspect again without these" if rest else ""
+    unmeasured = f"; {rest} more sources were not measured: remove these first, then inspect again" if rest else ""
     for streams, saved in zip(costliest, _without(costliest, again), strict=True):
         first = streams[0]
         place = place_of(first.note.module, first.note.line)
@@ -115,13 +115,13 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
 
 
 def _casting(step: Step, streams: Sequence[Stream]) -> float:
-    """Returns the seconds of the casts in modules that cast a stream."""
+    """Returns the total seconds of all casts in the modules that cast one of these streams."""
     modules = {name for stream in streams for name in stream.casts}
     return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
-    """Returns how many seconds less a step takes without each source; the steps take turns."""
+    """Returns how many seconds a step saves without each source; steps with and without it take turns."""
     saved: list[list[float]] = [[] for _ in sources]
     start = perf_counter()
     for turn in range(_ROUNDS if sources else 0):
@@ -134,7 +134,7 @@ def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
 
 
 def _less(now: Meter, then: Meter) -> float:
-    """Returns how many seconds less a step takes in the calls that differ; alike ones differ by chance alone."""
+    """Returns the seconds that `then` saves over `now` in the calls that differ; equal calls vary only by chance."""
     kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
     took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
     return took[0] - took[1]
@@ -151,7 +151,7 @@ def _sizes(call: Call) -> Iterator[int]:
 
 
 def _saved(calls: Sequence[Call], change: Change, known: dict[str, float]) -> float:
-    """Returns the seconds that calls save if their tensors change; `known` has those of each shape that was timed."""
+    """Returns the seconds that calls save under a change; `known` caches the result for each shape that was timed."""
     keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
     for key, call in zip(keys, calls, strict=True):
         if key not in known:

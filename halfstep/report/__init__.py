@@ -1,1 +1,1 @@
-"""Records and plans as tables for the terminal, as JSON, as a log of a run, as a page, and live."""
+"""Shows records and plans: as tables in the terminal, as JSON, as run logs, as HTML pages, and live."""

@@ -1,4 +1,4 @@
-"""What changed since a saved benchmark, for the terminal."""
+"""The table of what changed since a saved benchmark, for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep.report.tables import plain_table
 
 
 def against_table(changes: Sequence[BenchChange], *, file: str, saved: Machine) -> Group:
-    """Returns a row for each row of a benchmark: its time and memory over those in `file`, of the machine `saved`."""
+    """Returns the table of changes: each row's time and memory relative to `file`, saved on machine `saved`."""
     header = ("", "time x saved", "19 of 20 within", "peak memory x saved", "verdict", "in steps of")
     table = plain_table(header, map(_cells, changes), words=("", "verdict", "in steps of"))
     head = Text(f"\nAgainst {file} (halfstep {saved.halfstep}, torch {saved.torch}, {saved.processor}):")

@@ -1,4 +1,4 @@
-"""Reads steps on the host after the device is done with them, so that no step waits."""
+"""Reads the numbers of steps on the host once the device has computed them, so that no step waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.records import StepRecord, StepValues
 
 @dataclass(frozen=True)
 class _Copy:
-    """The numbers of a step on their way to the host; `done` is None where they are there already."""
+    """A copy of a step's numbers to the host; `done` is None if the numbers are on the host already."""
 
     step: int
     time: float
@@ -32,16 +32,16 @@ class _Copy:
 
 
 class AsyncReader:
-    """Turns StepRecords into StepValues without a sync: on a CPU at once, on a device as soon as it got that far.
+    """Turns StepRecords into StepValues without a sync: on a CPU at once, on a GPU when it has finished the step.
 
-    A step that is captured into a CUDA graph is left out: its replays do not run Python, and so make no records.
+    A step that is captured into a CUDA graph is left out, since replays of the graph make no records.
     """
 
     def __init__(self) -> None:
         self._copies: deque[_Copy] = deque()
 
     def add(self, record: StepRecord) -> None:
-        """Starts the copy of a step's numbers to the host; does not wait."""
+        """Starts copying a step's numbers to the host, without waiting."""
         given = (record.skipped, record.scale, record.grad_norm, record.loss)
         place = record.scale.device
         if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -53,12 +53,12 @@ class AsyncReader:
         self._copies.append(_Copy(record.step, time.time(), host, done, has_norm, has_loss))
 
     def ready(self) -> Iterator[StepValues]:
-        """Yields the steps whose numbers have arrived, in order, each once."""
+        """Yields each step whose numbers have arrived on the host, in order and once."""
         while self._copies and (self._copies[0].done is None or self._copies[0].done.query()):
             yield self._copies.popleft().values()
 
     def rest(self) -> Iterator[StepValues]:
-        """Yields all steps that are left; waits for the device."""
+        """Yields all remaining steps, waiting for the device."""
         while self._copies:
             copy = self._copies.popleft()
             if copy.done is not None:
@@ -67,7 +67,7 @@ class AsyncReader:
 
 
 def _behind_all(place: torch.device) -> torch.Event:
-    """Returns an event that comes when a device has done all that it was given so far."""
+    """Returns an event that fires when a device has finished all work queued so far."""
     event = torch.Event(place)
     event.record(torch.accelerator.current_stream(place))
     return event

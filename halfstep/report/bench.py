@@ -31,9 +31,9 @@ AFTER: tuple[Column, ...] = (
 
 
 def bench_table(result: BenchResult, *, width: int) -> Group:
-    """Returns what a benchmark measured: a row a run, and below it what the figures mean and why a run is missing.
+    """Returns a table with a row for each run, followed by what the figures mean and why runs are missing.
 
-    Columns that do not fit into `width` go on in a second table below the first.
+    Columns that do not fit into `width` are put into further tables below the first.
     """
     runs = [run for run in result.runs if run.error is None]
     columns = (*BEFORE, *_validation(result), *AFTER)
@@ -45,7 +45,7 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
 
 
 def _fitting(names: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Yields the headers of as many columns as fit into `width` beside the names, until all are given."""
+    """Yields groups of headers, each with as many columns as fit into `width` beside the names."""
     group: list[str] = []
     taken = _width(names)
     for header, column in cells.items():
@@ -66,7 +66,7 @@ def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
 
 
 def over_seeds(values: Sequence[float], digits: int = 4) -> str:
-    """Returns the mean over seeds, with the standard deviation where there are several, or how many seeds diverged.
+    """Returns the mean over seeds, with the standard deviation if there are several, or how many seeds diverged.
 
     >>> over_seeds([1.0, 3.0]), over_seeds([2.0]), over_seeds([])
     ('2.0000 ± 1.4142', '2.0000', '-')
@@ -117,14 +117,14 @@ def _title(result: BenchResult) -> str:
 
 def _below(result: BenchResult) -> Iterator[str]:
     if not result.complete:
-        yield "Interrupted: what was measured so far; losses are those of the steps that were made."
+        yield "Interrupted: the table shows what was measured so far, and losses after the steps made so far."
     for run in result.runs:
         if run.error is not None:
             yield f"{run.name}: left out; {run.error}"
     yield (
-        "Speed: how many times as fast, the median over rounds in which every run makes a step in turn"
+        "Speed: how many times as fast, as the median over rounds in which every run makes one step in turn"
         f" (the first {result.warmup} rounds are not timed)."
     )
-    yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: what is held between two steps."
+    yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: memory held between two steps."
     yield from result.notes
     yield recommendation([result], losses=True)

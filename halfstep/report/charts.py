@@ -1,4 +1,4 @@
-"""Charts of measurements as plain data, which `charts.html` draws."""
+"""Charts of measurements as plain data, drawn by `charts.html`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart by its name: title, plotly's traces and layout."""
+    """A chart: its name, its title, and plotly's traces and layout."""
 
     name: str
     title: str
@@ -30,7 +30,7 @@ def bars(
     axis: str,
     line: float | None = None,
 ) -> Chart:
-    """Returns bars beside each other at each place; places have one or two rows of names. `line` is drawn across."""
+    """Returns a chart of grouped bars; `places` are one or two rows of axis labels, `line` is a height to mark."""
     traces = [
         {
             "type": "bar",
@@ -49,7 +49,7 @@ def bars(
 
 
 def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]]]) -> Chart:
-    """Returns a line for each (name, kind, values by step): a colour for each name, a dash for each kind."""
+    """Returns a chart with a line for each (name, kind, values by step): names differ in colour, kinds in dashes."""
     names, kinds = (list(dict.fromkeys(each[at] for each in given)) for at in (0, 1))
     traces = [
         {
@@ -68,7 +68,7 @@ def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]
 def curves(
     name: str, title: str, x: Sequence[float], rows: Mapping[str, Sequence[float | None]], axes: tuple[str, str]
 ) -> Chart:
-    """Returns a line for each row over `x` in powers of two; `axes` are the titles of both axes."""
+    """Returns a chart with a line for each row over `x`, in powers of two; `axes` are the titles of both axes."""
     traces = [
         {
             "type": "scatter", "mode": "lines+markers", "name": key, "x": list(x), "y": _drawn(row),

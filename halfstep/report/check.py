@@ -13,7 +13,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def check_text(found: Sequence[Finding], *, what: str) -> Text:
-    """Returns each finding with its place, what was seen, what to do and the edits that do it; `what` was checked."""
+    """Returns the findings as text: place, evidence, advice and edits; `what` names what was checked."""
     text = Text(f"{what}: {_counts(found)}")
     for finding in found:
         text.append("\n\n")

@@ -12,7 +12,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def products_rows(rates: Sequence[Rate]) -> Rows:
-    """Returns header and cells: a row for each size and format."""
+    """Returns the table's header and cells, with a row for each size and format."""
     rows = [
         [rate.work, rate.format, ABSENT if rate.rate is None else f"{rate.rate:,.1f}",
          "1.00" if rate.vs_fp32 is None else f"{rate.vs_fp32:.2f}"]
@@ -22,7 +22,7 @@ def products_rows(rates: Sequence[Rate]) -> Rows:
 
 
 def products_headline(rates: Sequence[Rate]) -> str:
-    """Returns one sentence: the fastest format of the largest size."""
+    """Returns one sentence that names the fastest format for the largest size."""
     largest = [rate for rate in rates if rate.work == rates[-1].work]
     best = max(largest, key=lambda rate: rate.rate or 0.0)
     size = f"{best.work} x {best.work}"
@@ -32,7 +32,7 @@ def products_headline(rates: Sequence[Rate]) -> str:
 
 
 def products_charts(rates: Sequence[Rate]) -> list[Chart]:
-    """Returns the rate of each format by size, and its ratio to fp32."""
+    """Returns two charts by size: the rate of each format, and its ratio to fp32."""
     sizes = [int(each) for each in dict.fromkeys(rate.work for rate in rates)]
     names = list(dict.fromkeys(rate.format for rate in rates))
     by = {(rate.format, int(rate.work)): rate for rate in rates}
@@ -47,7 +47,7 @@ def products_charts(rates: Sequence[Rate]) -> list[Chart]:
 
 
 def memory_rows(found: Sequence[Footprint]) -> Rows:
-    """Returns header and cells: a row for each format, in MiB and relative to fp32."""
+    """Returns the table's header and cells, with a row for each format, in MiB and relative to fp32."""
     full = next(each for each in found if each.format == "fp32")
     rows = [
         [each.format, *(f"{value / MIB:,.2f}" for value in _parts(each)), f"{each.forward / full.forward:.2f}"]
@@ -63,7 +63,7 @@ def memory_rows(found: Sequence[Footprint]) -> Rows:
 
 
 def memory_headline(found: Sequence[Footprint]) -> str:
-    """Returns one sentence: what the 16-bit format saves, or costs where operations take more for themselves."""
+    """Returns one sentence on how much less, or more, memory bf16 takes than fp32."""
     by = {each.format: each for each in found}
     share = 1 - by["bf16"].forward / by["fp32"].forward
     more_or_less = f"{share:.0%} less" if share >= 0 else f"{-share:.0%} more"
@@ -71,7 +71,7 @@ def memory_headline(found: Sequence[Footprint]) -> str:
 
 
 def memory_charts(found: Sequence[Footprint]) -> list[Chart]:
-    """Returns the memory of each thing by format."""
+    """Returns a chart of memory by format: of a matrix, of weights and of a forward pass."""
     things = ["matrix", "weights", "forward pass"]
     rows: dict[str, list[float | None]] = {each.format: [value / MIB for value in _parts(each)] for each in found}
     return [bars("footprint", "Memory by format", [things], rows, axis="MiB")]

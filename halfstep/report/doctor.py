@@ -1,4 +1,4 @@
-"""What a machine is and does, for the terminal."""
+"""The report on a machine that `halfstep doctor` prints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep.report.tables import plain_table
 
 
 def doctor_report(found: Examination) -> Group:
-    """Returns the rates by work and format, what costs speed or accuracy, and what to train in."""
+    """Returns the rates by work and format, the settings that cost speed or accuracy, and what to train in."""
     machine = found.machine
     device = found.device if machine.device in found.device else f"{machine.device} ({found.device})"
     head = (
@@ -55,14 +55,14 @@ def _lines(found: Examination) -> Iterator[str]:
         yield f"{tool}: {value}"
     if found.choices:
         yield ""
-        yield f"What sessions decide by on {found.processor} ({found.source}):"
+        yield f"Sessions on {found.processor} assume ({found.source}):"
     for choice in found.choices:
         by_table = "" if choice.table == choice.used else f" (by the table: {choice.table})"
         here = "" if choice.agrees else f"; measured here: {choice.measured}"
         yield f"  {choice.what}: {choice.used}{by_table}{here}"
     if found.saved is not None:
-        yield f"What was measured is saved in {found.saved}; sessions on this machine decide by it until it is deleted."
+        yield f"The measurements are saved in {found.saved}; sessions on this machine use them until it is deleted."
     elif not all(choice.agrees for choice in found.choices):
-        yield "  `halfstep doctor --save` has sessions on this machine decide by what was measured."
+        yield "  `halfstep doctor --save` makes sessions on this machine use the measured values."
     yield ""
     yield f"Train at {found.level}" + (f" in {found.low}" if found.level != "O0" else "") + f": {found.reason}."

@@ -1,4 +1,4 @@
-"""Adds the observations of a run up: histograms of exponents by module, and shares by module and step."""
+"""Sums the observations of a run: exponent histograms by module, and shares by module and step."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 
 @dataclass
 class Sums:
-    """What the tensors of one kind did, summed by module: row 0 is the whole network, the others have `modules`.
+    """Statistics of all tensors of one kind, summed by module; `modules` names the rows, row 0 is the whole network.
 
-    `histogram` counts the true values (the loss scale taken out) by exponent, from `FIRST` on. `shares` holds, by row
-    and column of steps, how many values were counted (`MEASURES`): nonzero ones, those that the low format rounds to
-    zero, those below its smallest normal value (the lost ones too), all, zeros, and those beyond its largest
-    (infinities and NaN too), all of them with the loss scale that they carried; of updates, those that are lost are
-    those that the stored weight cannot follow. `largest` is the largest true magnitude.
+    `histogram` counts the true values (without the loss scale) by exponent, starting at `FIRST`. `shares` holds, by row
+    and column of steps, the counts in `MEASURES`, of values with the loss scale: nonzero values; lost values, which the
+    low format rounds to zero; values below the format's smallest normal value, lost ones included; all values; zeros;
+    and saturated values, beyond the format's largest (infinities and NaN included). An update is lost if adding it does
+    not change the stored weight. `largest` is the largest true magnitude.
     """
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
@@ -51,7 +51,7 @@ class Sums:
     largest: Array = field(default_factory=lambda: np.zeros(0))
 
     def judge(self, limits: Limits, scale: float) -> Array:
-        """Returns the shares of each row's nonzero values that, times `scale`, are lost, subnormal and out of reach."""
+        """Returns for each row the shares of nonzero values that, times `scale`, are lost, subnormal and saturated."""
         low = np.arange(FIRST, FIRST + OCTAVES, dtype=np.float64)
         given = (self.histogram, self.largest)
         limits, edges = limits.times(1 / scale), (low, low + 1)
@@ -63,7 +63,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class AbsorbedAt:
-    """An overflow that was absorbed, as it was first seen, and the observed steps that had it."""
+    """An absorbed overflow: its first observation, and all observed steps in which it occurred."""
 
     first: Observation
     steps: tuple[int, ...]
@@ -71,7 +71,7 @@ class AbsorbedAt:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Sums by kind of tensor, the first and last step of each column, and the overflows that were absorbed."""
+    """Sums by kind of tensor, the first and last step of each column, and the absorbed overflows."""
 
     low: Format
     columns: tuple[tuple[int, int], ...]
@@ -82,9 +82,9 @@ class Gathered:
 def gather(
     observations: Iterable[Observation], steps: Sequence[int], low: Format, modules: Sequence[str] = ()
 ) -> Gathered:
-    """Returns the sums of observations at the given steps (sorted), judged by what `low` can hold.
+    """Returns the sums of observations at the given steps (sorted), judged by the range of `low`.
 
-    Modules come in the order of `modules`, and those that are not in it as they were seen.
+    Modules are in the order of `modules`; other modules follow in the order in which they were observed.
     """
     groups = np.array_split(np.asarray(steps, dtype=np.int64), min(len(steps), COLUMNS)) if steps else []
     column = {int(step): index for index, group in enumerate(groups) for step in group}

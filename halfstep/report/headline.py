@@ -1,4 +1,4 @@
-"""One sentence on how a run went, from its log."""
+"""Sums up in one sentence how a run went, from its log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too 
 
 @dataclass(frozen=True)
 class Headline:
-    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the one that the text describes, or None."""
+    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the verdict in the text, or None."""
 
     tone: str
     text: str
@@ -51,7 +51,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class _Course:
-    """A run as the rules look at it; `floor` is the smallest loss scale, None unless it is dynamic."""
+    """The facts of a run that the rules use; `floor` is the smallest loss scale, None unless the scale is dynamic."""
 
     run: Run
     gathered: Gathered
@@ -72,7 +72,7 @@ class _Course:
 
 
 def headline(run: Run, gathered: Gathered, now: float) -> Headline:
-    """Returns how a run went, seen at the time `now` in seconds since 1970; the gravest comes first."""
+    """Returns how a run went, by the gravest rule that applies; `now` is the current time in seconds since 1970."""
     plan = run.plan or {}
     scale = plan.get("scale")
     course = _Course(
@@ -94,7 +94,7 @@ def headline(run: Run, gathered: Gathered, now: float) -> Headline:
 
 
 def sentence(verdict: Verdict, low: str) -> str:
-    """Returns what a verdict says in one sentence; `low` is the low format of the run."""
+    """Returns a verdict as one sentence; `low` is the low format of the run."""
     known = SENTENCES.get(verdict.kind, f"{verdict.kind} of {{operator}} in {{place}}")
     if verdict.kind == Kind.SCALE_TOO_HIGH and verdict.operator == "to":
         known = CAST_TOO_HIGH
@@ -135,7 +135,7 @@ def _without_steps(course: _Course) -> Headline | None:
 
 
 def _stopped(course: _Course) -> Headline | None:
-    """A verdict after which no step was made."""
+    """Applies if the run made no step after its last verdict."""
     if not course.verdicts or course.verdicts[-1].step < course.last:
         return None
     event = course.verdicts[-1]
@@ -150,7 +150,7 @@ def _stopped(course: _Course) -> Headline | None:
 
 
 def _diverged(course: _Course) -> Headline | None:
-    """The losses at the end are not finite, and steps were made with them."""
+    """Applies if the last losses are not finite although their steps were not skipped."""
     first = None
     for values in reversed([each for each in course.run.steps if each.loss is not None and not each.skipped]):
         assert values.loss is not None
@@ -161,7 +161,7 @@ def _diverged(course: _Course) -> Headline | None:
 
 
 def _stuck(course: _Course) -> Headline | None:
-    """The last steps were all skipped, more of them than a scale that comes down needs."""
+    """Applies if the last steps were all skipped, more of them than a dynamic scale needs to come down."""
     streak = _streak(course)
     if not streak:
         return None
@@ -175,12 +175,13 @@ def _lives_at_floor(course: _Course) -> Headline | None:
     if not count:
         return None
     return Headline(
-        "bad", f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them there"
+        "bad",
+        f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them at that scale",
     )
 
 
 def _absorbed(course: _Course) -> Headline | None:
-    """Results that are wrong, with every value finite."""
+    """Applies if an overflow was absorbed: results are wrong, but every value is finite."""
     if not course.gathered.absorbed:
         return None
     worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))
@@ -190,9 +191,9 @@ def _absorbed(course: _Course) -> Headline | None:
     return Headline(
         "bad",
         f"Wrong values, all finite: {said.operator} in {seen.module or 'the model itself'} overflows in {said.format}, "
-        f"and {said.by} makes {said.got:g} of it where fp32 has {said.want:g}, in {len(worst.steps):,} of "
+        f"and {said.by} turns that into {said.got:g} instead of {said.want:g}, in {len(worst.steps):,} of "
         f"{_count(len(course.run.observed), 'observed step')}, from step {seen.step:,}"
-        + (f"; and so in {_count(others, 'other place')}" if others else ""),
+        + (f"; the same in {_count(others, 'other place')}" if others else ""),
     )
 
 
@@ -239,7 +240,7 @@ def _lost_values(course: _Course) -> Headline | None:
 
 
 def _explained(course: _Course) -> Headline | None:
-    """Verdicts that the run went on after."""
+    """Applies if the run continued after a verdict."""
     causes = _causes(course)
     if not causes:
         return None
@@ -251,7 +252,7 @@ def _explained(course: _Course) -> Headline | None:
 
 
 def _ended(course: _Course) -> Headline:
-    """How the log ends, of a run with which nothing is wrong."""
+    """Describes how the log ends; applies if nothing is wrong with the run."""
     process, figures = course.run.processes[-1], f"{_skips(course)}{_lost(course)}"
     event = course.verdicts[-1] if course.verdicts else None
     if process.error == "KeyboardInterrupt":
@@ -295,7 +296,7 @@ def _sentence(course: _Course, event: Event) -> str:
 
 
 def _is_calibration(course: _Course, event: Event) -> bool:
-    """Whether a verdict only explains how a dynamic scale comes down, which costs a step and no more."""
+    """Whether a verdict only explains why a dynamic scale came down, which costs no more than a step."""
     assert isinstance(event.record, Verdict)
     streak = _streak(course)
     down = course.floor is not None and not (streak and event.step >= streak[0].step)
@@ -303,12 +304,12 @@ def _is_calibration(course: _Course, event: Event) -> bool:
 
 
 def _causes(course: _Course) -> list[Event]:
-    """Returns the verdicts on what a dynamic scale does not cure by coming down."""
+    """Returns the verdicts on problems that a lower dynamic scale does not fix."""
     return [event for event in course.verdicts if not _is_calibration(course, event)]
 
 
 def _streak(course: _Course) -> list[StepValues]:
-    """Returns the last steps if they were all skipped, and are more than a scale that comes down needs."""
+    """Returns the skipped steps at the end of the run if a dynamic scale needs fewer to come down, else none."""
     steps = course.run.steps
     first = _streak_before(steps, steps[-1].step) if steps else None
     streak = [] if first is None else [values for values in steps if values.step >= first]
@@ -316,7 +317,7 @@ def _streak(course: _Course) -> list[StepValues]:
 
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
-    """Returns the first of the skipped steps in a row of which `end` is the last, None where it was not skipped."""
+    """Returns the first step of the row of skipped steps that ends with step `end`; None if that was not skipped."""
     first = None
     for values in reversed([each for each in steps if each.step <= end]):
         if not values.skipped:
@@ -342,7 +343,7 @@ def _skips(course: _Course) -> str:
 
 
 def _lost(course: _Course) -> str:
-    """Returns what was lost of the gradients; a tensor that is stored low has it among its zeros."""
+    """Returns the lost share of the gradients as text; in tensors stored low, lost values are among the zeros."""
     kinds = course.gathered.kinds
     gradients = [kinds[kind] for kind in GRADIENTS if kind in kinds]
     if course.is_plain:
@@ -361,7 +362,7 @@ def _lost(course: _Course) -> str:
 
 
 def _share(sums: Sums, measure: str, of: str) -> Array:
-    """Returns a share of each row, over all steps; 0 where there is nothing of it."""
+    """Returns for each row the count `measure` over the count `of`, over all steps; 0 if nothing was counted."""
     totals = sums.shares.sum(1)
     whole = totals[:, MEASURES.index(of)]
     share: Array = totals[:, MEASURES.index(measure)] / np.maximum(1, whole)
@@ -369,7 +370,7 @@ def _share(sums: Sums, measure: str, of: str) -> Array:
 
 
 def _mostly(sums: Sums, share: Array) -> str:
-    """Names the module with the largest share, where there are several."""
+    """Returns a note that names the module with the largest share; "" if there is only one module."""
     if len(share) < 3:
         return ""
     worst = 1 + int(share[1:].argmax())
@@ -377,7 +378,7 @@ def _mostly(sums: Sums, share: Array) -> str:
 
 
 def _pace(steps: Sequence[StepValues]) -> float:
-    """Returns the median of the seconds between steps."""
+    """Returns the median time between steps in seconds."""
     last = steps[-100:]
     return median([b.time - a.time for a, b in pairwise(last)] or [0.0])
 
@@ -387,7 +388,7 @@ def _words(kind: str) -> str:
 
 
 def _percent(share: float) -> str:
-    """Returns a share in percent, to two digits.
+    """Returns a share in percent, with two digits.
 
     >>> _percent(0.314), _percent(0.00004), _percent(1.0)
     ('31%', 'under 0.01%', '100%')

@@ -1,4 +1,4 @@
-"""Pages of runs and of measurements: one HTML file with charts, data and plotly.js, which opens without a network."""
+"""Pages of runs and of measurements: one HTML file with charts, data and plotly.js that opens without a network."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _HERE = Path(__file__).parent
 
 
 def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
-    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
+    """Returns the page of a run as HTML, its values judged by `low`, by default the low format of the run's plan.
 
-    `processes` are those of a run that several processes logged, of which `run` is one.
+    `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
 
     Raises:
-        FormatError: `low` names no known format.
-        LogError: `run` is no Run.
+        FormatError: `low` is not a known format.
+        LogError: `run` is not a Run.
     """
     page = page_of(run, low, processes=processes)
     script = (_HERE / "page.js").read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def charts_html(
     notes: Sequence[str] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Returns the page of a measurement: its headline, its table (header and rows), its notes and its charts."""
+    """Returns the page of a measurement as HTML: headline, table (header and rows), notes and charts."""
     header, rows = table
     return _render(
         "charts.html", charts, title=title, headline=headline, header=header, rows=rows, notes=notes, charts=charts,

@@ -1,4 +1,4 @@
-"""Where the time and the casts of a step go, for the terminal."""
+"""The report on one training step that `halfstep inspect` prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIGA = 1e9
 
 
 def inspection_report(found: Inspection, *, what: str) -> Group:
-    """Returns the operations that take most, the casts, and what would save time; `what` was inspected."""
+    """Returns the slowest operations, the casts, and what would save time; `what` names what was inspected."""
     head = f"{what}: {1e3 * found.seconds:,.1f} ms in operations, each timed alone"
     if found.emulated:
         head += f"; {found.low} is emulated here, so times are not those of a device with units for it"
@@ -59,7 +59,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _modules(found: Inspection) -> Iterator[str]:
-    """Yields what modules are given and why in the words of `session.assignment`, a line for all that are alike."""
+    """Yields the formats of modules and the reasons in `session.assignment`, one line for modules that are alike."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for each in found.modules:
         groups.setdefault((each.type, each.param, each.compute, each.output, each.reason), []).append(each.name)
@@ -69,7 +69,7 @@ def _modules(found: Inspection) -> Iterator[str]:
 
 
 def _kernels(found: Inspection) -> Iterator[str]:
-    """Yields how much of each kind of work ran on tensor cores, and the kernels that took most of the rest."""
+    """Yields how much of each kind of work ran on tensor cores, and the slowest kernels that did not."""
     for work in dict.fromkeys(row.work for row in found.kernels):
         rows = [row for row in found.kernels if row.work == work]
         rest = [row for row in rows if not row.tensor_cores]
@@ -89,11 +89,11 @@ def _lines(found: Inspection) -> Iterator[str]:
     yield from _modules(found)
     yield ""
     if not found.savings:
-        yield "Nothing found that would save a hundredth of the step."
+        yield "Nothing was found that would save 1% of the step or more."
     for saving in found.savings:
         saved = "no gain measured"
         if saving.seconds is not None:
-            saved = f"{1e3 * saving.seconds:,.2f} ms to save, {saving.seconds / found.seconds:.0%} of the step"
+            saved = f"would save {1e3 * saving.seconds:,.2f} ms, {saving.seconds / found.seconds:.0%} of the step"
         yield f"{saving.code} at {saving.place}: {saved}"
         yield f"  seen: {saving.evidence}"
         yield f"  do:   {saving.advice}"

@@ -1,4 +1,4 @@
-"""Results of commands as JSON."""
+"""Writes the results of commands as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
 
 
 def to_json(result: object) -> str:
-    """Returns records as JSON, by the names of their fields; a non-finite number is the text "nan", "inf" or "-inf"."""
+    """Returns records as JSON with field names as keys; non-finite numbers become the text "nan", "inf" or "-inf"."""
     text = json.dumps(plain(result), indent=2, allow_nan=False)
     return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"
 
@@ -26,7 +26,7 @@ def bench_json(result: BenchResult) -> str:
 
 
 def sweep_json(result: Sweep) -> str:
-    """Returns every figure of a sweep as JSON; one that was read from such JSON gives the same bytes."""
+    """Returns every figure of a sweep as JSON; a sweep that was read from this JSON returns the same bytes."""
     fields = plain(result)
     for point in fields["points"]:
         _round_times(point["result"])

@@ -1,4 +1,4 @@
-"""The largest batch that fits at each level: a table for the terminal, and a chart."""
+"""Shows the largest batch that fits at each level: a table for the terminal, and a chart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = ["model", "", "largest batch", "x O0"]
 
 
 def largest_rows(found: Sequence[Largest]) -> list[list[str]]:
-    """Returns the cells of the table, a row for each model and configuration."""
+    """Returns the table's cells, with a row for each model and configuration."""
     full = _baselines(found)
     return [
         [
@@ -29,7 +29,7 @@ def largest_rows(found: Sequence[Largest]) -> list[list[str]]:
 
 
 def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
-    """Returns the O0 of each model that batches count in: the first, which is compiled where all rows are."""
+    """Returns for each model the first O0 row, to which batches are compared; it is compiled if all rows are."""
     return {each.model: each for each in reversed(found) if each.name.split()[0] == "O0"}
 
 
@@ -38,14 +38,14 @@ def _times(batch: int | None, full: int | None) -> str:
 
 
 def largest_words(found: Sequence[Largest]) -> list[str]:
-    """Returns what the limit means, and why some have no figure."""
+    """Returns notes on what the limit means, and why some rows have no figure."""
     limit = found[0].limit / MIB
-    words = [f"Largest batch whose first steps fit into {limit:,.0f} MiB, weights included, in a process of its own."]
+    words = [f"Largest batch whose first steps fit into {limit:,.0f} MiB, weights included, in a separate process."]
     return words + [f"{each.model}, {each.name}: {each.error}" for each in found if each.error is not None]
 
 
 def largest_headline(found: Sequence[Largest]) -> str:
-    """Returns one sentence: which configuration takes the most examples beside O0."""
+    """Returns one sentence that names the configuration whose batch is largest relative to O0."""
     full = _baselines(found)
     shares = [
         (each.batch / taken, each, full[each.model].name)
@@ -61,7 +61,7 @@ def largest_headline(found: Sequence[Largest]) -> str:
 
 
 def _without_o0(found: Sequence[Largest]) -> str:
-    """Returns the sentence where no model has a batch at O0 to compare with."""
+    """Returns the headline if no model has a batch at O0 to compare with."""
     best = max((each for each in found if each.batch), key=lambda each: each.batch or 0, default=None)
     if best is None:
         return "No batch fits at any level."
@@ -71,13 +71,13 @@ def _without_o0(found: Sequence[Largest]) -> str:
 
 
 def largest_table(found: Sequence[Largest]) -> Group:
-    """Returns the largest batches as a table, and below it what they mean."""
+    """Returns the largest batches as a table, with notes and a headline below."""
     table = plain_table(HEADER, largest_rows(found), words=HEADER[:2])
     return Group(table, Text(), *map(Text, largest_words(found)), Text(largest_headline(found)))
 
 
 def largest_charts(found: Sequence[Largest]) -> list[Chart]:
-    """Returns the largest batch of each configuration, by model."""
+    """Returns a chart of the largest batch of each configuration, by model."""
     models, names = (
         list(dict.fromkeys(values)) for values in zip(*((each.model, each.name) for each in found), strict=True)
     )

@@ -1,7 +1,7 @@
-"""The lines of a run log: each a JSON object with its `type`; the first is a `start` with the schema version.
+"""The lines of a run log: each is a JSON object with a `type`; the first is a `start` with the schema version.
 
-A record is written by its fields, which stand in `records.py` alone: the types of the lines are made of them. JSON has
-no NaN and no infinity: such a number is the text "nan", "inf" or "-inf". Edits are written as in plan files.
+The line types are built from the record classes in `records.py`, so a record's fields are listed only there. JSON has
+no NaN and no infinity, so these are written as the text "nan", "inf" or "-inf". Edits are written as in plan files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Time = Annotated[float, msgspec.Meta(ge=0, lt=253402300800)]  # seconds since 19
 
 
 class Start(Struct, frozen=True, tag_field="type", tag="start"):
-    """A process opens the log: the first line of a log, and again where a later process goes on with it."""
+    """A process opens the log: the first line of a log, repeated when a later process continues the log."""
 
     schema: int
     time: Time
@@ -48,7 +48,7 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
 class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
     """A session begins: its plan, whether the low format is emulated, its modules, and where it runs.
 
-    `process` is the rank where several processes train together.
+    `process` is the rank if several processes train together.
     """
 
     time: Time
@@ -60,7 +60,7 @@ class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
 
 
 class End(Struct, frozen=True, tag_field="type", tag="end"):
-    """The log was closed, by a `with` that an exception left if there is an `error`: its class."""
+    """The log was closed; `error` is the class of the exception that ended the log's `with` block, or None."""
 
     time: Time
     error: str | None = None
@@ -75,9 +75,9 @@ class Event:
 
 
 def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, Any] | None = None) -> type[Struct]:
-    """Returns the type of the lines that hold a record: its fields, some of another type or left out (None).
+    """Returns the line type of a record class: its fields, with the types in `changed`; None leaves a field out.
 
-    `absent` has the values of fields that a line may lack, besides those that have one in the record.
+    `absent` adds default values for fields that a line may lack, besides the defaults of the record class.
     """
     types = {name: kind for name, kind in (get_type_hints(record) | changed).items() if kind is not None}
     absent = {each.name: each.default for each in fields(record) if each.default is not MISSING} | (absent or {})
@@ -105,7 +105,7 @@ Line = Start | SessionLine | End | StepValues | Observation | Event
 
 
 def encode(record: Line) -> bytes:
-    """Returns a record as it stands in the file, with its end."""
+    """Returns a record as a line of the file, with its newline."""
     line = plain(msgspec.to_builtins(_entries(record)))
     try:
         return msgspec.json.encode(line) + b"\n"
@@ -114,11 +114,11 @@ def encode(record: Line) -> bytes:
 
 
 def decode(line: bytes) -> Line:
-    """Returns what a line of a log holds.
+    """Returns the record in a line of a log.
 
     Raises:
-        msgspec.DecodeError: it is cut or damaged, or (a ValidationError) not a line of a log.
-        UnicodeDecodeError: it is not UTF-8.
+        msgspec.DecodeError: the line is cut or damaged, or (a ValidationError) not a line of a log.
+        UnicodeDecodeError: the line is not UTF-8.
     """
     found = _DECODER.decode(line)
     if isinstance(found, (Start, SessionLine, End)):
@@ -137,7 +137,7 @@ def decode(line: bytes) -> Line:
 
 
 def _entries(record: object) -> object:
-    """Returns the entries of the line of a record."""
+    """Returns the keys and values of a record's line."""
     match record:
         case StepValues():
             return {"type": "step", **vars(record), "time": round(record.time, 3)}
@@ -159,14 +159,14 @@ def _observation(given: dict[str, Any]) -> Observation:
     first, used = given.pop("first"), given["exponents"]
     after = BINS - first - len(used)
     if after < 0:
-        raise msgspec.ValidationError(f"bins {first} to {first + len(used)} of {BINS}")
+        raise msgspec.ValidationError(f"expected histogram bins 0 to {BINS}, got {first} to {first + len(used)}")
     given["exponents"] = (0,) * first + used + (0,) * after
     stats = TensorStats(**{name: given.pop(name) for name in (*COUNTS, "exponents", *DOUBLES)})
     return Observation(**given, stats=stats)
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON can have it: a record as its fields, an edit as it stands in plan files.
+    """Returns a value as plain JSON types: a record as its fields, an edit as in plan files.
 
     >>> plain({"a": (0.5, float("-inf"))})
     {'a': [0.5, '-inf']}
@@ -187,24 +187,24 @@ def plain(value: Any) -> Any:
 
 
 def check_start(line: bytes, path: object) -> None:
-    """Refuses a file whose first line is not the first line of a log that this halfstep reads.
+    """Refuses a file that does not start as a log that this halfstep version can read.
 
     Raises:
-        LogError: the file is empty, its first line was cut or is damaged, or it is no run log or of another schema.
+        LogError: the file is empty, damaged in its first line, not a run log, or of another schema.
     """
     if not line.strip(b"\0 \r\n\t"):
-        raise LogError(f"{path} is empty: nothing was logged; RunLog(path) in sinks=[...] of a session writes a log")
+        raise LogError(f"{path} is empty: nothing was logged; to write a log, pass sinks=[RunLog(path)] to initialize")
     try:
         found = msgspec.json.decode(line)
     except ValueError:  # of msgspec, and of text that is not UTF-8
         what = "was cut within its first line: nothing was logged" if line[:8] == b'{"type":' else "is not a run log"
-        raise LogError(f"{path} {what}; a run log is what RunLog(path) in sinks=[...] of a session writes") from None
+        raise LogError(f"{path} {what}; expected a file that RunLog(path) in a session's sinks=[...] wrote") from None
     if not isinstance(found, dict) or found.get("type") != "start" or "schema" not in found:
-        raise LogError(f"{path} is not a run log: its first line is not one; name the file that RunLog(path) wrote")
+        raise LogError(f"{path} is not a run log: its first line is not a log's; name a file that RunLog(path) wrote")
     if found["schema"] != SCHEMA:
         raise LogError(
-            f"{path} is of schema {found['schema']!r}, this halfstep reads {SCHEMA}; "
-            "use the halfstep that wrote it, or another file"
+            f"{path} has schema {found['schema']!r}, but this halfstep version reads schema {SCHEMA}; "
+            "use the version that wrote the file, or name another file"
         )
     try:
         msgspec.convert(found, Start)

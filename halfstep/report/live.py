@@ -1,4 +1,4 @@
-"""A line in the terminal that shows how a run goes."""
+"""A line in the terminal that shows a run's progress."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SPEED_OVER = 50  # steps
 class LiveLine(AbstractContextManager["LiveLine"]):
     """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
 
-    It is drawn at most `per_second` times per second, and not at all without a terminal. No step waits for the device;
-    `close()` draws the last step. Verdicts, findings, absorbed overflows and what is written to `sys.stdout` or
-    `sys.stderr` go above the line. A log handler that was set up earlier holds the stream of that time: give it the
-    console of the line, `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. A progress bar
-    needs its own terminal.
+    The line is drawn at most `per_second` times per second, and only in a terminal. No step waits for the device;
+    `close()` draws the last step. Verdicts, findings, absorbed overflows and text written to `sys.stdout` or
+    `sys.stderr` appear above the line. A log handler that was set up earlier keeps writing to the old stream: share one
+    console with it, by `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. A progress bar
+    cannot share the terminal.
 
     Raises:
         LogError: `per_second` is not a positive number.
@@ -36,7 +36,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
 
     def __init__(self, *, console: Console | None = None, per_second: float = 4.0) -> None:
         if isinstance(per_second, bool) or not isinstance(per_second, (int, float)) or not per_second > 0:
-            raise LogError(f"per_second is {per_second!r}; it must be > 0 (redraws per second)")
+            raise LogError(f"per_second (redraws per second) must be a number > 0, got {per_second!r}")
         self._console = console or Console(stderr=True, highlight=False, force_terminal=_at_terminal(sys.stderr))
         self._wait = 1.0 / per_second
         self._steps = AsyncReader()
@@ -54,7 +54,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         self._finish = weakref.finalize(self, self._live.stop)  # the cursor comes back without close() too
 
     def __call__(self, record: StepRecord) -> None:
-        """Takes what a step did; does not wait for the device. After `close()` it does nothing."""
+        """Receives a step's record without waiting for the device; does nothing after `close()`."""
         if not self._finish.alive:
             return
         self._steps.add(record)
@@ -78,7 +78,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
             self._console.print(text, markup=False, soft_wrap=True)  # a file has no width to wrap at
 
     def close(self) -> None:
-        """Draws the last step, waiting for the device, and leaves the line; idempotent."""
+        """Draws the last step, waiting for the device, and releases the terminal; idempotent."""
         for values in self._steps.rest():
             self._take(values)
         if self._finish.alive and self._last is not None:
@@ -110,6 +110,6 @@ class LiveLine(AbstractContextManager["LiveLine"]):
 
 
 def _at_terminal(stream: TextIO | None) -> bool:
-    """Returns whether a standard stream, which may be absent or replaced by anything, is a terminal."""
+    """Returns whether a standard stream is a terminal; the stream may be None or replaced by any object."""
     ask = getattr(stream, "isatty", None)
     return ask is not None and bool(ask())

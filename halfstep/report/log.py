@@ -24,16 +24,16 @@ _LOG = logging.getLogger("halfstep")
 
 
 class RunLog(AbstractContextManager["RunLog"]):
-    """Writes what a session does to a file, as one of its sinks: `initialize(..., sinks=[RunLog("run.jsonl")])`.
+    """A sink that logs what a session does to a file: `initialize(..., sinks=[RunLog("run.jsonl")])`.
 
-    A folder stands for `run.jsonl` in it. A file that is there is continued: a run that resumes gives the same path.
-    Each line is handed to the system as it is made, so a process that is killed loses at most the steps that the device
-    had not finished, and its log has no end line. Reading a step never waits for the device: on a CPU it is written at
-    once, on a GPU as soon as the device has completed it. `close()`, and the end of the process, wait and write the
-    rest. One log takes one session.
+    If the path is a folder, the log is `run.jsonl` in it. An existing log is continued: pass the same path when a run
+    resumes. Each line is written immediately, so a process that is killed loses at most the steps that the device had
+    not finished; its log has no end line. No step waits for the device: on a CPU a step is written at once, on a GPU as
+    soon as the device has completed it. `close()`, or the end of the process, waits and writes the rest. Each session
+    needs its own RunLog.
 
     Raises:
-        LogError: the path cannot be written, or holds something other than a log that this halfstep can continue.
+        LogError: the path cannot be written, or is not a log that this halfstep version can continue.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,22 +52,24 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._finish = weakref.finalize(self, _finish, self._steps, self._file)
 
     def __call__(self, record: StepRecord) -> None:
-        """Takes what a step did; does not wait for the device."""
+        """Receives a step's record, without waiting for the device."""
         self._last = record.step
         self._steps.add(record)
         self._write_steps()
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Takes any other record; verdicts and findings are noted with the number of the last step.
+        """Receives any other record; verdicts and findings are stored with the number of the last step.
 
         Raises:
-            LogError: the log has a session already, or takes no such record.
+            LogError: the log already belongs to a session, or the object is not a record of halfstep.
         """
         self._write_steps()  # what is of a step comes after the step, by which a reader knows that a run went back
         match record:
             case SessionStart(plan, device, emulated, modules, process):
                 if self._has_session:
-                    raise LogError(f"this RunLog of {self.path} has a session; give each session its own RunLog")
+                    raise LogError(
+                        f"this RunLog of {self.path} already has a session; give each session its own RunLog"
+                    )
                 self._has_session = True
                 self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device)), process))
             case Observation():
@@ -75,15 +77,15 @@ class RunLog(AbstractContextManager["RunLog"]):
             case Verdict() | Finding():
                 self._write(Event(self._last, record))
             case _:
-                raise LogError(f"a run log takes records of halfstep, not {type(record).__name__}: {record!r:.60}")
+                raise LogError(f"expected a record of halfstep, got {type(record).__name__}: {record!r:.60}")
 
     def flush(self) -> None:
-        """Writes the steps that are not yet written; waits for the device."""
+        """Writes the steps that are not yet written, waiting for the device."""
         for values in self._steps.rest():
             self._write(values)
 
     def close(self) -> None:
-        """Writes what is left and closes the file; idempotent."""
+        """Writes the remaining steps and closes the file; idempotent."""
         self._finish()
 
     def _write_steps(self) -> None:
@@ -102,7 +104,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
 
 class _File:
-    """A file that lines are appended to, each by one call of the system; from the first that fails on, none is."""
+    """A file to which each line is appended by one system call; after a failed write it stays closed."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +121,7 @@ class _File:
             self.write(b"\n")
 
     def write(self, line: bytes) -> None:
-        """Appends a line; a disk that is full ends the log, not the training."""
+        """Appends a line; if that fails, for example because the disk is full, the log ends and training goes on."""
         if self._file.closed:
             self._tell("is closed")
             return
@@ -127,7 +129,7 @@ class _File:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            self._tell(f"cannot be written any more ({error.strerror})")
+            self._tell(f"can no longer be written ({error.strerror})")
             self._file.close()
 
     def _tell(self, what: str) -> None:
@@ -140,18 +142,18 @@ class _File:
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Returns a path that a caller gave.
+    """Returns a caller's path as a `Path`.
 
     Raises:
-        LogError: it is not a path.
+        LogError: the argument is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise LogError(f"{path!r:.60} is not a path; give the file, or its folder, as a str or Path")
+        raise LogError(f"{path!r:.60} is not a path; pass the file or its folder as a str or Path")
     return Path(path)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Returns why the system refused a path: a ValueError is of one that no system has."""
+    """Returns why the system refused a path; Python raises ValueError for paths that no system allows."""
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -1,4 +1,4 @@
-"""A session's steps and observations for MLflow; needs the extra [mlflow]."""
+"""Logs a session's steps and observations to MLflow; needs the extra [mlflow]."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ except ImportError as error:
 
 
 class MLflow(NumbersSink):
-    """Logs to the run of MLflow that is active: `with mlflow.start_run(): initialize(..., sinks=[MLflow()])`.
+    """Logs to the active MLflow run: `with mlflow.start_run(): initialize(..., sinks=[MLflow()])`.
 
-    Metrics have TensorBoard's names; verdicts and findings are text artifacts in `halfstep/`. A thread of MLflow's
-    writes them. `close()`, or the end of the process, waits for what is left; the run itself is yours to end.
+    Metrics have the same names as in TensorBoard; verdicts and findings are text artifacts in `halfstep/`. MLflow's
+    background thread writes them. `close()`, or the end of the process, waits for it, but does not end the MLflow run.
 
     Raises:
         LogError: no run is active.
@@ -30,17 +30,17 @@ class MLflow(NumbersSink):
         super().__init__()
         run = mlflow.active_run()
         if run is None:
-            raise LogError("no MLflow run is active; make the sink inside `with mlflow.start_run():`")
+            raise LogError("no MLflow run is active; create the sink inside `with mlflow.start_run():`")
         self._run_id = run.info.run_id
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Logs metrics, later."""
+        """Queues metrics for MLflow's background thread."""
         mlflow.log_metrics(dict(numbers), step=step, run_id=self._run_id, synchronous=False)
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Logs a text file."""
+        """Logs a verdict or finding as a text file."""
         mlflow.log_text(text, f"halfstep/{name}-{step}.txt", run_id=self._run_id)
 
     def finish(self) -> None:
-        """Waits until everything is written."""
+        """Waits until MLflow has written everything."""
         mlflow.flush_async_logging()

@@ -1,4 +1,4 @@
-"""What a run logger draws of a session: numbers of its steps and observations, under the same names everywhere."""
+"""The numbers of a session's steps and observations for run loggers, under the same names in each logger."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STEP_NUMBERS = ("loss", "grad_norm", "scale", "skipped")
 
 
 class NumbersSink(AbstractContextManager["NumbersSink"]):
-    """A sink that gives loss, gradient norm, loss scale and skips as `halfstep/loss` and so on, and what is observed.
+    """A sink for run loggers: loss, gradient norm, loss scale and skips as `halfstep/loss` etc., and observations.
 
-    No step waits for the device. `close()` writes what is left. What cannot be written ends the writing, not the run.
-    A subclass says where to: `write_numbers`, `write_text`, `finish`, and in `errors` what these raise.
+    No step waits for the device. `close()` writes what is left. A failed write ends the logging, not the training.
+    A subclass defines `write_numbers`, `write_text` and `finish`, and lists in `errors` the exceptions they may raise.
     """
 
     where = "the logger"
@@ -42,14 +42,14 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         self._low: Format = FP16
 
     def __call__(self, record: StepRecord) -> None:
-        """Takes what a step did; does not wait for the device."""
+        """Receives a step's record, without waiting for the device."""
         self._last = record.step
         self._steps.add(record)
         for values in self._steps.ready():
             self._write_step(values)
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Takes any other record."""
+        """Receives any other record: session starts, observations, verdicts and findings."""
         match record:
             case SessionStart():
                 self._low = FORMATS.get(str(record.plan.get("low")), FP16)
@@ -65,13 +65,13 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
                 self._use(lambda: self.write_text(name, str(record), self._last))
 
     def close(self) -> None:
-        """Writes what is left, waiting for the device, and ends the writing; idempotent."""
+        """Writes what is left, waiting for the device, and calls `finish`; idempotent."""
         for values in self._steps.rest():
             self._write_step(values)
         self._use(self.finish)
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Writes numbers of a step by their names; `time` in seconds since 1970, None for now."""
+        """Writes a step's numbers by name; `time` is in seconds since 1970, None means now."""
         raise NotImplementedError
 
     def write_text(self, name: str, text: str, step: int) -> None:
@@ -79,10 +79,10 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         raise NotImplementedError
 
     def write_observation(self, seen: Observation) -> None:
-        """Writes what is no number of an observation, where there is a place for it."""
+        """Writes an observation's histogram, if the logger supports histograms; by default nothing."""
 
     def finish(self) -> None:
-        """Ends the writing."""
+        """Closes the logger's files or waits for its threads; by default nothing."""
 
     def _write_step(self, values: StepValues) -> None:
         found = {f"halfstep/{name}": getattr(values, name) for name in STEP_NUMBERS}
@@ -90,7 +90,7 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         self._use(lambda: self.write_numbers(numbers, values.step, values.time))
 
     def _use(self, write: Callable[[], object]) -> None:
-        """Writes; a disk that is full, or a server that is gone, ends that, not the training."""
+        """Calls `write`; if it fails (full disk, lost server), logging ends with a warning and training goes on."""
         if self._failed:
             return
         try:
@@ -98,7 +98,7 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         except self.errors as error:
             self._failed = True
             why = reason(error) if isinstance(error, OSError) else error
-            _LOG.warning("%s cannot be written any more (%s); the run goes on without it", self.where, why)
+            _LOG.warning("%s can no longer be written (%s); the run goes on without it", self.where, why)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -107,12 +107,12 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
 
 
 def name_of(seen: Observation) -> str:
-    """Returns the name of an observed tensor: its kind, module and own name."""
+    """Returns the full name of an observed tensor: its kind, its module and its name in the module."""
     return f"{seen.kind}/{'.'.join(filter(None, [seen.module or 'model', seen.name]))}"
 
 
 def shares_of(seen: Observation, low: Format) -> dict[str, float]:
-    """Returns the share of an observed tensor that a format rounds to zero, and the share beyond it, by name."""
+    """Returns, by name, the shares of an observed tensor that format `low` rounds to zero and that exceed its range."""
     shares: dict[str, float] = {}
     if seen.stats.nonzero:
         lost = seen.lost_updates

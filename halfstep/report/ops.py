@@ -28,7 +28,7 @@ CHANGED = "changed by the plan"
 
 @dataclass(frozen=True)
 class OpLine:
-    """An op as the table shows it: category, why, whose list it is from, what the plan does, and who carries it out."""
+    """A row of the op table: category, why, whose list it is from, what the plan does, and who carries that out."""
 
     op: str
     category: str
@@ -47,10 +47,10 @@ _WITHOUT_ROW: Mapping[Action, OpLine] = {
 
 
 def op_lines(plan: Plan) -> list[OpLine]:
-    """Returns the op table at a plan: its rows, and the ops without a row that the plan treats in any way.
+    """Returns the op table under a plan: its rows, and ops without a row that the plan treats specially.
 
     Raises:
-        PlanError: an op change that names nothing that can be cast.
+        PlanError: an op change names nothing that can be cast.
     """
     actions = effective(plan)
     changed = _changed(plan)
@@ -63,7 +63,7 @@ def op_lines(plan: Plan) -> list[OpLine]:
 
 
 def op_table(lines: Iterable[OpLine], *, plan: str) -> Table:
-    """Returns a row an op; `plan` is the name of the plan that the lines are of."""
+    """Returns a table with a row for each op; `plan` is the name of the plan."""
     table = Table("op", "category", "why", "list of", f"at {plan}", "on cpu by", "on cuda by", box=None, padding=(0, 1))
     for line in lines:
         table.add_row(*(escape(getattr(line, field.name)) for field in fields(line)))
@@ -78,7 +78,7 @@ def _line(row: ListedOp, actions: Mapping[str, Action], source: str) -> OpLine:
 
 
 def _changed(plan: Plan) -> dict[str, ListedOp]:
-    """Returns the rows of the ops that the plan changes, as it has them."""
+    """Returns the rows of the ops that the plan changes, with the changes applied."""
     if plan.ops == "none":
         return {}
     rows = {row.op: row for row in ROWS}

@@ -1,4 +1,4 @@
-"""What the page of a run shows, as plain data: the charts draw it, and nothing in it is larger than a screen needs."""
+"""The content of a run's page as plain data for its charts, with no more points than a screen can show."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Page:
-    """The page of a run: how it went, what the log lacks, verdicts and findings, facts, and the data of the charts."""
+    """The page of a run: its headline, facts, notes on what the log lacks, verdicts and findings, and chart data."""
 
     title: str
     headline: Headline
@@ -79,17 +79,17 @@ def page_of(
     processes: Sequence[ProcessRow] = (),
     now: float | None = None,
 ) -> Page:
-    """Returns the page of a run, its shares judged by `low`, or else by the low format of the run's plan.
+    """Returns the page of a run, its values judged by `low`, by default the low format of the run's plan.
 
-    `processes` are those of a run that several processes logged, of which `run` is one.
-    `now`, in seconds since 1970, is when it is looked at: a log without an end may be of a run that goes on.
+    `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
+    `now` is the current time in seconds since 1970: a log without an end may be of a run that is still going on.
 
     Raises:
-        FormatError: `low` names no known format.
+        FormatError: `low` is not a known format.
         LogError: `run` is not a Run.
     """
     if not isinstance(run, Run):
-        raise LogError(f"a page is made of the Run that read_log(path) returns, not of {run!r:.60}")
+        raise LogError(f"expected a Run, as read_log(path) returns it, got {run!r:.60}")
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
     judge = (planned or UNPLANNED) if low is None else as_format(low)
     gathered = gather(run.observations(), run.observed, judge, run.modules)
@@ -106,7 +106,7 @@ def page_of(
 
 
 def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
-    """Returns what the charts draw; their shares are all computed here."""
+    """Returns the data of the charts; all shares are computed here, none in JavaScript."""
     judge = gathered.low
     formats = tuple(dict.fromkeys((*SHOWN, judge)))
     shift = _shift(run.steps)
@@ -127,7 +127,7 @@ def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
 
 
 def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
-    """Returns the places of at most `points` values that draw the line of all: extremes of groups, both ends.
+    """Returns the indices of at most `points` values that draw the same line: both ends and the extremes of groups.
 
     >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)
     array([0, 1, 3, 4, 7])
@@ -159,7 +159,7 @@ def _timeline(run: Run) -> dict[str, Any]:
 
 
 def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
-    """Returns the points of a line, and the steps at which its value was not finite."""
+    """Returns the points of a line, and the steps in which the value was not finite."""
     given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
     number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
     finite = np.isfinite(value)
@@ -172,15 +172,15 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
-    """Returns the steps, or as many of them, evenly taken, as a line of marks can show."""
+    """Returns the steps, or if there are more than `points`, that many of them at even distances."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), points)).astype(int)
     return [int(steps[place]) for place in places]
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
-    """Returns the exponent of the loss scale that the histogram opens with: that of most steps that were made.
+    """Returns the exponent of the loss scale that the histogram shows first: the most frequent one of unskipped steps.
 
-    A run that stops has tried ever lower scales at its end; of two that made as many steps, the later counts.
+    It is not the last scale, since a run that fails tries ever lower ones. Of equally frequent scales the later wins.
     """
     made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
     tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
@@ -189,10 +189,10 @@ def _shift(steps: Sequence[StepValues]) -> int:
 
 
 def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
-    """Returns the kind of tensor and the module that a verdict is about, as far as they were observed.
+    """Returns the observed kind of tensor and module closest to a verdict, None if there are none.
 
-    Of an overflow that is the first kind in which the module has values beyond the low format; the place of a verdict
-    is an operation, whose result may not be what the module gives.
+    A kind in which the module has values beyond the low format goes first, since a verdict names an operation, whose
+    result need not be the module's output.
     """
     if event is None or not isinstance(event.record, Verdict):
         return None
@@ -213,7 +213,7 @@ def _saturated(sums: Sums, module: str | None) -> bool:
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
-    """Returns the module of that name, or else the closest one around it, or in it; the distance is for comparing.
+    """Returns the module called `name`, or else the closest module around or inside it, after its distance.
 
     >>> _nearest("h.1.attn", ["h", "h.1"]), _nearest("h", ["h.0", "h.1"]), _nearest("h.1", ["h.10"])
     ((1, 'h.1'), (100, 'h.0'), (10000, None))
@@ -229,7 +229,7 @@ def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _limits(limits: Limits) -> dict[str, Any]:
-    """Returns limits as the page reads them: base-2 logarithms and the largest value, None where there is none."""
+    """Returns limits in the page's form: base-2 logarithms, and the largest value, None if it is unlimited."""
     endless = math.isinf(limits.top)
     return {
         "zero": math.log2(limits.zero),
@@ -261,7 +261,7 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
 
 
 def _totals(sums: Sums) -> dict[str, Any]:
-    """Returns what was counted in each module over all steps, and the shares of it as they were in the run."""
+    """Returns the counts of each module over all steps, and the shares with the run's own loss scales."""
     counted = sums.shares.sum(1)
     shares = _shares(counted)
     shares["subnormal"] = shares["small"] - shares["lost"]
@@ -273,7 +273,7 @@ def _totals(sums: Sums) -> dict[str, Any]:
 
 
 def _shares(counted: Array) -> dict[str, Array]:
-    """Returns shares of what was counted by `MEASURES` in the last dimension; NaN where nothing was observed."""
+    """Returns shares from counts, whose last dimension is `MEASURES`; NaN if nothing was observed."""
     by = dict(zip(MEASURES, np.moveaxis(counted, -1, 0), strict=True))
     with np.errstate(invalid="ignore"):
         return {
@@ -285,7 +285,7 @@ def _shares(counted: Array) -> dict[str, Array]:
 
 
 def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
-    """Returns numbers as the page reads them: base64 of little-endian float64, or of float32."""
+    """Returns numbers in the page's form: base64 of little-endian float64 or float32."""
     return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
 
 
@@ -312,7 +312,7 @@ def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
-    """Returns the edits as a line of code, "" if there are none, and the advice without them.
+    """Returns the edits as a line of code, "" if there are none, and the advice without that code.
 
     >>> from halfstep.edits import FULL, Rule, Scaling
     >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)])
@@ -366,7 +366,7 @@ def _plan(entries: dict[str, Any]) -> str:
     try:
         plan = from_dict(entries)
     except HalfstepError:
-        return f"{entries.get('name')}: not a plan that this halfstep reads"
+        return f"{entries.get('name')}: not a plan that this halfstep version can read"
     parts = [
         plan.name,
         f"weights {plan.param}",
@@ -380,7 +380,7 @@ def _plan(entries: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Returns a time in words.
+    """Returns a duration in seconds as text.
 
     >>> _duration(3.25), _duration(125), _duration(7500)
     ('3.2 s', '2 min 5 s', '2 h 5 min')

@@ -1,4 +1,4 @@
-"""What a benchmark recommends: one sentence with the figures that say so."""
+"""Recommends a level from a benchmark, in one sentence with the figures behind it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from halfstep.measurements import BenchResult, BenchRun
 ALIKE, SAME_LOSS = 0.05, 0.02  # differences that the sentence does not speak of
 JUDGED = 50  # steps from which on a loss is no chance
 WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
-NOTHING = "Nothing to recommend: no other level trained beside O0 throughout."
-EMULATED = "Nothing to recommend: times of emulated formats do not count, and no other level trained beside O0."
+NOTHING = "Nothing to recommend: no other level could be compared with O0 throughout."
+EMULATED = "Nothing to recommend: times of emulated formats do not count, and no other level could be compared with O0."
 
 LevelRun = tuple[BenchResult, BenchRun]
 
 
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
-    """Returns one sentence: what to train with here, and the figures that say so, over all results.
+    """Returns one sentence that recommends what to train with, and the figures over all results that support it.
 
-    It is the fastest row whose loss stayed finite and, where it was trained long enough to tell, near that of O0; it is
-    held against the fastest O0, compiled or not. O3, which has no masters, comes last where it was not trained so long.
-    Results in which memory ran out are counted, not compared.
-    `losses` adds at which loss it ended; of one result.
+    Recommended is the fastest row whose loss stayed finite and, if it trained long enough to judge, near that of O0. It
+    is compared with the fastest O0, compiled or not. O3, which has no masters, comes last if it did not train that long.
+    Results in which memory ran out are counted, not compared. `losses` adds the final loss; only for a single result.
     """
     rows = _compared(results)
     if not rows:
@@ -42,12 +41,15 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     slower = f"about as fast as {full}{costs}"
     if speed < 1 - ALIKE:
         slower = f"{fast} times as fast as {full}{_units(*rows[best][0])}{costs}"
-    where = " where its memory is there" if min(shares, default=1.0) < 1 else ""
+    where = " if its memory is available" if min(shares, default=1.0) < 1 else ""
     return f"Train at {full}{where}: the fastest other, {best}, is {slower}."
 
 
 def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
-    """Returns by name what trained wherever any trained beside O0, that of O0 first; nothing: none did."""
+    """Returns by name, O0 first, the rows that trained in every result in which any row can be compared with O0.
+
+    Empty if no row can be compared.
+    """
     failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
     rows: dict[str, list[LevelRun]] = {}
@@ -61,7 +63,7 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
 
 
 def _beside(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run is another than O0 that has a speed beside it."""
+    """Tells whether a run can be compared with O0: it trained, it is native halfstep, and it has a speed-up over O0."""
     full = _baseline(result)
     if full is None or full.error is not None or run == full or run.peer or run.emulated or run.vs_o0 is None:
         return False
@@ -69,7 +71,7 @@ def _beside(result: BenchResult, run: BenchRun) -> bool:
 
 
 def _without_o0(results: Sequence[BenchResult]) -> str:
-    """Returns the sentence where nothing trained beside O0: what trained where O0 had no memory, or nothing."""
+    """Returns the sentence if no row can be compared with O0, for example because O0 ran out of memory."""
     runs = [run for result in results for run in result.runs if not run.peer]
     fulls = [_baseline(result) for result in results]
     speeds = {
@@ -84,7 +86,7 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
 
 
 def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
-    """Returns at how many results memory ran out, and for which of the two."""
+    """Returns in how many results memory ran out, and for which of the two rows."""
     out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
     whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
     counts = {who: out.count(names) for who, names in whose.items()}
@@ -92,7 +94,7 @@ def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
 
 
 def memory_share(result: BenchResult, run: BenchRun) -> float | None:
-    """Returns a run's peak memory over that of O0."""
+    """Returns a run's peak memory divided by that of O0."""
     full = _baseline(result)
     return None if full is None else _share(run, full)
 
@@ -102,12 +104,12 @@ def _share(run: BenchRun, full: BenchRun) -> float | None:
 
 
 def _baseline(result: BenchResult) -> BenchRun | None:
-    """Returns the O0 that speeds count in: the first, which is compiled where all rows are."""
+    """Returns the first O0 row, to which speeds are compared; it is compiled if all rows are."""
     return next((run for run in result.runs if run.level == "O0"), None)
 
 
 def _learns(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run went through, to a finite loss, and if it is long enough to say so one like that of O0."""
+    """Tells whether a run completed with finite losses, and, if it is long enough to judge, about as low as O0."""
     full, ends = _baseline(result), _ends(run)
     if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
@@ -127,12 +129,12 @@ def _steps(result: BenchResult, run: BenchRun) -> int:
 
 
 def _ends(run: BenchRun) -> Sequence[float]:
-    """Returns the loss at which each seed ended: in validation, or else in training."""
+    """Returns the final loss of each seed: in validation if there is one, or else in training."""
     return run.validation.get("loss") or run.train_loss
 
 
 def _end(run: BenchRun, full: BenchRun) -> str:
-    """Returns at which loss a run ended beside O0; a difference of less than 2% is none."""
+    """Returns a run's final loss compared with that of O0, as text; up to 2% apart counts as the same."""
     if not _ends(run) or not _ends(full):
         return ""
     mine, theirs = fmean(_ends(run)), fmean(_ends(full))
@@ -146,7 +148,7 @@ def _units(result: BenchResult, run: BenchRun) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Returns the smallest and the largest value, once where they read alike.
+    """Returns the smallest and the largest value as text; only one if both read the same.
 
     >>> _range([1.5, 2.25]), _range([0.5, 0.501])
     ('1.50 to 2.25', '0.50')

@@ -23,11 +23,11 @@ _SHOWN = 3  # notes of one kind
 
 @dataclass(frozen=True)
 class Process:
-    """One process that wrote a log: from when to when (seconds since 1970), with which versions.
+    """One process that wrote a log: its start and end (seconds since 1970) and its versions.
 
-    `closed` is false where the log was not closed: the process was killed, or still runs. `error` is the class of an
-    exception that ended it, if the log was the target of a `with`. `first_step` is the number of the first step that
-    it logged, None if it logged none.
+    `closed` is false if the log was not closed: the process was killed or is still running. `error` is the class of the
+    exception that ended the process, if the log was used in a `with` statement. `first_step` is the number of the first
+    step that the process logged, None if it logged no step.
     """
 
     start: float
@@ -41,12 +41,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run log holds. If a process went back and repeated steps, only their last run counts.
+    """What a run log holds. If a process went back and repeated steps, only the last repetition counts.
 
-    `plan` (as `plan.io.to_dict` gives it), `emulated`, `modules`, `machine` and `process` (the rank, where several
-    train together) are those of the last session, None or empty if there was none; `observed` are the steps that have
-    observations; `notes` say what is missing or damaged.
-    `end` is the number of the last line that was read: a run that goes on may have written more since.
+    `plan` (as `plan.io.to_dict` returns it), `emulated`, `modules`, `machine` and `process` (the rank, if several
+    processes train together) describe the last session, and are None or empty if there was no session. `observed` are
+    the steps that have observations; `notes` say what is missing or damaged. `end` is the number of the last line that
+    was read: a run that is still going on may have written more since.
     """
 
     path: Path
@@ -78,12 +78,12 @@ class Run:
 
 
 def read_log(path: str | os.PathLike[str]) -> Run:
-    """Returns what a run log holds; `path` is its file, or the folder that it is in.
+    """Returns what a run log holds; `path` is the log's file or folder.
 
-    A line that is damaged, such as the last of a process that was killed, is left out and noted.
+    A damaged line, such as the last line of a process that was killed, is left out and noted.
 
     Raises:
-        LogError: there is no log, it is empty, of another schema, or something else.
+        LogError: there is no log, or the file is empty, of another schema, or not a run log.
     """
     file = path_of(path)
     try:
@@ -99,30 +99,30 @@ def read_log(path: str | os.PathLike[str]) -> Run:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Returns a path as text that can be written, which that of a file whose name is not UTF-8 cannot be."""
+    """Returns a path as printable text, also if the file's name is not valid UTF-8."""
     return os.fsencode(path).decode(errors="replace")
 
 
 def find_log(path: Path) -> Path:
-    """Returns the file of a log that `path` names, or that lies in the folder that it names.
+    """Returns the log file at `path`, which is the file itself or its folder.
 
     Raises:
-        LogError: there is none, or there are several.
+        LogError: there is no log, or the folder has several.
     """
     if not path.is_dir():
         if not path.exists():
-            raise LogError(f"there is no file {path}; name the log of a run, or the folder that it is in")
+            raise LogError(f"there is no file {path}; name the log of a run, or its folder")
         return path
     usual = path / LOG_NAME
     found = [usual] if usual.is_file() else sorted(path.glob("*.jsonl"))
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise LogError(f"the folder {path} should hold one run log; {LOG_NAME} is not there, of *.jsonl: {names}")
+        raise LogError(f"expected one run log in the folder {path}, got no {LOG_NAME}, and of *.jsonl: {names}")
     return found[0]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
-    """Yields (number from 1, line), and in place of a line what is wrong with it."""
+    """Yields (number from 1, line) for each line; for a bad line, text that says what is wrong instead of the line."""
     with path.open("rb") as file:
         for number, data in enumerate(file, start=1):
             if not data.strip():
@@ -138,7 +138,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
 
 @dataclass
 class _Found:
-    """What was read of a log so far."""
+    """What was read from a log so far."""
 
     processes: list[Process] = field(default_factory=list)
     session: SessionLine | None = None
@@ -185,8 +185,8 @@ class _Found:
             self.returns.append((number, values.step))
             self.observed = {step for step in self.observed if step < values.step}
             self.wentback.append(
-                f"line {number}: the run went back to step {values.step}; {before - len(self.steps)} steps that it had "
-                "made before from there on are left out"
+                f"line {number}: the run went back to step {values.step}; {before - len(self.steps)} earlier steps "
+                "from there on are left out"
             )
         self.steps.append(values)
 
@@ -202,7 +202,7 @@ class _Found:
             notes.append(f"{len(self.damaged)} of the lines cannot be read and are left out: {shown}")
         if self.session is None:
             notes.append(
-                "no session is in the log, so its plan and machine are unknown: sinks=[RunLog(path)] was not given"
+                "no session is in the log, so its plan and machine are unknown; pass sinks=[RunLog(path)] to initialize"
             )
         if not self.steps:
             notes.append("no step is in the log")

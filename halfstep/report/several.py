@@ -1,4 +1,4 @@
-"""The logs that the processes of one run wrote, side by side."""
+"""Compares the logs that the processes of one run wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADERS = ("process", "log", "steps", "skipped", "loss scale", "first not finite
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """What one process logged; `overflow` is the first step and place of something that was not finite, or None."""
+    """What one process logged; `overflow` is the first step and place with a value that is not finite, or None."""
 
     process: int
     run: Run
@@ -27,16 +27,16 @@ class ProcessRow:
     overflow: tuple[int, str] | None
 
     def cells(self) -> tuple[str, ...]:
-        """Returns what stands under `HEADERS`."""
+        """Returns the row's cells, in the order of `HEADERS`."""
         scale = "" if self.scale is None else f"{self.scale:g}"
         seen = "" if self.overflow is None else f"step {self.overflow[0]:,}: {self.overflow[1]}"
         return str(self.process), shown(self.run.path), self.steps, f"{self.skipped:,}", scale, seen
 
 
 def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
-    """Returns a row for each process, in the order of the processes; `runs` are the logs of all of them.
+    """Returns a row for each process, in the order of their numbers; `runs` has one log for each process.
 
-    Processes that did not log their number count in the order of `runs`.
+    A process that did not log its number is numbered by its position in `runs`.
 
     Raises:
         LogError: the logs are not of one run.
@@ -45,19 +45,19 @@ def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
     for run in runs:
         if run is not longest and (why := _apart(longest, run)):
             raise LogError(
-                f"{longest.path} and {run.path} are not of one run: {why}; name one log of each process of a run"
+                f"{longest.path} and {run.path} are not of one run: {why}; pass one log of each process of the same run"
             )
     rows = [_row(run, index if run.process is None else run.process) for index, run in enumerate(runs)]
     numbers = [row.process for row in rows]
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
         names = " and ".join(str(row.run.path) for row in rows if row.process == twice)
-        raise LogError(f"{names} are both of process {twice}: name one log of each process of a run")
+        raise LogError(f"{names} are both of process {twice}; pass one log of each process of a run")
     return tuple(sorted(rows, key=lambda row: row.process))
 
 
 def first_overflow(rows: Sequence[ProcessRow]) -> str | None:
-    """Returns which process logged something not finite first, and where; None where none did."""
+    """Returns which process first logged a value that is not finite, and where; None if no process did."""
     seen = sorted((row.overflow[0], row.process, row.overflow[1]) for row in rows if row.overflow)
     if not seen:
         return None
@@ -75,9 +75,9 @@ def table_of(rows: Sequence[ProcessRow]) -> Table:
 
 
 def _apart(first: Run, second: Run) -> str | None:
-    """Returns why two logs are not of one run, None if they can be.
+    """Returns why two logs cannot be of one run, None if they can.
 
-    A process that was killed, or ran out of data within `join()`, has made fewer steps.
+    The number of steps may differ: a process may have been killed, or have run out of data within `join()`.
     """
     if first.path.resolve() == second.path.resolve():
         return "they are the same file"
@@ -113,9 +113,9 @@ def _row(run: Run, process: int) -> ProcessRow:
 
 
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:
-    """Yields what was not finite; of one step the most telling first.
+    """Yields the step and place of each value that is not finite; within a step the most specific place first.
 
-    Gradients are already summed over the processes when they are observed, losses and activations are a process's own.
+    Gradients are observed after their sum over the processes; losses and activations belong to one process.
     """
     for event in run.events:
         if isinstance(event.record, Verdict) and event.record.kind != Kind.ANOTHER_PROCESS:

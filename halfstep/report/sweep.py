@@ -1,4 +1,4 @@
-"""A sweep over models and batch sizes: its table for the terminal, its sentence, and what its charts draw."""
+"""Shows a sweep over models and batch sizes: its table for the terminal, its recommendation, and its charts."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] 
 
 
 def throughput(point: Point, run: BenchRun) -> float | None:
-    """Returns the examples that a run trains in a second."""
+    """Returns the number of examples that a run trains per second."""
     return None if run.step_ms is None else 1e3 * point.batch / run.step_ms.median
 
 
 def epoch_minutes(point: Point, run: BenchRun) -> float | None:
-    """Returns the minutes of an epoch, where the workload has epochs."""
+    """Returns the minutes that an epoch takes; None if the workload has no epochs."""
     rate = throughput(point, run)
     return None if rate is None or point.examples is None else point.examples / rate / 60
 
 
 def sweep_table(sweep: Sweep) -> Group:
-    """Returns a row for each configuration, why some have no figures, what the figures mean, and the recommendation."""
+    """Returns a table with a row for each configuration, with notes on its figures and the recommendation below."""
     table = plain_table(*sweep_rows(sweep), words=("model", ""))
     return Group(Text(title(sweep)), Text(), table, Text(), *map(Text, words(sweep)), Text(sweep_headline(sweep)))
 
 
 def sweep_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Returns the header and the cells of the table; a column that has no figure at all is left out."""
+    """Returns the table's header and cells; a column without any figure is left out."""
     seen = list(_seen(sweep))
     columns = [each for each in COLUMNS if any(each[1](*one) is not None for one in seen)]
     rows = [
@@ -64,7 +64,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def title(sweep: Sweep) -> str:
-    """Returns what was measured where."""
+    """Returns a title that says what was measured and on which machine."""
     asked = sweep.asked
     part = "" if len(sweep.points) == sweep.total else f", {len(sweep.points)} of {sweep.total} points so far"
     return (
@@ -81,8 +81,8 @@ def words(sweep: Sweep) -> Iterator[str]:
     if sweep.points:
         result = sweep.points[0].result
         yield (
-            "Speed: how many times as fast, the median over rounds in which every configuration of a model and batch"
-            f" size makes a step in turn, each in its own process ({result.warmup} steps come before)."
+            "Speed: how many times as fast, as the median over rounds in which every configuration of a model and batch"
+            f" size makes one step in turn, each in its own process (the first {result.warmup} steps are not timed)."
         )
         yield f"Peak memory: {result.peak_method} in the second step, weights included."
         if not any(run.joules is not None for _, run in _seen(sweep)):
@@ -93,12 +93,12 @@ def words(sweep: Sweep) -> Iterator[str]:
 
 
 def sweep_headline(sweep: Sweep) -> str:
-    """Returns one sentence: what to train with here, and the figures that say so."""
+    """Returns one sentence that recommends what to train with, with the figures behind it."""
     return recommendation([point.result for point in sweep.points])
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:
-    """Returns speed, throughput and memory by model and batch, and the losses of each model over each other."""
+    """Returns charts of speed, throughput and memory by model and batch, and a chart of each model's losses."""
     names = list(dict.fromkeys(run.name for _, run in _seen(sweep)))
     places = [[point.model for point in sweep.points], [f"batch {point.batch}" for point in sweep.points]]
 
@@ -120,12 +120,12 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
 
 
 def _losses(sweep: Sweep, model: str) -> Iterator[tuple[str, str, Sequence[float]]]:
-    """Yields the name, the batch size and the loss of each step."""
+    """Yields for each run of a model its name, its batch size and the loss of each step."""
     for point, run in _seen(sweep):
         if point.model == model and run.losses:
             yield run.name, f"batch {point.batch}", run.losses
 
 
 def sweep_facts(sweep: Sweep) -> list[tuple[str, Any]]:
-    """Returns what was asked and where it ran."""
+    """Returns the sweep's options and the machine that it ran on."""
     return [*sweep.asked.items(), ("commands", "; ".join(dict.fromkeys(p.result.command for p in sweep.points)))]

@@ -1,4 +1,4 @@
-"""A session's steps and observations for TensorBoard; needs the extra [tensorboard]."""
+"""Logs a session's steps and observations to TensorBoard; needs the extra [tensorboard]."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ except ImportError as error:
 
 
 class TensorBoard(NumbersSink):
-    """Writes a run into a folder of TensorBoard: `initialize(..., sinks=[TensorBoard(folder)])`.
+    """Logs a run to a TensorBoard folder: `initialize(..., sinks=[TensorBoard(folder)])`.
 
-    Scalars are loss, gradient norm, loss scale, skipped, and of each observed tensor the share that the plan's low
-    format rounds to zero and the share beyond it; histograms are those of the base-2 logarithms of true magnitudes;
-    verdicts and findings are texts. No step waits for the device. `close()` writes what is left.
+    Scalars are loss, gradient norm, loss scale, skipped, and for each observed tensor the share that the plan's low
+    format rounds to zero and the share beyond its range. Histograms show base-2 logarithms of the true magnitudes.
+    Verdicts and findings are texts. No step waits for the device. `close()` writes what is left.
 
     Raises:
         LogError: the folder cannot be written.
@@ -37,19 +37,19 @@ class TensorBoard(NumbersSink):
         try:
             self._writer = SummaryWriter(self.where)
         except (OSError, ValueError) as error:
-            raise LogError(f"the folder {path} cannot be written: {reason(error)}; name another") from None
+            raise LogError(f"the folder {path} cannot be written: {reason(error)}; name another folder") from None
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Writes scalars."""
+        """Writes numbers as scalars."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step, walltime=time)
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Writes a text, as it stands."""
+        """Writes a text without Markdown formatting."""
         self._writer.add_text(name, f"```\n{text}\n```", step)
 
     def write_observation(self, seen: Observation) -> None:
-        """Writes a histogram of magnitudes."""
+        """Writes the histogram of an observed tensor's magnitudes."""
         used = [entry for entry, count in enumerate(seen.stats.exponents) if count]
         if not used:
             return
@@ -68,5 +68,5 @@ class TensorBoard(NumbersSink):
         self._writer.add_histogram_raw(f"log2 of {name_of(seen)}", **histogram, global_step=seen.step)
 
     def finish(self) -> None:
-        """Closes the files."""
+        """Closes TensorBoard's files."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""A session's steps and observations for Weights & Biases; needs the extra [wandb]."""
+"""Logs a session's steps and observations to Weights & Biases; needs the extra [wandb]."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ STEP = "halfstep/step"
 class WandB(NumbersSink):
     """Logs to a run of Weights & Biases: `initialize(..., sinks=[WandB(wandb.init(...))])`.
 
-    The names are TensorBoard's, drawn over `halfstep/step`, so that they stand beside what you log yourself. Verdicts
-    and findings are in the run's summary. `close()` logs what is left; the run itself is yours to finish.
+    The names are the same as in TensorBoard. The numbers are drawn over `halfstep/step`, so they do not disturb the
+    steps of your own logging. Verdicts and findings are in the run's summary. `close()` logs what is left, but does not
+    finish the run.
     """
 
     where = "the wandb run"
@@ -32,9 +33,9 @@ class WandB(NumbersSink):
             run.define_metric(names, step_metric=STEP)
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Logs numbers beside their step."""
+        """Logs numbers together with their step."""
         self._run.log({STEP: step, **numbers})
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Puts a text into the summary."""
+        """Puts a text into the run's summary."""
         self._run.summary[f"halfstep/{name} of step {step}"] = text

@@ -1,4 +1,4 @@
-"""A prediction of what other formats would do, for the terminal."""
+"""The table of what other formats are predicted to do, for the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 8  # modules that should stay full, of each format
 
 
 def whatif_table(result: WhatIf, *, modules: bool = False) -> Group:
-    """Returns the safe loss scales, what formats do to each kind of tensor, and which modules should stay full.
+    """Returns tables of safe loss scales, of the effect of formats on each kind of tensor, and of modules to keep full.
 
     `modules` adds a row for each module and kind.
     """
@@ -101,7 +101,7 @@ def _below(result: WhatIf) -> Iterator[str]:
             yield f"{fmt}: {finding.code} at {finding.place}: {finding.evidence}; {finding.advice}"
     yield (
         "Lost: nonzero values that become zero. SNR: squares of the values over squares of their rounding errors;"
-        " 20 dB is one part in a hundred. Safe: the largest gradient times the scale is below the format's largest"
+        " 20 dB is a ratio of 100. Safe: the largest gradient times the scale is below the format's largest"
         " value, and each module's gradients have 20 dB."
     )
 
@@ -113,7 +113,7 @@ def _mean(rows: Sequence[Rounded], name: str) -> float:
 
 
 def _table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    """Returns a table that, where it has little room, breaks names and headers over lines, and no figure."""
+    """Returns a table that, in a narrow terminal, wraps names and headers but never figures."""
     table = Table(box=None, padding=(0, 1))
     for header, *cells in zip(headers, *lines, strict=True):
         figures = [word for cell in cells for word in cell.split() if header not in WORDS]

@@ -134,11 +134,14 @@ def test_rows_that_cannot_be_compared_say_why():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is not a result"),
-        ("[]", "is not a result"),
+        ("{", "is not a benchmark result"),
+        ("[]", "is not a benchmark result"),
         ("{}", "workload|machine"),
         (bench_json(simulated(0)).replace('"runs"', '"rows"'), "runs"),
-        (bench_json(result([BenchRun("a", "O0", "bf16", False, False, times_ms=(0.0,))])), "a step of no time"),
+        (
+            bench_json(result([BenchRun("a", "O0", "bf16", False, False, times_ms=(0.0,))])),
+            "a step time that is not positive and finite",
+        ),
     ],
 )
 def test_a_file_that_is_no_result_is_one_error(tmp_path, text, why):
@@ -153,9 +156,9 @@ def test_other_work_is_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "saved.json").write_text(bench_json(simulated(0)))
     found = load_saved(tmp_path / "saved.json")
     check_comparable(found, "w", {"batch": 4})
-    with pytest.raises(WorkloadError, match="workload 'w', this is 'v'"):
+    with pytest.raises(WorkloadError, match="workload 'w', this run 'v'"):
         check_comparable(found, "v", {"batch": 4})
-    with pytest.raises(WorkloadError, match="batch 4 there and 8 here"):
+    with pytest.raises(WorkloadError, match="batch is 4 in the file, 8 now"):
         check_comparable(found, "w", {"batch": 8})
 
 
@@ -214,7 +217,7 @@ def test_memory_that_was_counted_another_way_is_not_compared():
 
 
 def test_a_process_that_fails_is_one_error_with_what_it_said():
-    with pytest.raises(WorkloadError, match=r"a process of the benchmark ended with code 2; it said: .*no workload"):
+    with pytest.raises(WorkloadError, match=r"a process of the benchmark ended with code 2; it wrote: .*no workload"):
         repeat(["no workload"], 2, command="", progress=lambda what, done, total: None)
 
 
@@ -259,17 +262,19 @@ def test_points_of_one_sweep_alone_are_new_or_gone_and_of_a_broken_one_not_judge
 
 def test_another_sweep_is_refused_before_anything_is_measured(tmp_path):
     work = load_workload("regression", {"batch": "2"})
-    with pytest.raises(WorkloadError, match=r"--against has m, batch 1, this is m, batch 2; compare the same"):
+    with pytest.raises(
+        WorkloadError, match=r"--against has m, batch 1, this sweep has m, batch 2; at least one must be in both"
+    ):
         check_comparable_sweep(sweep(simulated(0)), [("m", work)])
-    with pytest.raises(WorkloadError, match="workload 'w', this is 'regression'"):
+    with pytest.raises(WorkloadError, match="workload 'w', this run 'regression'"):
         check_comparable_sweep(sweep(simulated(0), simulated(0)), [("m", work)])
     path = tmp_path / "x.json"
-    with pytest.raises(WorkloadError, match="has no point of a sweep"):
+    with pytest.raises(WorkloadError, match="holds no measured sweep point"):
         load_saved_sweep(path)
     path.write_text(bench_json(simulated(0)))
     with pytest.raises(WorkloadError, match=r"KeyError: 'schema'.*name another file with --against"):
         load_saved_sweep(path)
     path.write_text(sweep_json(sweep(simulated(0))))
     assert len(load_saved_sweep(path).points) == 1
-    with pytest.raises(WorkloadError, match="is not a result of this halfstep's bench"):
+    with pytest.raises(WorkloadError, match="is not a benchmark result of this halfstep version"):
         load_saved(path)

@@ -259,7 +259,7 @@ def test_batches_that_end_are_an_error_of_every_row_that_keeps_what_it_has():
 
     rows, _, _ = recorded("a", "b")
     for run in bench(Short(batch=4, d_in=8, d_out=8), rows, steps=4, device=CPU, memory=False).runs:
-        assert run.error == "batch 3 of seed 0: the workload's batches() ended; let it yield batches without end"
+        assert run.error == "batch 3 of seed 0: the workload's batches() ended; it must yield batches without end"
         assert len(run.times_ms) == 2
 
 
@@ -272,7 +272,7 @@ def test_missing_data_ends_it_before_anything_is_measured():
 
 @pytest.mark.parametrize(("steps", "seeds"), [(0, (0,)), (1, ())])
 def test_nothing_to_do_is_an_error(steps, seeds):
-    with pytest.raises(WorkloadError, match="nothing to measure"):
+    with pytest.raises(WorkloadError, match="expected at least one step and one seed"):
         bench(SMALL, [O0], steps=steps, seeds=seeds, device=CPU)
 
 

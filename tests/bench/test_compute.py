@@ -97,4 +97,4 @@ def test_each_is_a_command_with_its_page(name, charts, tmp_path, monkeypatch):
             assert browser.errors == []
             assert browser.run("document.querySelectorAll('.chart .main-svg').length") >= charts
     refused = CliRunner().invoke(app, ["bench", name, "--steps", "3"])
-    assert str(refused.exception) == f"{name} takes no --steps; leave it out"
+    assert str(refused.exception) == f"{name} does not use --steps; leave it out"

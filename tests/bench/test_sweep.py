@@ -174,9 +174,9 @@ def test_progress_counts_examples(played):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"steps": 3}, "steps: 2 there, 3 here"),
-        ({"batches": (2, 8)}, "batch sizes: 2, 4 there, 2, 8 here"),
-        ({"rows": (O0,)}, "rows: O0, O2 bf16 there, O0 here"),
+        ({"steps": 3}, "steps: 2 in the file, 3 now"),
+        ({"batches": (2, 8)}, "batch sizes: 2, 4 in the file, 2, 8 now"),
+        ({"rows": (O0,)}, "rows: O0, O2 bf16 in the file, O0 now"),
     ],
 )
 def test_a_sweep_that_was_asked_for_otherwise_is_not_gone_on_with(played, change, said):
@@ -221,11 +221,11 @@ def test_a_file_that_has_the_path_of_its_data_is_read_as_one_that_has_its_name(p
     [
         ({"models": ("resnet19",)}, "unknown model 'resnet19'; did you mean 'resnet18'"),
         ({"models": ("regression@x",)}, "@x is not a batch size"),
-        ({"models": ()}, "a sweep needs a model"),
-        ({"rows": ()}, "a sweep needs a model"),
-        ({"steps": 0}, "a sweep needs a model"),
+        ({"models": ()}, "a sweep needs at least one model"),
+        ({"rows": ()}, "a sweep needs at least one model"),
+        ({"steps": 0}, "a sweep needs at least one model"),
         ({"batches": (0,)}, "batch=0 must be above 0"),
-        ({"settings": {"batch": "3"}}, "give one of them"),
+        ({"settings": {"batch": "3"}}, "pass only one of them"),
         ({"settings": {"depth": "3"}}, "regression has no setting depth"),
     ],
 )
@@ -241,7 +241,7 @@ def test_bad_input_is_refused_before_anything_is_measured(played, change, said):
         ("{", "JSONDecodeError"),
         ("[]", "TypeError"),
         ('{"workload": "char_lm"}', "KeyError"),
-        ('{"schema": 2}', "its schema is 2, this halfstep's is 1"),
+        ('{"schema": 2}', "its schema is 2, that of this halfstep version is 1"),
         ('{"schema": 1}', "ValidationError"),
         ('{"schema": 1, "asked": {}, "total": 2}', "KeyError: 'points'"),
     ],
@@ -287,7 +287,7 @@ def test_what_is_no_file_is_written_to_but_keeps_no_sweep(tmp_path):
     reader.join()
     assert got == ["text"]
     assert pipe.is_fifo()
-    with pytest.raises(WorkloadError, match="pipe is not a file, and a sweep keeps its points in one"):
+    with pytest.raises(WorkloadError, match="pipe is not a regular file, which a sweep needs for its points"):
         read_sweep(pipe)
 
 
@@ -318,7 +318,9 @@ def test_a_first_batch_that_fails_is_one_message_before_anything_is_measured(
 def test_what_is_emulated_is_not_compiled():
     assert compiled(O2).name == "O2 bf16 compiled"
     assert compiled(O2).refused is None
-    assert compiled(Entry("O1", FP16, peer=False, emulated=True)).refused == "emulation excludes torch.compile"
+    assert (
+        compiled(Entry("O1", FP16, peer=False, emulated=True)).refused == "emulation does not work with torch.compile"
+    )
 
 
 @pytest.mark.parametrize("row", [O0, O2])
@@ -346,7 +348,7 @@ def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
         ),
         ("raise RuntimeError('can not allocate memory: you tried')", OutOfMemory, "^out of memory: can not"),
         ("os.kill(os.getpid(), signal.SIGKILL)", OutOfMemory, "^out of memory: the system killed the process"),
-        ("os._exit(7)", WorkloadError, "^the process ended with code 7; it said: .*noise"),
+        ("os._exit(7)", WorkloadError, "^the process ended with code 7; it wrote: .*noise"),
     ],
 )
 def test_a_process_says_how_it_ended(third, kind, said, tmp_path):

@@ -37,7 +37,7 @@ def test_fp16_on_a_cpu_is_emulated_and_its_peer_is_not_run(processor):
     o1, amp = entries(["O1"], [FP16], DeviceFacts("cpu", processor=processor), peer=True)
     assert (o1.emulated, o1.refused) == (True, None)
     assert o1.name == "O1 fp16 (emulated)"
-    assert amp.refused == "fp16 is emulated on this cpu, which torch.amp cannot do"
+    assert amp.refused == "fp16 must be emulated on this cpu, and torch.amp cannot emulate"
 
 
 @pytest.mark.parametrize(

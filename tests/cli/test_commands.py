@@ -176,7 +176,7 @@ def test_a_full_disk_is_one_message_and_leaves_the_json_file_that_was_there(half
     bench = ["bench", "regression", "--steps", 1, "--levels", "O0", "--no-peer", *SMALL]
     code, out, err = halfstep(*bench, "--json", path)
     assert code == 2
-    why = "No space left on device; it is as it was: make room and run the same again"
+    why = "No space left on device; it is unchanged; free some space and run again"
     assert err == f"halfstep: --json {path} could not be written: {why}\n"
     assert "O0" in out  # what was measured is on the screen
     assert [(each.name, each.read_text(encoding="utf-8")) for each in tmp_path.iterdir()] == [("x.json", "before")]
@@ -219,7 +219,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
             ["bench", "regression", "--device", "tpu"],
             "halfstep: --device 'tpu' is unknown; choose one of auto, cpu, cuda",
         ),
-        (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
         (["bench", ""], "halfstep: unknown workload ''"),
         (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; pass the folder aclImdb"),
         (["bench", "regression", "--data", "."], "halfstep: regression reads no data, but got data=.; leave it out"),
@@ -230,17 +230,17 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regression", "--low", "e4m3"], "halfstep: level O1 cannot train in e4m3"),
         (["check", "regression", "--device", "tpu"], "halfstep: --device 'tpu' is unknown"),
-        (["check", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["check", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
         (["inspect", "nothing"], "halfstep: unknown workload 'nothing'"),
         (["inspect", "regression", "--level", "O9"], "halfstep: unknown level 'O9'"),
-        (["inspect", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["inspect", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
         (["inspect", "regression", "--set", "batch=0"], "halfstep: regression: batch=0 must be above 0"),
         (["whatif", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["whatif", "regression", "--formats", "fp17"], "halfstep: unknown format 'fp17'"),
         (["whatif", "regression", "--formats", ","], "halfstep: formats must name one or more formats other than fp32"),
         (["whatif", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["whatif", "regression", "--loss-scale", "-1"], "halfstep: scale init"),
-        (["whatif", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: there is no folder"),
+        (["whatif", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
     ],
 )
 def test_a_bad_request_is_one_message_and_exit_code_2(halfstep, arguments, message):
@@ -293,7 +293,7 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
         run.kill()
     assert run.returncode == 130, err
     assert "Traceback" not in err
-    assert "Interrupted: what was measured so far" in out
+    assert "Interrupted: the table shows what was measured so far" in out
     assert "O1 bf16" in out
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert result["complete"] is False

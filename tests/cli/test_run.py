@@ -161,11 +161,11 @@ def test_processes_of_torchrun_train_alike_and_one_of_them_tells_how(tmp_path):
         ),
         (
             Ran(None, 0, "torch.amp's GradScaler", 2.0, None, 0),
-            "the script brings torch.amp's GradScaler; no session was added, 2.0 s",
+            "the script uses torch.amp's GradScaler; no session was added, 2.0 s",
         ),
         (
             Ran(Status("O1", "fp16", 7, 2, {}, (), {"weights": 2**20}), 0, "apex.amp", 2.0, None, 0),
-            "the script brings apex.amp; no session was added, O1 fp16, 7 steps, 2 skipped, 2.0 s, weights 1.0 MiB",
+            "the script uses apex.amp; no session was added, O1 fp16, 7 steps, 2 skipped, 2.0 s, weights 1.0 MiB",
         ),
         (
             Ran(Status("O0", "bf16", 7, 0, {}, (), {"weights": 2**20, "masters": 0}), 2**21, None, 2.0, None, 0),

@@ -36,7 +36,7 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
     played.log.clear()
     code, again, err = halfstep("bench", "regression", "--batch-size", "2,4", *SMALL, *files)
     assert (code, again, played.log) == (0, out, [])
-    assert "has 2 of 2 points, which are not measured again" in " ".join(err.split())
+    assert "already has 2 of 2 points; these are not measured again" in " ".join(err.split())
     assert (tmp_path / "x.json").read_bytes() == before
     code, _, err = halfstep("bench", "regression", "--batch-size", "2,8", *SMALL, *files)
     assert (code, "another sweep" in err, "measured again" in err) == (2, True, False)
@@ -95,8 +95,11 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
     played.log.clear()
     for arguments, said in (
         (["--batch-size", "2", "--json", saved], "are both"),
-        (["--batch-size", "8"], "--against has regression, batch 2, this is regression, batch 8; compare the same"),
-        (["--largest-batch", "1GiB"], "leave out --against"),
+        (
+            ["--batch-size", "8"],
+            "--against has regression, batch 2, this sweep has regression, batch 8; at least one must be in both",
+        ),
+        (["--largest-batch", "1GiB"], "--against cannot compare"),
     ):
         code, _, err = halfstep(*few, *arguments, "--against", saved)
         assert (code, said in err, played.log) == (2, True, [])
@@ -108,19 +111,19 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
         (["regression", "--batch-size", "0"], "'0' holds '0', which is not a size"),
         (["regression", "--batch-size", ","], "',' holds ',', which is not a size"),
         (["regression", "--batch-size", "4,x"], "holds 'x', which is not a size"),
-        (["regression", "--model", "resnet18"], "both say what is trained"),
+        (["regression", "--model", "resnet18"], "both choose what is trained"),
         (["--model", "resnet19"], "unknown model 'resnet19'"),
         (
             ["regresion", "--batch-size", "4"],
             "unknown model 'regresion'; did you mean 'regression'? choose one of resnet18",
         ),
         (["--model", "resnet18"], "cifar_resnet: no data given"),
-        (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep takes one seed"),
+        (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep runs each row with one seed"),
         (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),
         (["regression", "--batch-size", "4", "--low", "e4m3"], "e4m3"),
-        (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; give two"),
-        (["matmul", "--json", "x", "--page", "x"], "--page and --json are both x; give two files"),
-        (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: there is no folder"),
+        (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; pass two"),
+        (["matmul", "--json", "x", "--page", "x"], "--page and --json are both x; pass two different files"),
+        (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: the folder"),
     ],
 )
 def test_bad_input_is_one_message(halfstep, played, arguments, said):

@@ -80,7 +80,7 @@ def test_the_reason_has_the_figures_of_both_formats():
     [
         (
             dict(product_bf16=3.0, convolution_bf16=0.6, product_fp16=0.01, convolution_fp16=0.01),
-            "bf16 is faster in matrix products alone, and a model that has few others may gain at O1",
+            "bf16 is faster in matrix products only; a model with few other operations may gain at O1",
         ),
         (
             dict(product_bf16=1.07, convolution_bf16=1.07, product_fp16=0.01, convolution_fp16=0.01),
@@ -213,7 +213,7 @@ def test_fewer_threads_than_cores_are_timed_and_put_back(monkeypatch):
     monkeypatch.setattr(settings, "speedup", lambda *times: 1.8)
     found = settings._threads(0.0)
     assert torch.get_num_threads() == before
-    assert found.costs == f"speed: a matrix product takes 1.8 times as long as on {before + 1}"
+    assert found.costs == f"speed: a matrix product takes 1.8 times as long as on {before + 1} threads"
     assert f"set_num_threads({before + 1})" in found.advice
     monkeypatch.setattr(settings, "speedup", lambda *times: 1.02)
     assert settings._threads(0.0).costs is None
@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(config):
 
 def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, monkeypatch):
     measured = []
-    with pytest.raises(HalfstepError, match="is of the processor, and this is cuda; add --device cpu"):
+    with pytest.raises(HalfstepError, match="works for a CPU only, got device cuda; add --device cpu"):
         doctor.examine(torch.device("cuda"), tell=measured.append, keep=True)
     config.parent.parent.mkdir(parents=True, exist_ok=True)
     config.parent.write_text("no folder")

@@ -176,7 +176,7 @@ def test_a_rule_that_keeps_products_full_is_named_with_the_edit_that_undoes_it(l
         first = halfstep.inspect(session, closure).savings[0]
         plan = session.plan.edit(*first.cure)
     assert (first.code, first.place.partition(",")[0]) == ("ran full", "a")
-    assert "Rule('a', FULL) keeps it so" in first.evidence.replace("pattern=", "").replace("policy=", "")
+    assert "Rule('a', FULL) keeps it in fp32" in first.evidence.replace("pattern=", "").replace("policy=", "")
     with session_of(model, plan, low=None) as session:
         after = halfstep.inspect(session, closure)
         assert session.assignment.of("a").compute is halfstep.BF16
@@ -545,7 +545,7 @@ def test_an_edit_that_the_model_refuses_is_not_named(session_of, monkeypatch):
     with session_of(model, "O2", rules=[Rule("*", FULL)]) as session:
         found = halfstep.inspect(session, lambda: model(torch.randn(4, 8)).square().mean())
     (saving,) = found.savings
-    assert "Rule('*', FULL) keeps it so" in saving.evidence
+    assert "Rule('*', FULL) keeps it in fp32" in saving.evidence
     assert saving.cure == ()
 
 

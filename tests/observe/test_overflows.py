@@ -305,7 +305,7 @@ def test_log_page_live_line_and_headline_say_it(tmp_path):
     page = page_of(run)
     assert page.headline.tone == "bad"
     assert page.headline.text.startswith(
-        "Wrong values, all finite: mul in norm overflows in fp16, and rsqrt makes 0 of"
+        "Wrong values, all finite: mul in norm overflows in fp16, and rsqrt turns that into 0 instead of"
     )
     assert page.headline.text.endswith("in 3 of 3 observed steps, from step 1")
     (row,) = page.rows

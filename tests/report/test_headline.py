@@ -91,7 +91,7 @@ RUNS = {
     ),
     "a scale that lives at its floor": (
         (O2, *(step(number, skipped=number % 50 == 0, scale=1) for number in range(1, 102))), BAD,
-        "Skips even at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them there",
+        "Skips even at the smallest loss scale, 1: 2 of 101 steps skipped, 2 of them at that scale",
     ),
     "warned of while it was stuck": (
         (O2, *steps(1, 40, skipped=range(20, 41)), verdict(), *steps(41, 60, skipped=range(41, 61), scale=1)), BAD,
@@ -105,7 +105,7 @@ RUNS = {
     ),
     "bad data that brought the scale to its floor": (
         (O2, *steps(1, 20, skipped=range(5, 21), scale=1), verdict("input data"), *steps(21, 60, scale=1)), BAD,
-        "Skips even at the smallest loss scale, 1: 16 of 60 steps skipped, 16 of them there; after step 20: "
+        "Skips even at the smallest loss scale, 1: 16 of 60 steps skipped, 16 of them at that scale; after step 20: "
         "the input data of h.1.attn are not finite",
     ),
     "a verdict long before the scale came down is not its cause": (

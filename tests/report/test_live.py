@@ -173,5 +173,5 @@ def test_a_process_without_standard_streams_has_no_line(monkeypatch):
 
 @pytest.mark.parametrize("often", [0, -1.0, "x", None, True])
 def test_a_line_that_is_never_drawn_is_refused(often):
-    with pytest.raises(LogError, match="it must be > 0"):
+    with pytest.raises(LogError, match="must be a number > 0"):
         LiveLine(per_second=often)

@@ -344,7 +344,7 @@ def test_of_steps_that_are_made_again_the_last_making_counts(path):
     assert [values.loss for values in run.steps] == [1.0, 20.0]
     assert [(seen.step, seen.module) for seen in run.observations()] == [(2, "new")]
     assert run.observed == (2,)
-    assert any("went back to step 2; 2 steps" in note for note in run.notes)
+    assert any("went back to step 2; 2 earlier steps" in note for note in run.notes)
 
 
 def test_an_observation_before_the_step_gone_back_to_stays(path):
@@ -400,9 +400,9 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(path):
         (b'{"type":"sta', "cut within its first line"),
         (b"epoch,loss\n1,2\n", "not a run log"),
         (b"\x89PNG\x00\xff\n", "not a run log"),
-        (b'{"loss":1.0}\n', "first line is not one"),
-        (b"[1]\n", "first line is not one"),
-        (b'{"type":"start","schema":3,"new":1}\n', "schema 3, this halfstep reads 2"),
+        (b'{"loss":1.0}\n', "first line is not a log.s"),
+        (b"[1]\n", "first line is not a log.s"),
+        (b'{"type":"start","schema":3,"new":1}\n', "schema 3, but this halfstep version reads schema 2"),
         (b'{"type":"start","schema":2}\n', "damaged in its first line .*missing required field `time`"),
         (b'{"type":"start","schema":2,"time":1e18,"halfstep":"1","torch":"2"}\n', "damaged in its first line"),
     ],
@@ -494,7 +494,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(path, caplog):
     log(step(1))
     log(step(2))
     assert len(caplog.records) == 1
-    assert "cannot be written any more" in caplog.text
+    assert "can no longer be written" in caplog.text
 
 
 def test_a_closed_log_says_so_once(path, caplog):
@@ -508,7 +508,7 @@ def test_a_closed_log_says_so_once(path, caplog):
 
 
 def test_a_record_of_another_kind_is_refused(path):
-    with RunLog(path) as log, pytest.raises(LogError, match="not dict"):
+    with RunLog(path) as log, pytest.raises(LogError, match="got dict"):
         log.record({"loss": 1.0})
 
 

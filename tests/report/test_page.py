@@ -256,7 +256,9 @@ def test_facts_of_a_run(tmp_path):
 @pytest.mark.parametrize("entries", [{"name": "O9"}, {"scale": 3}, {"rules": [3]}])
 def test_a_plan_that_is_not_read_is_said_to_be(tmp_path, entries):
     plan = entries if "name" in entries else START.plan | entries
-    assert dict(page(tmp_path, replace(START, plan=plan)).facts)["plan"].endswith("not a plan that this halfstep reads")
+    assert dict(page(tmp_path, replace(START, plan=plan)).facts)["plan"].endswith(
+        "not a plan that this halfstep version can read"
+    )
 
 
 def test_facts_of_a_log_without_a_session(tmp_path):
@@ -289,7 +291,7 @@ def test_a_format_may_be_named(tmp_path, low):
 
 @pytest.mark.parametrize("run", ["run.jsonl", None])
 def test_what_is_no_run_is_refused(run):
-    with pytest.raises(LogError, match=r"the Run that read_log\(path\) returns, not of"):
+    with pytest.raises(LogError, match=r"expected a Run, as read_log\(path\) returns it, got"):
         page_of(run)
 
 

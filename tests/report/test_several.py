@@ -78,7 +78,7 @@ def test_logs_that_are_not_of_one_run_are_one_error(changed, message, tmp_path):
     if other.plan is None:
         other = replace(other, plan=zero.plan, modules=zero.modules)
     other = replace(other, processes=zero.processes)
-    with pytest.raises(LogError, match=f"are not of one run: {message}; name one log of each process"):
+    with pytest.raises(LogError, match=f"are not of one run: {message}; pass one log of each process"):
         rows_of([zero, one, other])
 
 
@@ -89,5 +89,5 @@ def test_another_run_the_same_file_and_the_same_process_are_told(tmp_path):
         rows_of([zero, later])
     with pytest.raises(LogError, match="they are the same file"):
         rows_of([zero, replace(zero)])
-    with pytest.raises(LogError, match="are both of process 0: name one log"):
+    with pytest.raises(LogError, match="are both of process 0; pass one log"):
         rows_of([zero, replace(one, process=0)])

@@ -106,7 +106,7 @@ def test_the_recommendation_is_the_fastest_that_learns_everywhere(change, said):
 
 def test_where_low_is_slower_o0_is_recommended_with_what_it_costs():
     sweep = replace(SWEEP, points=(point_of("resnet18", 4, O0, run_of("O2 bf16", 200.0, 0.5, 60)),))
-    said = "Train at O0 where its memory is there: the fastest other, O2 bf16, is 0.50 times as fast as O0 "
+    said = "Train at O0 if its memory is available: the fastest other, O2 bf16, is 0.50 times as fast as O0 "
     said += "(this cpu has no fast bf16 units), with 0.60 of its peak memory."
     assert sweep_headline(sweep) == said
     assert sweep_headline(replace(SWEEP, points=(point_of("x", 4, O0),))).startswith("Nothing to recommend")
@@ -123,8 +123,8 @@ OUT_OF_MEMORY = {"error": "step 1: out of memory: no more", "losses": (), "vs_o0
         ([1, 0], [1, 1], "{}; at 1 of 2 points O0 alone ran out of memory."),
         ([1, 1], [1, 0], "{}; at 1 of 2 points O1 bf16 alone ran out of memory."),
         ([0], [1], "Train at O1 bf16: the fastest that fits; O0 ran out of memory."),
-        ([0], [0], "Nothing to recommend: no other level trained beside O0 throughout."),
-        ([1, 1], [1, "KeyError: 'x'"], "Nothing to recommend: no other level trained beside O0 throughout."),
+        ([0], [0], "Nothing to recommend: no other level could be compared with O0 throughout."),
+        ([1, 1], [1, "KeyError: 'x'"], "Nothing to recommend: no other level could be compared with O0 throughout."),
     ],
 )
 def test_where_memory_runs_out_the_other_points_are_compared(full, low, said):

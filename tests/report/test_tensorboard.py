@@ -98,7 +98,7 @@ def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path, monkeypatch, cap
         board(step(2))
         board.record(seen(2, "head", {0: 1}))
     (message,) = caplog.messages
-    assert message == f"{tmp_path} cannot be written any more (No space left on device); the run goes on without it"
+    assert message == f"{tmp_path} can no longer be written (No space left on device); the run goes on without it"
 
 
 def test_the_output_of_a_module_has_the_name_of_the_module(tmp_path):

@@ -89,4 +89,4 @@ class Full(WandB):
 def test_a_service_that_is_gone_does_not_end_the_run(tmp_path, caplog):
     run = wandb.init(mode="disabled", dir=tmp_path)
     written(Full(run))
-    assert caplog.text.count("the wandb run cannot be written any more (gone); the run goes on without it") == 1
+    assert caplog.text.count("the wandb run can no longer be written (gone); the run goes on without it") == 1
