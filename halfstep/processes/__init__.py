@@ -1,1 +1,1 @@
-"""The only room that knows several processes: who reduces gradients, where parts lie, and the one sum of a step."""
+"""The only package that deals with several processes: gradient reduction, shards, and the one sum of a step."""

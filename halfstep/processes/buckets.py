@@ -1,6 +1,6 @@
-"""Low gradients of replicas, summed in fp32: over the processes, and over the backward passes of a step.
+"""Sums low-precision gradients of replicas in fp32: over the processes, and over the backward passes of a step.
 
-Without postponed annotations, which `register_comm_hook` compares as objects.
+This file has no postponed annotations, since `register_comm_hook` compares annotations as objects.
 """
 
 import logging
@@ -22,11 +22,12 @@ _LOG = logging.getLogger("halfstep")
 
 
 class WideSums:
-    """Sums low gradients in fp32 where DistributedDataParallel would sum them low, in a communication hook of it.
+    """A communication hook that sums low gradients in fp32, where DistributedDataParallel would sum them low.
 
-    Each process sums its share of a bucket; buckets travel low, in as many bytes as an all-reduce of them sends. What
-    earlier backward passes have left is held apart meanwhile (`hold`, `release`), since a bucket is low. What is the
-    same in all processes already is added to the mean, anything else before it is sent.
+    Each process sums its share of a bucket. Buckets are sent low, in as many bytes as an all-reduce of them sends.
+    Gradients of earlier backward passes are in fp32, which a bucket cannot hold: they are set aside during the backward
+    pass (`hold`, `release`). If they are the same in all processes already, they are added to the mean, otherwise to
+    the bucket before it is sent.
     """
 
     def __init__(self) -> None:
@@ -42,14 +43,14 @@ class WideSums:
         self._stream: torch.cuda.Stream | None = None
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        """Tells whether the gradients of a parameter are summed here."""
+        """Tells whether this object sums the gradients of a parameter."""
         return parameter in self._covered
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WideSums, ()  # wrappers keep their hooks in copies and pickles, where they are not called
 
     def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Has a wrapper's gradients summed here once it is taken over, where it has no hook of its own."""
+        """Notes a wrapper; `take_over` will sum its low gradients here, unless it has a communication hook by then."""
         low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
         if low:
             self._pending.append((weakref.ref(wrapper), low))
@@ -60,7 +61,7 @@ class WideSums:
         self.take_over()
 
     def take_over(self) -> None:
-        """Takes over the wrappers that have been added, whose users can have registered hooks until now."""
+        """Registers this hook with the wrappers added since the last call, except those with a hook of their own."""
         for reference, low in self._pending:
             wrapper = reference()
             if wrapper is not None and self._register(wrapper):
@@ -79,14 +80,16 @@ class WideSums:
             else:
                 return True
         _LOG.info(
-            "DistributedDataParallel has a communication hook, which sums gradients as it does; halfstep's is off"
+            "DistributedDataParallel already has a communication hook, which sums the gradients; halfstep's own hook, "
+            "which would sum low gradients in fp32, is off"
         )
         return False
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Takes an fp32 gradient out of `p.grad`, so that a backward pass makes a low one there.
+        """Takes an fp32 gradient out of `p.grad`, so that the next backward pass makes a low gradient there.
 
-        A wrapper wants one there too for a parameter that an earlier pass has used and the one that it reduces has not.
+        If the wrapper allows unused parameters, sets `p.grad` to low zeros: the wrapper needs a gradient there even if
+        only an earlier pass has used the parameter.
         """
         assert parameter.grad is not None
         self._held[parameter], parameter.grad = parameter.grad, None
@@ -95,7 +98,7 @@ class WideSums:
             parameter.grad = torch.zeros_like(parameter)
 
     def release(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Returns what was held of these parameters and is still to be added to `p.grad`, after a backward pass."""
+        """Returns, after a backward pass, the held gradients of these parameters that `p.grad` does not yet include."""
         left: dict[nn.Parameter, Tensor] = {}
         if not (self._held or self._reduced or self._common):  # as where no wrapper sums
             return left
@@ -111,7 +114,7 @@ class WideSums:
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
-        """Answers for a process that has run out of data, within `join()`."""
+        """Returns a context, within `join()`, in which this process counts as one that has run out of data."""
         self._has_data = False
         try:
             yield
@@ -119,9 +122,9 @@ class WideSums:
             self._has_data = True
 
     def add_held(self, bucket: Any) -> None:
-        """Adds what is held, and is not the same in all processes, to a bucket of low gradients; notes its parameters.
+        """Adds the held gradients that differ between processes to a bucket of low gradients; notes its parameters.
 
-        Rounded once, to what travels.
+        The sum is computed in fp32 and rounded once, to the format that is sent.
         """
         parameters = bucket.parameters()
         self._reduced.update(parameters)
@@ -130,7 +133,7 @@ class WideSums:
                 gradient.copy_(gradient.float().add_(self._held[p]))
 
     def divisor(self, device: torch.device) -> Tensor | int:
-        """Returns how many processes a mean is over."""
+        """Returns the number of processes that a mean is taken over."""
         assert self.group is not None  # there is one where a hook is called
         if not self.counts:
             return self.group.size()
@@ -139,7 +142,7 @@ class WideSums:
         return present
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Returns where gradients are sent, once all is done that the present stream has been given."""
+        """Returns the stream that sends gradients, after making it wait for the work of the current stream."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -152,8 +155,8 @@ def mean_of_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Turns a bucket of gradients into their mean over the processes: a communication hook.
 
-    On a GPU the backward pass goes on meanwhile: the collectives have a stream of their own, which the future knows.
-    On a CPU they are waited for here, so that all processes make them in the order of the buckets.
+    On a GPU the backward pass goes on meanwhile: the collectives run on a separate stream, which the future knows. On a
+    CPU this function waits for the collectives, so that all processes run them in the order of the buckets.
     """
     buffer = bucket.buffer()
     if buffer.device.type != "cuda":
@@ -178,7 +181,10 @@ def _mean(sums: WideSums, bucket: Any) -> Tensor:
 
 
 def _low_mean_(t: Tensor, divisor: Tensor | int, group: dist.ProcessGroup | None) -> Tensor:
-    """Makes a 1-D low tensor the sum over the processes by `divisor`, each share summed in fp32 and rounded once."""
+    """Replaces a 1-D low tensor by its sum over the processes divided by `divisor`.
+
+    Each process sums its share in fp32 and rounds it once.
+    """
     size = dist.get_world_size(group)
     share = -(-t.numel() // size)
     sent = pad(t, (0, share * size - t.numel())) if t.numel() % size else t

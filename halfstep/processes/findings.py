@@ -1,4 +1,4 @@
-"""The one sum of a step: what each process tells all others in it, and what is read of it late."""
+"""The one sum of a step over the processes: what each process reports in it, and flags that are read late."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
 
 @dataclass(frozen=True)
 class Findings:
-    """What one process knows of a step's gradients and losses, or, once it is summed, all of them together.
+    """What one process found in a step's gradients and losses, or, once summed, what all processes found together.
 
-    `square` is this process's share of the squared L2 norm of the true gradients (0-dim float64): the shares of all add
-    up to it. The others are bool: `gradients` has a flag for each
-    parameter of the step whose gradient is not finite, `losses` (`LOSSES` long) one for each loss that overflowed,
-    `processes` one for each process in which a loss did, and `stops` one for each process that wants all to stop.
-    `same` (2 x processes) has in the place of each process what all must have alike: a number of the loss scales that
-    its gradients carry, and one of its weights (float64, 0 in the place of others); once summed, whether the process
-    has another one than the first (bool).
+    `square` is this process's share of the squared L2 norm of the true gradients (0-dim float64); the shares of all
+    processes add up to it. The next four are bool: `gradients` tells for each parameter of the step whether its
+    gradient is not finite, `losses` (`LOSSES` long) for each loss whether it overflowed, `processes` for each process
+    whether one of its losses overflowed, and `stops` for each process whether it requests all to stop.
+    `same` (2 x processes) compares what must be the same in all processes. Before the sum it has, in this process's
+    column, a number computed from the loss scales that its gradients carry, and a number computed from its weights
+    (float64; 0 in the other columns). After the sum it tells for each process whether its number differs from that of
+    process 0 (bool).
     """
 
     square: Tensor
@@ -35,10 +36,11 @@ class Findings:
     same: Tensor
 
     def packed(self) -> Tensor:
-        """Returns one float64 vector: the share of the squared norm, the flags, and a number of each process.
+        """Returns one float64 vector: the share of the squared norm, the flags, and one number for each process.
 
-        Whole numbers below 2**53, also once they are summed. Flags count how many processes have them, in as many bits
-        as that takes, so that several share a number; only one process adds to what is in its own place.
+        Flags and numbers are whole numbers below 2**53, also after the sum, so they stay exact. The sum counts for each
+        flag how many processes set it; a count takes few bits, so several flags share one number. Each process adds
+        only to its own number.
         """
         flags = torch.cat((self.gradients, self.losses))
         bits, room = _room(len(self.processes))
@@ -49,7 +51,7 @@ class Findings:
         return torch.cat((self.square.double().view(1), (rows * places).sum(1), own.double()))
 
     def unpacked(self, total: Tensor) -> Findings:
-        """Returns what a sum of `packed` vectors says."""
+        """Returns the findings of all processes from the sum of their `packed` vectors."""
         size = len(self.processes)
         bits, room = _room(size)
         square, rows, own = torch.split(total, [1, len(total) - 1 - size, size])
@@ -63,39 +65,40 @@ class Findings:
 
     @property
     def norm(self) -> Tensor:
-        """The root of `square` (0-dim fp32).
+        """The square root of `square` (0-dim fp32).
 
-        Of n shares of one fp32 number it is that number: its square is exact in float64, and n shares and their sum are
-        off by less than n units in 2**53.
+        If n processes each share the norm of the same gradients, this returns that fp32 norm exactly: its square is
+        exact in float64, and the error of the n shares and their sum is less than n units in 2**53.
         """
         return self.square.sqrt().float()
 
 
 def _room(size: int) -> tuple[int, int]:
-    """Returns how many bits count a flag of so many processes, and how many such counts share a float64 number."""
+    """Returns how many bits the count of a flag over `size` processes takes, and how many counts fit into a float64."""
     bits = size.bit_length()
     return bits, 53 // bits
 
 
 def _folded(t: Tensor, bits: int) -> Tensor:
-    """Returns so many bits (int64) for float64 numbers: 0 for 0, others for other powers of two, and as good as random.
+    """Returns a hash of `bits` bits (int64) of float64 numbers: 0 for 0, and different for different powers of two.
 
-    The highest ones of a product with an odd number, that of the golden ratio (Knuth, TAOCP 3, 6.4).
+    Multiplicative hashing: the highest bits of the product with an odd number from the golden ratio (Knuth, TAOCP 3,
+    6.4).
     """
     return (t.view(torch.int64) * -0x61C8864680B583EB >> 64 - bits) & ((1 << bits) - 1)
 
 
 class LateNumbers:
-    """Which flags are set, read on the host in the same step in every process, and without waiting for that step.
+    """Reads flags on the host, at the same step in every process, without waiting for the step that just ran.
 
-    On a CPU that is at once; elsewhere `LAG` steps later, which is further than a host runs ahead of its device.
+    On a CPU flags are read at once, elsewhere `LAG` steps later: a host does not run that far ahead of its device.
     """
 
     def __init__(self) -> None:
         self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def read(self, flags: Tensor) -> list[int]:
-        """Takes the flags of a step and returns the numbers of those set in the step that has come."""
+        """Takes the flags of this step; returns the indices of the flags set in the step that can now be read."""
         if flags.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return []

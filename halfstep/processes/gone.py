@@ -1,4 +1,4 @@
-"""Processes that are gone while others wait for them: who they are, and the error that the others end with."""
+"""Processes that are gone while others wait for them: finds which, and raises an error that names them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _OPENINGS = count()
 
 @contextmanager
 def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
-    """Names the processes that are gone where a collective operation inside fails.
+    """Names the processes that are gone, if a collective operation inside the context fails.
 
-    `meeting` is a text that these processes alone have: torchrun keeps its store for those that it starts again.
+    `meeting` is a text that only these processes have, since torchrun keeps its store when it restarts processes.
 
     Raises:
         SessionError: a connection to other processes was closed or timed out in `what`.
@@ -36,21 +36,21 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
             raise
         said = _said_of(absent(group, meeting))
         raise SessionError(
-            f"process {dist.get_rank()} got no answer in {what} ({error}): {said}. Nothing was updated here: start all "
-            f"of them again from the last checkpoint; {more(PROCESSES)}"
+            f"process {dist.get_rank()} got no answer in {what} ({error}): {said}. This process has updated nothing; "
+            f"restart all processes from the last checkpoint; {more(PROCESSES)}"
         ) from error
 
 
 def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Returns the same for where sessions are opened, in which all processes of a group meet as often."""
+    """Returns `naming_who_is_gone` for `halfstep.initialize`, which all processes of a group call equally often."""
     return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
 
 
 @contextmanager
 def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Tells the processes that hold shards of the models of an error inside, who wait for this one in `told_by_all`.
+    """Reports an error inside the context to the processes that hold shards of the models.
 
-    A collective call then.
+    They wait for this process in `told_by_all`; so after an error this is a collective call.
     """
     try:
         yield
@@ -65,10 +65,10 @@ def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None = None) -> list[Any]:
-    """Returns what each process of a group tells all others; waits for them.
+    """Returns the `value` of each process of a group; waits for all of them.
 
     Raises:
-        SetupError: one of them has `failed` instead.
+        SetupError: a process reported in `failed` that it has raised an error.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (value, failed), group=group)
@@ -79,9 +79,9 @@ def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None 
 
 
 def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:
-    """Returns which processes of a group do not find within `ROLL_CALL` that it has failed.
+    """Returns the processes of a group that do not report within `ROLL_CALL` seconds that the group has failed.
 
-    Those that are there tell the store that they met in, which answers whatever has become of the group.
+    They report through the group's store, which answers even if the group no longer works.
     """
     own = dist.get_rank()
     missing = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
@@ -101,11 +101,11 @@ def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:
 
 def _said_of(ranks: Sequence[int]) -> str:
     if not ranks:
-        return "all of them are there, so they make other steps (fewer batches, another loss_id)"
+        return "no process is missing, so they make different steps (fewer batches, another loss_id)"
     if len(ranks) == 1:
-        return f"process {ranks[0]} has ended, has raised, or is late (fewer batches); its own last lines say why"
+        return f"process {ranks[0]} has ended, has raised, or is late (fewer batches); see the end of its output"
     named = ", ".join(map(str, ranks))
     return (
-        f"the processes {named} have ended, have raised, are late (fewer batches), or still wait for one that has; "
-        "their own last lines say why"
+        f"the processes {named} have ended, have raised, are late (fewer batches), or wait for one of the others; see "
+        "the end of their output"
     )

@@ -1,4 +1,4 @@
-"""What one process of a group does for all of them: it holds whole tensors, works, and tells the others."""
+"""Work that one process of a group does for all: it gathers whole tensors, runs a function, and sends the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Returns the state of a model with whole tensors in the process `rank`, and nothing in the others.
+    """Returns the state dict of a model with whole tensors in process `rank`, and an empty dict in the others.
 
     A collective call, which gathers one tensor at a time.
     """
@@ -29,10 +29,10 @@ def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
 
 
 def run_on_rank(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
-    """Runs something in the process `rank` and returns what it returns in all of a group; a collective call.
+    """Calls `run` in process `rank` and returns its result in all processes of a group; a collective call.
 
     Raises:
-        SessionError: it has raised, which that process raises as it came; or what it returns cannot be sent.
+        SessionError: `run` has raised (process `rank` raises the original error), or its result cannot be pickled.
     """
     failed: Exception | None = None
     sent: list[Any] = [None, None]

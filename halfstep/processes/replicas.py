@@ -1,4 +1,4 @@
-"""Processes that train one model: who reduces their gradients, what they agree on, and the one sum of a step."""
+"""Processes that train one model: what reduces their gradients, what must be the same, and the one sum of a step."""
 
 from __future__ import annotations
 
@@ -33,25 +33,28 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replica(Protocol):
-    """What is to be the same in all processes, as a session gives it."""
+    """State of a session that must be the same in all processes, as `Replicas` reads and writes it."""
 
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """Returns in words what the processes must have in common to train these parameters, a line for each fact."""
+        """Describes what the processes must have in common to train these parameters, one line for each fact."""
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns the memory that holds the values of those of these parameters that are not all in themselves."""
+        """Returns the stored tensors of those parameters whose fp32 value is not in the parameter alone.
+
+        These are the parameter and its master or remainder.
+        """
 
     def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each of these parameters by name; empty where there is none."""
+        """Returns the optimizer state of each of these parameters, by name; empty for a parameter without state."""
 
     def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from another process's optimizer states of these parameters."""
+        """Loads another process's optimizer states of these parameters."""
 
     def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Returns the options of each parameter group of an optimizer that has some of these."""
+        """Returns the options of each parameter group with some of these parameters."""
 
     def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Goes on with another process's options of these groups."""
+        """Writes another process's options into these parameter groups."""
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter, for messages."""
@@ -60,21 +63,21 @@ class Replica(Protocol):
         """Returns the call of `fully_shard` that fits the plan, for messages."""
 
     def state(self) -> Any:
-        """Returns further state that is to be the same, as plain values."""
+        """Returns further state that must be the same in all processes, as plain values."""
 
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
-        """Goes on from another process's state, which has been written into what is held of these parameters.
+        """Loads another process's `state`, after its values were written into the `held` tensors of these parameters.
 
-        `sent_again`: their stored forms will be written once more, with the same values.
+        `sent_again`: the stored weights will be written once more, with the same values.
         """
 
 
 class Replicas:
-    """The processes that train a session's models together, each on a replica; this process alone until they are.
+    """The processes that train a session's models together, each on a replica; at first this process trains alone.
 
-    A wrapper of torch's DistributedDataParallel makes them so, for good: whether a process sums may not hang on when
-    its garbage is collected. Torch tells of each wrapper when it is made (`register_module_module_registration_hook`);
-    those made before `open` are looked for.
+    Once a model is wrapped in DistributedDataParallel, the processes train together for good, even after the wrapper is
+    gone: whether a process takes part in the sum must not depend on when its garbage is collected. A torch hook
+    (`register_module_module_registration_hook`) reports each new wrapper; `search` finds those made before `open`.
     """
 
     def __init__(self, roots: Sequence[nn.Module], replica: Replica) -> None:
@@ -92,13 +95,13 @@ class Replicas:
         self._undo = ExitStack()
 
     def meet(self) -> None:
-        """Has the processes that hold the shards of the models compare what they train; nothing where none are sharded.
+        """Checks that all processes with shards of the models train the same; does nothing if no model is sharded.
 
         A collective call.
 
         Raises:
-            SessionError: what is trained differs between them, or one of them is gone.
-            SetupError: the `mp_policy` of a module does, or one of them has raised.
+            SessionError: what is trained differs between processes, or a process is gone.
+            SetupError: the `mp_policy` of a module differs between processes, or a process has raised an error.
         """
         if own_shards := sharded_parameters(self._roots):
             self._group, self.sharded = group_of(own_shards), True
@@ -119,7 +122,7 @@ class Replicas:
                     )
 
     def open(self, *, search: bool) -> None:
-        """Takes note of wrappers from now on; `search` looks for those that were made before, too."""
+        """Notes each wrapper that is made from now on; `search` also looks for those made before."""
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -134,47 +137,47 @@ class Replicas:
             self.search()
 
     def search(self) -> None:
-        """Looks for wrappers that were made before this was opened; nothing where one is known."""
+        """Looks for wrappers that were made before `open`; does nothing if a wrapper is known already."""
         if self._group is None:
             for wrapper in living_wrappers_of(self._roots):
                 self._attach(wrapper, self._shared(wrapper, wrapper.module))
 
     def close(self) -> None:
-        """Takes note of nothing more, and leaves torch's own hooks on the wrappers."""
+        """Stops noting wrappers, and puts torch's own join hooks back on them."""
         self._undo.close()
 
     @property
     def reduced(self) -> bool:
-        """Whether gradients are reduced over processes, in the format in which their parameters are stored."""
+        """Whether DistributedDataParallel reduces the gradients, in the format in which the parameters are stored."""
         return self._group is not None and not self.sharded
 
     @property
     def size(self) -> int:
-        """How many processes a step asks, where it asks some."""
+        """The number of processes that train together."""
         return dist.get_world_size(self._group)
 
     @property
     def joining(self) -> bool:
-        """Whether processes may have run out of data, within `join()` of a wrapper: they do not answer a sum.
+        """Whether a wrapper is within `join()`, where processes may have run out of data.
 
-        They answer the collective operations of DistributedDataParallel alone. So what its reduction brings is all that
-        the others learn of each other.
+        Such processes answer only the collective operations of DistributedDataParallel, not the sum of a step. So the
+        processes learn of each other only what the reduction of gradients tells them.
         """
         wrapper = None if self._join is None else self._join()
         return wrapper is not None and is_joining(wrapper)
 
     def is_own(self, device: torch.device) -> Tensor:
-        """Returns which of the processes is this one (bool, one for each); the same tensor each time."""
+        """Returns a bool for each process, True for this process only; the same tensor each time."""
         if self._is_own is None or self._is_own.device != device:
             numbers = torch.arange(dist.get_world_size(self._group), device=device)
             self._is_own = numbers == dist.get_rank(self._group)
         return self._is_own
 
     def summing(self) -> bool:
-        """Tells whether a step asks the other processes.
+        """Tells whether a step sums over the other processes.
 
         Raises:
-            SessionError: the process group is gone.
+            SessionError: the process group was destroyed.
         """
         if self._group is not None and not group_is_open():
             raise SessionError(
@@ -186,9 +189,10 @@ class Replicas:
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step that updates these parameters: one all-reduce.
 
+        The first step with these parameters also checks that all processes train the same.
+
         Raises:
-            SessionError: what they train differs between processes; looked at when parameters first come. Or one of
-                them is gone.
+            SessionError: what is trained differs between processes, or a process is gone.
         """
         total = own.packed()
         with self.naming_who_is_gone("the step"):
@@ -199,15 +203,15 @@ class Replicas:
         return own.unpacked(total)
 
     def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context whose error, where processes of the group are gone, names them; `what` needs them."""
+        """Returns a context whose error names the processes of the group that are gone; `what` is what runs inside."""
         if self._group is None and not group_is_open():
             return nullcontext()
         return naming_who_is_gone(self._group, what, f"halfstep/failed/{self._meeting}")
 
     def sampled(self, device: torch.device) -> Tensor:
-        """Returns a number (0-dim float64) of the bits of a few weights, other ones each time but in no process.
+        """Returns a number (0-dim float64) computed from the bits of a few weights, the same weights in all processes.
 
-        In turn of each parameter that is to be alike: all of them, or a row, or less of a long one.
+        Each call takes the next parameter that must be the same: all of it, or one row, or part of a long row.
         """
         number, self._samples = self._samples, self._samples + 1
         if not self._alike:
@@ -217,7 +221,7 @@ class Replicas:
         return number_of.double().to(device, non_blocking=True)  # exact: below 2**53
 
     def parted(self) -> dict[str, list[int]]:
-        """Returns which parameters that are to be alike are not: their names, and in which processes other than 0.
+        """Returns the names of parameters that should be the same but differ, with the processes that differ from 0.
 
         A collective call, which waits for the device.
         """
@@ -233,7 +237,7 @@ class Replicas:
         return self._replica.held([parameter]) or [parameter]
 
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module | None) -> None:
-        """Hands on what the first process holds of the parameters whose stored form the wrapper is about to send."""
+        """Attaches a new wrapper; if it will broadcast its weights, first copies masters and states from process 0."""
         shared = [] if module is None else self._shared(wrapper, module)
         if shared:
             self._attach(wrapper, shared)
@@ -243,14 +247,14 @@ class Replicas:
     def _attach(self, wrapper: DistributedDataParallel, shared: Sequence[nn.Parameter]) -> None:
         if self.sharded:
             raise SetupError(
-                "the model is sharded over processes and wrapped in DistributedDataParallel as well; leave the wrapper "
-                "out and give fully_shard a mesh of two dimensions (replicate, shard): fully_shard(model, "
+                "the model is sharded over processes and wrapped in DistributedDataParallel as well; remove the "
+                "wrapper and pass fully_shard a mesh of two dimensions (replicate, shard): fully_shard(model, "
                 "mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')))"
             )
         if self._group is not None and self._group != wrapper.process_group:
             raise SetupError(
-                "the models of one session are wrapped in DistributedDataParallel over different process groups; give "
-                "all of them the same process_group, or each model a session of its own"
+                "the models of one session are wrapped in DistributedDataParallel over different process groups; use "
+                "the same process_group for all of them, or a separate session for each model"
             )
         self._group, self._is_own = wrapper.process_group, None
         self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
@@ -259,18 +263,19 @@ class Replicas:
         self._undo.callback(_retire, weakref.ref(wrapper), [p for p in shared if p.dtype in LOW_DTYPES])
 
     def begin_join(self, wrapper: DistributedDataParallel, *, by_initial: bool) -> None:
-        """Says that processes may from now on run out of data at different times.
+        """Begins `join()`: from now on processes may run out of data at different times.
 
-        `by_initial`: gradients are divided by the number of all processes, not of those that have data.
+        `by_initial`: gradients are divided by the number of all processes, not of those that still have data.
         """
         self._join = weakref.ref(wrapper)
         self.sums.take_over()  # a process without any data makes no backward pass, and answers the others'
         self.sums.counts = not by_initial
 
     def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
-        """Hands on what the last process that had data holds; torch sends the stored weights of one of the last.
+        """Ends `join()`: sends the weights and masters of the last process that had data to all others.
 
-        Optimizer states too, in which those that ran out of data lag: the next step would part the weights again.
+        Optimizer states are sent too: those of processes that ran out of data lag, and the next step would make the
+        weights differ again. torch itself sends only the stored weights, of one of the last processes.
         """
         self._join, self.sums.counts = None, False
         last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
@@ -278,14 +283,14 @@ class Replicas:
         self._hand_on(self._shared(wrapper, wrapper.module), int(last), sent_again=False)
 
     def _shared(self, wrapper: DistributedDataParallel, module: nn.Module) -> list[nn.Parameter]:
-        """Returns which of the session's parameters the wrapper of a module keeps alike."""
+        """Returns the session's parameters that the wrapper of a module keeps the same in all processes."""
         own = {id(p) for root in self._roots for p in root.parameters()}
         ignored: set[str] = wrapper.parameters_to_ignore
         return [p for name, p in module.named_parameters() if id(p) in own and name not in ignored]
 
     @torch.no_grad()
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
-        """Writes what a process holds of parameters into all others, bit for bit; what its optimizers do too."""
+        """Copies weights, masters and optimizer states of these parameters from `source` to all others, bit for bit."""
         states = self._compare(parameters)
         for tensor in self._replica.held(parameters):
             bits = tensor.detach()
@@ -300,7 +305,7 @@ class Replicas:
 
     @torch.no_grad()
     def _hand_on_moments(self, parameters: Sequence[nn.Parameter], source: int) -> None:
-        """Gives the optimizers of all others the states and options that those of a process have, bit for bit."""
+        """Copies optimizer states and options of these parameters from `source` to all others, bit for bit."""
         is_source = dist.get_rank(self._group) == source
         own = self._replica.moments(parameters) if is_source else []
         plain = [
@@ -321,10 +326,10 @@ class Replicas:
             self._replica.take_options(parameters, sent[0][1])
 
     def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
-        """Returns the state of each process; waits for all of them.
+        """Returns the `Replica.state` of each process; waits for all of them.
 
         Raises:
-            SessionError: they have not the same in common.
+            SessionError: what is trained differs between processes.
         """
         lines = self._replica.described(parameters)
         found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), self._group)
@@ -339,23 +344,26 @@ class Replicas:
 
 
 def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Parameter]) -> None:
-    """Has a wrapper refuse to train once the parameters that it was made for are no longer stored low."""
+    """Makes a wrapper refuse to train once the parameters that it was made for are no longer stored low."""
     own = wrapper()
     if own is not None and low:
         own.register_forward_pre_hook(_Retired(low))
 
 
 class _Retired:
-    """A hook that refuses to train parameters of other dtypes; copies of a wrapper are made for theirs, and train."""
+    """A hook that refuses to train parameters whose dtype has changed since the wrapper was made.
+
+    In a copy of the wrapper it does nothing: the copy was made for the dtypes that its parameters have.
+    """
 
     def __init__(self, made_for: Sequence[nn.Parameter]) -> None:
         self._made_for = [(weakref.ref(p), p.dtype) for p in made_for]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Looks at the parameters before a forward.
+        """Checks the parameters before a forward.
 
         Raises:
-            SessionError: one has another dtype now.
+            SessionError: the dtype of a parameter has changed.
         """
         if not (module.training and torch.is_grad_enabled()):
             return
@@ -364,7 +372,7 @@ class _Retired:
         ):
             raise SessionError(
                 "the session of this model is closed and its weights are fp32 again, but DistributedDataParallel was "
-                "made for low ones and would no longer reduce their gradients: wrap the model again "
+                "made for low weights and would no longer reduce their gradients; wrap the model again "
                 "(wrapped = DistributedDataParallel(model))"
             )
 
@@ -374,32 +382,35 @@ class _Retired:
 
 @dataclass(frozen=True)
 class _Like:
-    """What a tensor on the device of its parameter is announced with."""
+    """Shape and dtype of a tensor on the device of its parameter, which are sent before the tensor itself."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @classmethod
     def of(cls, value: Any, parameter: nn.Parameter) -> Any:
-        """Returns what stands for a value: for a tensor that is no number; anything else is sent as it is."""
+        """Returns what to send for a value: a `_Like` for a tensor on the parameter's device, else the value itself.
+
+        A 0-dim tensor, or a tensor on another device, is sent as a value, from the CPU.
+        """
         if not isinstance(value, Tensor):
             return value
         return cls(value.shape, value.dtype) if value.dim() and value.device == parameter.device else value.cpu()
 
     def empty(self, device: torch.device) -> Tensor:
-        """Returns room for the tensor."""
+        """Returns an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class _Join:
-    """What stands in for a wrapper's `join_hook`; in copies and pickles of the wrapper it only passes on."""
+    """Replaces the `join_hook` of a wrapper; in copies and pickles of the wrapper it only calls torch's `join_hook`."""
 
     def __init__(self, wrapper: DistributedDataParallel | None = None, replicas: Replicas | None = None) -> None:
         self._wrapper = _weak(wrapper)
         self._replicas = _weak(replicas)
 
     def attach(self) -> Callable[[], None]:
-        """Puts itself on the wrapper and returns the undo."""
+        """Sets this object as the wrapper's `join_hook`; returns a function that undoes this."""
         own = self._wrapper
         if (wrapper := own()) is not None:
             wrapper.__dict__["join_hook"] = self
@@ -412,7 +423,7 @@ class _Join:
         return undo
 
     def __call__(self, **kwargs: Any) -> JoinHook:
-        """Returns torch's hook, followed by the session's."""
+        """Begins `join()`; returns torch's hook, extended by what the session does at the end of `join()`."""
         wrapper, replicas = self._wrapper(), self._replicas()
         assert wrapper is not None  # whose attribute this is
         hook: JoinHook = type(wrapper).join_hook(wrapper, **kwargs)  # type: ignore[no-untyped-call]
@@ -429,24 +440,24 @@ class _Join:
 
 
 class _Joined(JoinHook):
-    """Torch's hook of a wrapper, after which a session hands on what it holds."""
+    """Torch's join hook of a wrapper, after which the session sends its weights, masters and optimizer states."""
 
     def __init__(self, hook: JoinHook, wrapper: DistributedDataParallel, replicas: Replicas) -> None:
         self._hook, self._wrapper, self._replicas = hook, wrapper, replicas
 
     def main_hook(self) -> None:
-        """Answers one step of those that have data."""
+        """Takes part in the collective operations of one step of the processes that still have data."""
         with self._replicas.sums.without_data():
             self._hook.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Makes the replicas alike when nobody has data any more."""
+        """Makes the replicas the same when no process has data any more."""
         self._hook.post_hook(is_last_joiner)
         self._replicas.end_join(self._wrapper, is_last_joiner)
 
 
 def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Returns who reduces gradients of the models' parameters; nobody but the garbage collector knows them all."""
+    """Returns the DistributedDataParallel wrappers of these models' parameters, found through the garbage collector."""
     if not group_is_open():
         return []
     own = {id(p) for root in roots for p in root.parameters()}
@@ -457,14 +468,14 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Returns those of `wrappers_of` that are in use: the same in all processes, whatever was collected where."""
+    """Returns the wrappers that are still in use, after a garbage collection, so that all processes find the same."""
     if wrappers_of(roots):  # to collect takes half a second
         gc.collect()
     return wrappers_of(roots)
 
 
 def _part(t: Tensor, turn: int) -> Tensor:
-    """Returns all of a tensor, or a row of it, other ones in other turns; without a copy."""
+    """Returns a tensor, or if it is long a part of it that depends on `turn`; without a copy."""
     while t.numel() > SAMPLE:
         t = t[turn % len(t)] if t.dim() > 1 else t[:SAMPLE]
     return t
@@ -472,7 +483,7 @@ def _part(t: Tensor, turn: int) -> Tensor:
 
 @torch.no_grad()
 def _number_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a number (0-dim int64) of the bits of floating tensors: the same where these are the same."""
+    """Returns a number (0-dim int64) computed from the bits of floating tensors: the same for the same tensors."""
     numbers = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     return torch.stack([number * (i + 1) for i, number in enumerate(numbers)]).sum()
 
@@ -483,6 +494,6 @@ def _weak(value: T | None) -> Callable[[], T | None]:
 
 def _differing(rank: int, theirs: str, first: str) -> SessionError:
     return SessionError(
-        f"what is trained differs between processes: process {rank} has {theirs}, process 0 has {first}; make model, "
-        "optimizer and plan alike in all of them"
+        f"what is trained differs between processes: process {rank} has {theirs}, process 0 has {first}; use the same "
+        "model, optimizer and plan in all processes"
     )

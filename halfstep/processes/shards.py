@@ -1,6 +1,6 @@
-"""Tensors that are sharded over processes: the parts that lie here, and how often each shard is there.
+"""Tensors that are sharded over processes: this process's shard of each, and how many different shards there are.
 
-To import torch's modules for them takes a second, so that is left to who has such tensors.
+torch's modules for sharded tensors take a second to import, so only functions that meet such tensors import them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(t: Any) -> TypeGuard[DTensor]:
-    """Tells whether a tensor lies in parts over the processes of a mesh: a DTensor, also where all have the whole."""
+    """Tells whether a tensor is a DTensor, placed on a mesh of processes, even if each process has all of it."""
     if not isinstance(t, Tensor) or not is_wrapped(t):
         return False
     from torch.distributed.tensor import DTensor
@@ -35,7 +35,7 @@ def is_sharded(t: Any) -> TypeGuard[DTensor]:
 
 
 def local(t: Tensor) -> Tensor:
-    """Returns the part of `t` that lies here, in the same memory and without a graph; a plain tensor itself."""
+    """Returns this process's shard of `t`, in the same memory and without a graph; a plain tensor is returned as is."""
     if not is_sharded(t):
         return t
     with torch.no_grad():
@@ -44,9 +44,9 @@ def local(t: Tensor) -> Tensor:
 
 
 def like(t: Tensor, part: Tensor) -> Tensor:
-    """Returns a `part` of this process as one of a tensor that is sharded as `t` is; itself where `t` is plain.
+    """Returns a DTensor sharded like `t` whose shard in this process is `part`; returns `part` if `t` is plain.
 
-    Shape and stride are given: what torch computes from the parts here is wrong for shards of different sizes.
+    Shape and stride are taken from `t`: what torch computes from the shard is wrong if shards differ in size.
     """
     if not is_sharded(t):
         return part
@@ -56,7 +56,7 @@ def like(t: Tensor, part: Tensor) -> Tensor:
 
 
 def spread(value: Tensor, t: Tensor) -> Tensor:
-    """Returns a `value` of the shape of `t` sharded as `t` is; one that is whole in each process is cut, not sent."""
+    """Returns a `value` of the shape of `t`, sharded like `t`; each process cuts its shard, and nothing is sent."""
     if not is_sharded(t) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -65,13 +65,13 @@ def spread(value: Tensor, t: Tensor) -> Tensor:
 
 
 def part_of(grad: Tensor, p: Tensor) -> Tensor:
-    """Returns the gradient of the part of `p` that lies here; `grad` itself where it is not placed as `p` is."""
+    """Returns the gradient of this process's shard of `p`; returns `grad` as is if it is not placed like `p`."""
     placed = is_sharded(grad) and is_sharded(p) and grad.placements == p.placements
     return local(grad) if placed else grad
 
 
 def shards(p: Tensor) -> int:
-    """Returns into how many different parts a tensor is cut: 1 where each process has all of it."""
+    """Returns how many different shards a tensor is cut into: 1 if each process has all of it."""
     if not is_sharded(p):
         return 1
     sizes = zip(p.placements, p.device_mesh.shape, strict=True)
@@ -95,7 +95,7 @@ def fsdp_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
 
 
 def policies(roots: Sequence[nn.Module]) -> dict[str, str]:
-    """Returns by its name what each module that `fully_shard` was called on was given as `mp_policy`."""
+    """Returns the `mp_policy` of each module that `fully_shard` was called on, as text, by module name."""
     sharding = {id(module) for module in fsdp_modules(roots)}
     words = functools.cache(str)  # one object for equal policies, which is sent once
     return {
@@ -107,25 +107,26 @@ def policies(roots: Sequence[nn.Module]) -> dict[str, str]:
 
 
 def group_is_open() -> bool:
-    """Tells whether this process is one of a group that trains together."""
+    """Tells whether a process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def own_number() -> int | None:
-    """Returns this process's rank, None where it trains alone."""
+    """Returns this process's rank, or None if no process group is initialized."""
     return dist.get_rank() if group_is_open() else None
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Gives models their sharded parameters back, which after an evaluation are whole ones."""
+    """Puts the sharded parameters back into models, which hold gathered ones after an evaluation."""
     for module in fsdp_modules(roots):
         module.reshard()
 
 
 class Unreduced:
-    """Watches that gradients which wait in FSDP2 for their reduction are not added to those under another loss scale.
+    """Refuses a backward pass that would add to unreduced gradients in FSDP2 that carry another loss scale.
 
-    They wait after a backward pass with `set_requires_gradient_sync(False)`, where nobody but FSDP2 has them.
+    FSDP2 keeps gradients unreduced after a backward pass with `set_requires_gradient_sync(False)`; they are not in
+    `p.grad`, so halfstep cannot rescale them.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -133,10 +134,10 @@ class Unreduced:
         self._carried: tuple[Tensor, int] | None = None  # the scale of the last backward pass, and the writes to it
 
     def before_backward(self, scale: Tensor) -> None:
-        """Takes note of the scale of the backward pass that comes.
+        """Notes the scale of the next backward pass.
 
         Raises:
-            SessionError: gradients under another scale wait.
+            SessionError: unreduced gradients carry another scale.
         """
         before, self._carried = self._carried, (scale, version_of(scale))
         if before is None or (before[0] is scale and before[1] == self._carried[1]):
@@ -144,24 +145,24 @@ class Unreduced:
         if any(holds_unreduced(module) for module in fsdp_modules(self._roots)):
             self._carried = before
             raise SessionError(
-                "gradients of an earlier backward pass wait for their reduction (set_requires_gradient_sync(False)), "
-                "and carry another loss scale than this pass: call model.set_requires_gradient_sync(True) before the "
-                "last backward pass of a loss_id, and before each step"
+                "gradients of an earlier backward pass wait for their reduction (set_requires_gradient_sync(False)) "
+                "and carry another loss scale than this pass; call model.set_requires_gradient_sync(True) before the "
+                "last backward pass of each loss_id, and before each step"
             )
 
 
 def group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup:
-    """Returns the processes that any of these sharded parameters lie on; the first time a collective call.
+    """Returns the group of the processes that hold shards of these parameters; a collective call the first time.
 
     Raises:
-        SetupError: this process is not one of them.
+        SetupError: this process holds no shards.
     """
     meshes: list[DeviceMesh] = list({id(p.device_mesh): p.device_mesh for p in parameters if is_sharded(p)}.values())
     ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     if dist.get_rank() not in ranks:
         raise SetupError(
-            f"the model is sharded over the processes {ranks}, and this one is {dist.get_rank()}; call "
-            "halfstep.initialize in those alone"
+            f"the model is sharded over the processes {ranks}, and this is process {dist.get_rank()}; call "
+            "halfstep.initialize only in the processes that hold shards"
         )
     world = dist.group.WORLD
     assert world is not None  # a mesh needs one

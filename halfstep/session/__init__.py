@@ -1,1 +1,1 @@
-"""The session: the only part of halfstep that touches a model or an optimizer, and it can undo all that it did."""
+"""The session: the only part of halfstep that changes models and optimizers; it can undo every change."""

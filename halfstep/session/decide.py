@@ -1,4 +1,4 @@
-"""What a session is to do, decided once, before anything is touched."""
+"""Decides what a session will do, once, before it changes anything."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Stepping = Literal["session", "optimizer"]
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """Which models train under which plan, where, and with what of this machine.
+    """What a session will do: which models it trains, under which plan, and on which device and processor.
 
-    `roots` are the models without wrappers, and `assignment` is what the plan gives their modules. `emulate` says that
-    products of the low format are computed in a wider one. `mixed` is False where everything runs as written.
-    `stepping` says who is called for a step. Parameters that are `already_low`, in the plan's format, start from what
-    they are and keep their dtype.
+    `roots` are the models without their wrappers, and `assignment` has the formats that the plan gives their modules.
+    `emulate`: products of the low format are computed in a wider format. `mixed` is False if everything runs as
+    written. `stepping`: whose `step` the training loop calls. Parameters in `already_low` are stored in the plan's low
+    format before the session starts; they keep their values and their dtype.
     """
 
     roots: tuple[nn.Module, ...]
@@ -68,10 +68,11 @@ def decide(  # noqa: PLR0913  # all that it depends on
     made_low: Sequence[nn.Parameter] = (),
     already_low: Sequence[nn.Parameter] = (),
 ) -> Decision:
-    """Returns what a session of these models and optimizers is to do; `plan` becomes one that fits the optimizers.
+    """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
 
-    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that will be fp32 again by then;
-    trainable ones that are low otherwise are refused, unless they are told to be `already_low`.
+    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that another session stores low and
+    that will be fp32 again when this session opens. Other trainable parameters in a low format are refused, unless
+    `already_low` lists them.
 
     Raises:
         PlanError: the plan fits no module.
@@ -109,7 +110,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
 
 
 def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Plan) -> Decision:
-    """Returns what a session without optimizers is to do with copies of the models, under another plan."""
+    """Returns what a session without optimizers will do with copies of the models, under another plan."""
     mixed = plan.ops != "none"
     return replace(
         decision,
@@ -123,7 +124,7 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
 
 
 def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:
-    """Says what the optimizers cost that halfstep has no update of its own for, where they cost more than in fp32."""
+    """Warns about optimizers without an update of halfstep's own, if they cost more than in fp32."""
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
         for optimizer in optimizers:
             if row_of(optimizer) is None:
@@ -132,11 +133,11 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
 
 @functools.cache
 def _say_that_it_steps_itself(name: str) -> None:
-    """Says, once per process, what an optimizer of this name costs."""
+    """Warns, once per process, about what an optimizer of this name costs."""
     _LOG.warning(
-        "halfstep has no update of its own for %s: it steps itself, on fp32 copies of weights that are stored low "
-        "(2 bytes per parameter more than split masters take), and waits for the device at each step; "
-        "torch.optim.Adam, AdamW and SGD and halfstep's Lion, Lamb and NovoGrad have one",
+        "halfstep has no update of its own for %s, so the optimizer's own step runs, on fp32 copies of the weights "
+        "that are stored low (2 bytes per parameter more than split masters take), and waits for the device at each "
+        "step; to avoid this use torch.optim.Adam, AdamW or SGD, or halfstep's Lion, Lamb or NovoGrad",
         name,
     )
 
@@ -145,7 +146,7 @@ def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module],
     """Refuses optimizers that cannot train their parameters under a plan.
 
     Raises:
-        SetupError: an optimizer cannot, by its parameters, their shards, or the closure that it needs.
+        SetupError: an optimizer does not fit the plan because of its parameters, their shards, or its closure.
     """
     check_parameters(optimizers, models, plan)
     _refuse_whole_rows(optimizers, plan)
@@ -153,7 +154,7 @@ def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module],
 
 
 def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses optimizers of halfstep's own whose law needs whole weights, where they get sharded ones."""
+    """Refuses sharded parameters in optimizers whose update in halfstep needs whole weights."""
     for optimizer in optimizers:
         row = row_of(optimizer)
         if plan.ops == "none" or row is None or not row.whole:
@@ -167,11 +168,11 @@ def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
 
 
 def _refuse_wrapped_before(roots: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuses models whose gradients a wrapper reduces that was made before the plan stores their weights low."""
+    """Refuses models that are already wrapped in DistributedDataParallel, if the plan stores their weights low."""
     if plan.param == "low" and living_wrappers_of(roots):
         raise SetupError(
             f"the model has been wrapped in DistributedDataParallel; at {plan.name} the weights change their format, "
-            "which would silently end its gradient reduction. Initialize the plain model first and wrap it after "
-            "(`session = halfstep.initialize(model, optimizer, ...)`, `wrapped = DistributedDataParallel(model)`), and "
-            "delete what is left of earlier wrappers"
+            "which would silently end the wrapper's gradient reduction. Initialize the plain model first and wrap it "
+            "afterwards (`session = halfstep.initialize(model, optimizer, ...)`, "
+            "`wrapped = DistributedDataParallel(model)`), and delete all references to earlier wrappers"
         )

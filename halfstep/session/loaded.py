@@ -20,28 +20,29 @@ from halfstep.processes.shards import reshard
 from halfstep.torch_internals import parameters_of
 
 _LOG = logging.getLogger("halfstep")
-FOR_INFERENCE = "; for inference alone call model.requires_grad_(False) before, which keeps them as they are"
+FOR_INFERENCE = "; for inference only, call model.requires_grad_(False) first, which keeps the parameters as they are"
 
 
 @contextmanager
 def widened(
     models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter], *, training: bool = True
 ) -> Iterator[None]:
-    """Turns trainable parameters that came in bf16 or fp16 into fp32 ones, and back if an error comes inside.
+    """Converts trainable parameters that were loaded in bf16 or fp16 to fp32; an error inside undoes this.
 
-    Buffers beside them too, as running statistics, which hardly move in a low format. Says what it did. `made_low` are
-    parameters that a session has made low. `training` is False where no optimizer is there yet.
+    Also converts the buffers of their modules, since running statistics hardly change in a low format. Logs what was
+    converted. `made_low` are parameters that a session has made low. `training` is False while there is no optimizer.
 
     Raises:
-        SetupError: a model with such parameters is wrapped in DistributedDataParallel already.
+        SetupError: a model with such parameters is already wrapped in DistributedDataParallel.
     """
     reshard(models)  # else the low weights that FSDP2 gathered for an evaluation would be taken for the model's
     loaded = {id(p): p for p in loaded_low(models, plan, made_low)}
     roots = [unwrap(model) for model in models]
     if loaded and living_wrappers_of(roots):
         raise SetupError(
-            "the model has been wrapped in DistributedDataParallel, and its trainable weights are low: they become "
-            "fp32, which would silently end its gradient reduction. Initialize the plain model first and wrap it after"
+            "the model has been wrapped in DistributedDataParallel and has trainable weights in low precision; they "
+            "become fp32, which would silently end the wrapper's gradient reduction. Initialize the plain model first "
+            "and wrap it afterwards"
         )
     put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
     message = _what_became(list(loaded.values()), plan) + ("" if training else FOR_INFERENCE)
@@ -64,13 +65,13 @@ def widened(
 def _what_became(loaded: Sequence[nn.Parameter], plan: Plan) -> str:
     formats = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in loaded}))
     if plan.master != "none":
-        what = "they are the low half of fp32 values now, which start from them and are trained"
+        what = "each now has an fp32 master, which starts from the loaded value and is what is trained"
     elif plan.param == "low":
-        what = f"{plan.name} trains them without fp32 values beside them, which loses small updates; O2 keeps them"
+        what = f"{plan.name} trains them without fp32 masters, which loses small updates; O2 keeps masters"
     else:
         size = sum(p.numel() * (4 - p.itemsize) for p in loaded) / 2**20
-        what = f"they are fp32 now, which takes {size:.1f} MiB more (O2 stores them low, beside what fp32 has beyond)"
+        what = f"they are fp32 now, which takes {size:.1f} MiB more (O2 stores them low, with an fp32 master for each)"
     return (
-        f"{len(loaded)} trainable parameters came in {formats}: {what}; state_dict() is fp32, and model.to(...) after "
-        "session.close() gives the format that they came in"
+        f"{len(loaded)} trainable parameters were loaded in {formats}: {what}; state_dict() is fp32; to get the "
+        "original format back, call model.to(...) after session.close()"
     )

@@ -1,4 +1,4 @@
-"""The optimizers of a session, each with what adds up its gradients and the way it is stepped."""
+"""The optimizers of a session, each with its gradient accumulator and its stepper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Update = Callable[[], BaseException | None]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One optimizer of a session."""
+    """One optimizer of a session, with its gradient accumulator and its stepper."""
 
     optimizer: Optimizer
     accumulator: GradientAccumulator
@@ -31,13 +31,16 @@ class Part:
     needs_closure: bool
 
     def parameters(self) -> list[nn.Parameter]:
-        """Returns what the optimizer updates, in its order."""
+        """Returns the parameters that the optimizer updates, in the order of its groups."""
         return updated_by(self.optimizer)
 
 
 @dataclass(frozen=True, eq=False)
 class LastStep:
-    """The last step with gradients of a loss: whether it was skipped, the loss's scale in it, and whose they were."""
+    """The last step that used gradients of one loss.
+
+    `skipped`: whether the step was skipped; `scale`: the scale of that loss; `parts`: the optimizers with gradients.
+    """
 
     skipped: Tensor
     scale: Tensor
@@ -46,11 +49,11 @@ class LastStep:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of the last step on a loss.
+    """What is known about the last step on a loss.
 
-    `scale` is the loss scale that it had where it was `skipped`, else the present one. `bad` names the gradients in
-    `p.grad` that are not finite, `left_over` is True where those of the step before were never zeroed. `first_loss` is
-    that of the session's first step (None: there was none, or it was not finite).
+    `scale` is the loss scale of that step if it was `skipped`, else the present one. `bad` has the names of the
+    parameters whose `p.grad` is not finite. `left_over` is True if the gradients of the step before were never zeroed.
+    `first_loss` is the value of the loss at the session's first step (None: there was none, or it was not finite).
     """
 
     scale: float
@@ -71,8 +74,8 @@ def make_part(
 ) -> Part:
     """Returns the part of one optimizer; `plain` leaves the step to the optimizer.
 
-    `full_accumulate`: gradients that add up are held in fp32. `replicas` tells of those that are reduced over
-    processes, and `name_of` in messages which parameter is meant.
+    `full_accumulate`: gradients of several backward passes are summed in fp32. `replicas` knows whether gradients are
+    reduced over processes; `name_of` returns the name of a parameter, for messages.
     """
     return Part(
         optimizer,
@@ -97,24 +100,24 @@ def memory_of(
 
 
 def _bytes(t: Tensor) -> int:
-    """Returns the bytes that lie here of a dense tensor, and of the entries and their indices of a sparse one."""
+    """Returns the bytes of a tensor in this process: for a sparse tensor those of its values and indices."""
     return sparse_indices(t).nbytes + sparse_values(t).nbytes if t.is_sparse else local(t).nbytes
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
-    """Returns those `awaiting` a step after a backward pass: all, or that of one `optimizer`.
+    """Returns the parts to step: all that are `awaiting` a step after a backward pass, or that of one `optimizer`.
 
     Raises:
-        SessionError: there are none, or the optimizer is not one of these, or makes its steps itself.
+        SessionError: no part is awaiting a step, `optimizer` is not one of the session's, or it needs a closure.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SessionError(
-            f"step() takes one of the session's optimizers, not {type(optimizer).__name__}, and no closure"
+            f"step() expected one of the session's optimizers, got {type(optimizer).__name__}; it takes no closure"
         )
     asked = [part for part in parts if optimizer is None or part.optimizer is optimizer]
     if not asked:
         what = "the optimizer is not one of this session's" if parts else "this session has no optimizer (inference)"
-        raise SessionError(f"{what}; give it to halfstep.initialize")
+        raise SessionError(f"{what}; pass the optimizer to halfstep.initialize")
     for part in asked:
         if part.needs_closure:
             name = type(part.optimizer).__name__
@@ -124,15 +127,17 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     found = [part for part in asked if part in awaiting]
     if not found:
         raise SessionError(
-            "step() without gradients: call session.backward(loss) first (loss.backward() alone is not scaled)"
+            "step() was called without gradients; call session.backward(loss) first (not loss.backward(), which does "
+            "not scale the loss)"
         )
     return found
 
 
 class Replacements:
-    """Looks for parameters of models that were replaced since their optimizer was made: they would never train again.
+    """Finds parameters that were replaced in the model after their optimizer was made: the new ones would never train.
 
-    `parts` are all of a session. The models are looked at only where a gradient is absent that never was before.
+    `parts` are all parts of a session. The models are searched only when a parameter has no gradient for the first
+    time.
     """
 
     def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
@@ -140,10 +145,10 @@ class Replacements:
         self._idle: set[nn.Parameter] = set()
 
     def look(self, absent: Sequence[nn.Parameter]) -> None:
-        """Looks before a step to which some parameters come without a gradient.
+        """Checks, before a step, the parameters that have no gradient.
 
         Raises:
-            SessionError: some of these are in none of the models, and others are there in their place.
+            SessionError: some of these parameters are no longer in any model, and others have taken their place.
         """
         if self._idle.issuperset(absent):
             return
@@ -160,17 +165,18 @@ class Replacements:
         if names or (shapes and len(absent) == len(updated)):
             raise SessionError(
                 "parameters that the optimizer updates are no longer in the model "
-                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}): what replaced them, such as "
-                f"fully_shard or parallelize_module, has to come first: {FSDP_LINES}"
+                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}); call what replaced them "
+                f"(such as fully_shard or parallelize_module) before you make the optimizer: {FSDP_LINES}"
             )
         self._idle.update(absent)
 
 
 def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
-    """Makes updates in their order; returns how many were made, and the first error of a hook on the way.
+    """Runs updates in order; returns how many were completed, and the first error.
 
-    An update returns what was raised after it, and raises what was before it: it and those that follow are not made
-    then. Where that is the first one, nothing was, and it is raised here.
+    An update returns an error that a hook raised after the update, and raises an error that came before it. A raised
+    error ends the loop: that update and the following ones are not made. If the first update raises, nothing was
+    updated, and its error is raised here.
     """
     count, failed = 0, None
     try:
@@ -186,7 +192,7 @@ def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
 
 
 def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:
-    """Returns what a step was for each loss, by its id."""
+    """Returns the `LastStep` of each loss, by loss id."""
     found: dict[int, LastStep] = {}
     for part, held in zip(parts, collected, strict=True):
         for loss_id, scale in held.scales.items():
@@ -196,5 +202,5 @@ def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: T
 
 
 def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns what an optimizer updates, in its order."""
+    """Returns the parameters that an optimizer updates, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""What a session shares with the other processes that train its models: what it holds, and what is found in a step."""
+"""What a session shares with the other processes that train its models: its state, and what each step found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass(frozen=True, eq=False)
 class SharedState:
-    """What a session holds that is to be the same in all processes; `replaced` is called after it was written."""
+    """State of a session that must be the same in all processes; `replaced` is called after it was overwritten."""
 
     plan: Plan
     store: MasterStore
@@ -45,17 +45,17 @@ class SharedState:
         return line_to_shard(self.plan)
 
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
-        """Returns the plan, one entry per line, and the parameters."""
+        """Returns a description of the plan, one entry per line, and of the parameters, one per line."""
         plan = [f"the plan's {key} = {value!r}" for key, value in to_dict(self.plan).items()]
         return [*plan, *(f"{self.name_of(p)} of shape {tuple(p.shape)} stored as {_described(p)}" for p in parameters)]
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns the stored weights that have a master or a remainder, and these."""
+        """Returns the weights that have a master or a remainder, each followed by its master or remainder."""
         stored = [] if self.store.kind == "none" else [p for p in parameters if p in self.store]
         return [tensor for p in stored for tensor in (p, self.store.extra(p))]
 
     def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Returns the optimizer's state of each of these parameters; empty where it has none."""
+        """Returns the optimizer state of each of these parameters; empty for a parameter without state."""
         states: dict[int, dict[str, Any]] = {}
         for optimizer in self.optimizers():
             own = optimizer.state_dict()["state"]
@@ -63,7 +63,7 @@ class SharedState:
         return [dict(states.get(id(p), {})) for p in parameters]
 
     def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
-        """Gives the optimizers another process's state of each of these parameters."""
+        """Loads another process's state of each of these parameters into the optimizers."""
         theirs = dict(zip(map(id, parameters), states, strict=True))
         for optimizer in self.optimizers():
             updated = updated_by(optimizer)
@@ -77,13 +77,13 @@ class SharedState:
                 optimizer.load_state_dict(saved)
 
     def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Returns the options (learning rate and the like) of each parameter group that has some of these."""
+        """Returns the options (learning rate and the like) of each parameter group with some of these parameters."""
         return [
             {name: value for name, value in group.items() if name != "params"} for group in self._groups(parameters)
         ]
 
     def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Gives the parameter groups another process's options."""
+        """Writes another process's options into the parameter groups."""
         for group, theirs in zip(self._groups(parameters), options, strict=False):
             for name, value in theirs.items():
                 own = group.get(name)
@@ -98,11 +98,11 @@ class SharedState:
         return [group for group in groups if not wanted.isdisjoint(map(id, group["params"]))]
 
     def state(self) -> Any:
-        """Returns the loss scales."""
+        """Returns the state of the loss scales."""
         return self.scales.state_dict()
 
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
-        """Takes over loss scales, and the weights as they now are."""
+        """Loads loss scales, and accepts the present weights, which another process's values have overwritten."""
         self.store.note(parameters, writes_to_come=int(sent_again))
         if state != self.scales.state_dict():
             self.scales.load_state_dict(state)
@@ -113,10 +113,10 @@ class SharedState:
 class Agreed:
     """What decides on a step: the same in all processes that train together.
 
-    `flags` has for the parameters of each part whether their gradients are not finite, `processes` for each process
-    whether one of its losses overflowed, `stops` whether it wants all to stop, and `apart` (2 x processes) whether its
-    gradients carry another loss scale than those of the first, and whether its weights are others (None, all three, in
-    one process alone).
+    `flags` has the parameters of each part, and for each whether its gradient is not finite. The other three are None
+    if this process trains alone. `processes` tells for each process whether one of its losses overflowed, `stops`
+    whether it requested all to stop, and `apart` (2 x processes) whether its gradients carry another loss scale, and
+    whether its weights differ, compared with process 0.
     """
 
     collected: list[Collected]
@@ -128,7 +128,7 @@ class Agreed:
     apart: Tensor | None = None
 
     def rest(self, count: int) -> Agreed:
-        """Returns what decides on the parts after the first ones, of which nothing more is to be heard."""
+        """Returns what decides on the parts after the first `count`, without `stops` and `apart`, heard already."""
         collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
         return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
 
@@ -144,8 +144,7 @@ def agree(
 ) -> Agreed:
     """Returns what the processes that train together found in a step.
 
-    `square` is this process's share of the squared norm (0-dim float64), and `stop` tells them that it wants all to
-    stop.
+    `square` is this process's share of the squared norm (0-dim float64). `stop` requests all processes to stop.
     """
     params = [part.accumulator.parameters() for part in parts]
     gradients = [
@@ -172,7 +171,10 @@ def agree(
 
 
 def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Reads the gradients of sharded parameters; returns with it their norm for each number of different shards."""
+    """Reads the gradients of sharded parameters; returns the reading and a list of (number of shards, norm).
+
+    Each norm is that of the gradients whose parameters are cut into this number of different shards.
+    """
     numbers = [shards(p) for p in held.params]
     kinds = sorted(set(numbers)) or [1]
     if len(kinds) == 1:
@@ -192,19 +194,19 @@ def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> t
 
 
 def share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
-    """Returns what this one of `size` processes adds to the squared norm (0-dim float64), so that replicas count once.
+    """Returns what this process adds to the squared norm over `size` processes (0-dim float64).
 
-    `norms` are those of its parts of gradients, each with the number of different shards: of `size` processes
-    `size / shards` hold the same one.
+    `norms` are (number of shards, norm of this process's shards of the gradients). `size / shards` processes hold the
+    same shard, so each share is divided by that number and replicas count once.
     """
     shares = [norm.double().square() * (number / size) for number, norm in norms]
     return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
 
 
 class Hearing:
-    """What the processes tell each other in the sums of steps, heard in the same step in all of them.
+    """Reads what the processes report in the sums of steps, at the same step in all processes.
 
-    `stopping` are those that want all to stop after this step.
+    `stopping` are the processes that requested all to stop after this step.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -214,7 +216,10 @@ class Hearing:
         self.stopping: list[int] = []
 
     def hear(self, agreed: Agreed) -> SessionError | None:
-        """Takes what a step has agreed on; says once whose weights differ, and returns an error where scales do."""
+        """Reads what the processes reported in a step; returns an error if their loss scales differ.
+
+        If weights differ, warns once, with their names and processes.
+        """
         self.stopping = []
         if agreed.stops is None or agreed.apart is None:
             return None
@@ -233,8 +238,9 @@ class Hearing:
 def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
     ranks = sorted({rank for each in parted.values() for rank in each})
     _LOG.warning(
-        "the replicas have diverged: weights in process %s differ from those in process 0 (%s); what loads or writes "
-        "weights or optimizer states after DistributedDataParallel has wrapped the model must do so in all processes",
+        "the replicas have diverged: weights in process %s differ from those in process 0 (%s); code that loads or "
+        "writes weights or optimizer states after DistributedDataParallel has wrapped the model must do so in all "
+        "processes",
         ", ".join(map(str, ranks)),
         named(parted),
     )
@@ -242,9 +248,9 @@ def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
 
 def _scales_differ(ranks: Sequence[int]) -> SessionError:
     return SessionError(
-        f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so their "
-        "sum is meaningless; the step was skipped. Use the same loss_id in all processes for a backward pass, and load "
-        "the same session state in all of them"
+        f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so the "
+        "sum of these gradients is meaningless; the step was skipped. Use the same loss_id for a backward pass in all "
+        "processes, and load the same session state in all of them"
     )
 
 
@@ -253,7 +259,7 @@ def _described(p: nn.Parameter) -> str:
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:
-    """Returns a flag for each parameter from those of the ones that are present, in the same order."""
+    """Returns a flag for each of `parameters`: its flag if it is among `present`, else False."""
     if len(present) == len(parameters):
         return flags
     known = dict(zip(map(id, present), flags.unbind(), strict=True))
@@ -262,18 +268,18 @@ def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter],
 
 
 def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
-    """Returns a flag for each loss that is known to have overflowed, in the place of its id.
+    """Returns whether each loss has overflowed, at the index of its id (`LOSSES` flags).
 
     Raises:
-        SessionError: there is no place for an id; it comes in all processes before one of them waits for the others.
+        SessionError: a `loss_id` is `LOSSES` or more; raised before this process waits for the others.
     """
     flags = torch.zeros(LOSSES, dtype=torch.bool, device=device)
     for held in collected:
         for loss_id in held.losses:
             if loss_id >= LOSSES:
                 raise SessionError(
-                    f"loss_id is {loss_id}; with several processes it must be below {LOSSES}, since each step "
-                    "tells all processes which losses overflowed"
+                    f"loss_id is {loss_id}; with several processes it must be below {LOSSES}, since each step has room "
+                    "for the overflow flags of that many losses"
                 )
         for loss_id, flag in held.flags.items():
             flags[loss_id] |= flag.to(device, non_blocking=True)
@@ -281,11 +287,11 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
 
 
 def _with(held: Collected, losses: Tensor, *, apart: Tensor) -> Collected:
-    """Returns what is held with the flags that all processes have noted for its losses; a step `apart` is skipped."""
+    """Returns `held` with the flags of all processes for its losses; if `apart`, the step is skipped."""
     return replace(held, found=losses.any() | apart, flags={loss_id: losses[loss_id] for loss_id in held.losses})
 
 
 def _number_of(scales: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns a number (0-dim float64) that is the same where these loss scales are."""
+    """Returns a number (0-dim float64) that is the same in processes with the same loss scales."""
     values = [(i + 1) * scale.to(device, torch.float64, non_blocking=True) for i, scale in enumerate(scales)]
     return torch.stack(values).sum()

@@ -1,4 +1,4 @@
-"""What the models of a session run with, for those who look at them from above: blame, the guardian, the check."""
+"""Runs the models of a session forward and backward without a step, for blame, the guardian and check."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from halfstep.torch_internals import TorchDispatchMode
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """The models `roots` under a plan, with no step.
+    """The models `roots` under a plan, without a step.
 
-    `full` gives the fp32 value of a stored parameter, `summing` tells whether processes decide on each step together.
+    `full` returns the fp32 value of a stored parameter; `summing` tells whether several processes decide together on
+    each step.
     """
 
     plan: Plan
@@ -34,7 +35,7 @@ class Runtime:
     summing: Callable[[], bool]
 
     def backward(self, loss: Tensor, scale: float | None) -> None:
-        """Runs the backward pass of a loss times a scale (None: none), as training would, and keeps its graph."""
+        """Runs the backward pass of a loss times `scale` (None: unscaled), as training would, and keeps the graph."""
         if scale is None:
             with self.casting.backward():
                 begin_pass(lambda: loss.backward(retain_graph=True))  # type: ignore[no-untyped-call]
@@ -47,10 +48,13 @@ class Runtime:
 
     @contextmanager
     def recording(self, recorder: OpRecorder) -> Iterator[None]:
-        """Has a recorder see the operations inside, as the models call them."""
+        """Returns a context in which `recorder` sees each operation that the models call."""
         with self.under(recorder), recorder:
             yield
 
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
-        """Puts a mode over emulation, which changes operations; it may be entered again inside itself."""
+        """Returns a context with `mode` above emulation, so that it sees operations before emulation changes them.
+
+        The context may be entered again inside itself.
+        """
         return self.casting.over_emulation(lambda emulation: Recorded(emulation, mode))

@@ -1,4 +1,4 @@
-"""The session: the only part of halfstep that touches a model or an optimizer, and it can undo all that it did."""
+"""The session: the only part of halfstep that changes models and optimizers; it can undo every change."""
 
 from __future__ import annotations
 
@@ -59,43 +59,44 @@ from halfstep.torch_internals import parameters_of
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
-    "gradients and miss the masters (after session.close() optimizer.step() works again)"
+    "gradients and not update the masters (after session.close() optimizer.step() works again)"
 )
-NO_OPTIMIZER = "this session has no optimizer (inference); give halfstep.initialize the optimizer to train"
+NO_OPTIMIZER = "this session has no optimizer (inference); to train, pass the optimizer to halfstep.initialize"
 IN_A_CLOSURE = (
-    "a closure for blame or check only computes and returns the loss; blame and check run backward themselves; do not "
-    "call backward or step in the closure"
+    "a closure for blame or check must only compute and return the loss; do not call backward or step in it, since "
+    "blame and check run backward themselves"
 )
 _LOG = logging.getLogger("halfstep")
 
 
 class Watcher(Protocol):
-    """What looks at each step of a session, as the guardian does.
+    """An observer of each step of a session, such as the guardian.
 
-    `pending` is what it has to raise, once all processes that step together know that they stop; else None.
+    `pending` is an error that it will raise once all processes that step together know that they will stop, else None.
     """
 
     pending: BaseException | None
 
     def carry(self, scale: Tensor) -> None:
-        """Notes the loss scale of the backward pass that comes next."""
+        """Notes the loss scale of the next backward pass."""
 
     def after_step(
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
-        """Looks at a step of `parts` on gradients of the losses of `scales`, which has the loss scale of each by id.
+        """Looks at a step of `parts`; `scales` has, by loss id, the loss scale of each loss in their gradients.
 
-        `stopping` are the processes that have something `pending`, which all processes raise at this step.
+        `stopping` are the processes with a `pending` error; all processes raise an error at this step.
         """
 
     def close(self) -> None:
-        """Ends what it has left on for the next step."""
+        """Ends what the watcher has left running for the next step."""
 
 
 class Session:
     """Trains models under a plan; made by `initialize`, ended by `close()` or by leaving its `with` block.
 
-    `plan` is what was asked, `assignment` what each module got. Several sessions may live in one process.
+    `plan` is what the session trains under, `assignment` has the formats of each module. Several sessions may be open
+    in one process.
     """
 
     def __init__(self, decision: Decision, *, sinks: Sequence[Sink] = ()) -> None:
@@ -193,7 +194,7 @@ class Session:
         )
 
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
-        """Yields every module once with what the assignment gives it; models may share modules."""
+        """Yields every module once, also one that several models share, with its formats in the assignment."""
         seen: set[int] = set()
         modules = [module for root in self._roots for module in root.modules()]
         for module, formats in zip(modules, self.assignment.modules, strict=True):
@@ -229,7 +230,7 @@ class Session:
 
     @property
     def _has_dtypes(self) -> bool:
-        """Whether parameters keep their dtypes in this session: only then can it train what was wrapped before."""
+        """Whether parameters keep their dtypes, so that the models may be in DistributedDataParallel already."""
         return self.plan.param == "full" or bool(self._decision.already_low)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
@@ -254,24 +255,24 @@ class Session:
         return part
 
     def _refuse_others(self, optimizer: Optimizer) -> None:
-        """Refuses the step of an optimizer that the session was not given, on weights that it stores low."""
+        """Refuses a step on low weights of the session by an optimizer that was not passed to the session."""
         if any(optimizer is part.optimizer for part in self._parts):
             return
         low = [p for group in optimizer.param_groups for p in group["params"] if p in self._store]
         if low:
             raise SessionError(
                 f"{type(optimizer).__name__} is not an optimizer of this session and steps {self._name_of(low[0])}, "
-                f"stored in {self.plan.low}: updates would be rounded, and masters miss them. Give it to "
+                f"stored in {self.plan.low}: its updates would be rounded and would not reach the masters. Pass it to "
                 "halfstep.initialize (in a trainer: configure_optimizers, plugin.setup, prepare, "
                 "HalfstepTrainer(optimizers=...)), or call session.close() first"
             )
 
     def _count_own_step(self, *_: Any) -> None:
-        """Counts a step that an optimizer with a closure has made by itself."""
+        """Counts a step that an optimizer with a closure has made without the session."""
         self._steps += 1
 
     def _own_step(self, part: Part, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes the step that a loop asks an optimizer for, which has the closure's loss to return."""
+        """Makes a step of the session in place of a call of `optimizer.step`; returns the loss of the closure."""
         self._check_training()
         loss = None
         if closure is not None:
@@ -281,7 +282,7 @@ class Session:
         return loss
 
     def _replaced(self) -> None:
-        """Takes note that weights and buffers are another process's from now on."""
+        """Refreshes casts and buffer snapshots after another process's weights and buffers were copied in."""
         self._casting.weights_changed()
         self._buffers.after_step()
 
@@ -300,13 +301,13 @@ class Session:
         return self._casting.region()
 
     def backward(self, loss: Tensor, *, loss_id: int = 0, **kwargs: Any) -> None:
-        """Runs the backward pass of a loss times the loss scale; any number of times before a step.
+        """Runs the backward pass of a loss times the loss scale; may be called any number of times before a step.
 
         `p.grad` holds scaled gradients until `step()`. `kwargs` are those of `Tensor.backward`. Losses with different
-        `loss_id` have loss scales of their own. If a loss is not finite, the next step is skipped.
+        `loss_id` have separate loss scales. If a loss is not finite, the next step is skipped.
 
         Raises:
-            SessionError: the session is closed or for inference, or `loss` is not a scalar that needs a gradient.
+            SessionError: the session is closed or for inference, or `loss` is not a scalar that requires a gradient.
         """
         self._check_training()
         if not self._parts:
@@ -322,11 +323,12 @@ class Session:
 
     @contextmanager
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> Iterator[Tensor]:
-        """Gives the loss scale (0-dim fp32 tensor) for a backward pass that the caller runs inside the `with` block.
+        """Yields the loss scale (0-dim fp32 tensor) for a backward pass that the caller runs inside the `with` block.
 
         For loops that call `backward` themselves: `with session.scaling(loss) as scale: (loss * scale).backward()`.
         `losses` are the unscaled losses of that pass; if one is not finite, the next step is skipped.
-        `unscale=False` keeps gradients scaled under `stepping="optimizer"` too, if more passes follow before the step.
+        With `stepping="optimizer"` the gradients are unscaled at the end of the block; `unscale=False` leaves them
+        scaled, for when more passes follow before the step.
 
         Raises:
             SessionError: the session is closed or for inference.
@@ -361,10 +363,10 @@ class Session:
     def grad(
         self, outputs: Any, inputs: Any, *, loss_id: int = 0, grad_outputs: Any = None, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
-        """Returns gradients as `torch.autograd.grad` does, computed with the loss scale and divided by it at the end.
+        """Returns gradients as `torch.autograd.grad` does, computed with the loss scale and then divided by it.
 
-        Returns true gradients in fp32 (float64 and complex stay), so that a penalty on them can be added to the loss
-        (`create_graph=True`). `loss_id` is that of this loss: its scale is used, and backs off where these gradients
+        The gradients are true ones in fp32 (float64 and complex keep their dtype), so that a penalty on them can be
+        added to the loss (`create_graph=True`). The scale is that of `loss_id`, and it backs off if these gradients
         overflow. `kwargs` are those of `torch.autograd.grad`.
 
         Raises:
@@ -394,15 +396,17 @@ class Session:
     def step(self, optimizer: Optimizer | None = None, *, max_norm: float | None = None) -> StepRecord:
         """Updates the weights from the gradients of the `backward` calls since the last step, unless one is non-finite.
 
-        `optimizer` picks one of several; without it all that have gradients step, or skip, together. `max_norm` clips
-        the global L2 norm of all their true gradients, as `clip_grad_norm_` does. Nothing waits for the device.
+        `optimizer` picks one of several; without it all optimizers that have gradients step, or skip, together.
+        `max_norm` clips the global L2 norm of all their true gradients, as `clip_grad_norm_` does. `step` does not wait
+        for the device.
 
-        What a step hook or a sink raises after the update is raised at the end: the step is made and counted once.
-        What a pre-hook raises leaves its optimizer as it was: call `step` again. Where one of several optimizers has
-        stepped by then, that counts as a step, and the next call steps the rest.
+        An error that a step hook or a sink raises after the update is raised at the end: the step is made and counted
+        once. An error in a pre-hook leaves its optimizer as it was: call `step` again. If another optimizer had already
+        stepped, that counts as a step, and the next call steps the rest.
 
         Raises:
-            SessionError: closed, for inference, no `backward` came before, or not one of the session's optimizers.
+            SessionError: the session is closed or for inference, `backward` was not called before, or `optimizer` is
+                not one of the session's.
             NumericsError: steps keep being skipped for a reason that no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_training()
@@ -425,7 +429,7 @@ class Session:
         return stepped.record
 
     def _tell_of(self, stepped: Stepped) -> None:
-        """Shows a step to all that look at steps, also where one raises; what was raised last comes out in the end."""
+        """Passes a step to all sinks, probes and watchers, even if one of them raises; then raises the last error."""
         failed, record = stepped.failed, stepped.record
         for sink in self._sinks:
             failed = _told(failed, sink, record)
@@ -437,7 +441,7 @@ class Session:
             raise failed
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Gives a record other than a step's to the sinks that take them (`Recorder`), such as a run log."""
+        """Passes a record that is not a StepRecord to the sinks that accept it (`Recorder`), such as a run log."""
         for sink in self._recorders:
             sink.record(record)
 
@@ -451,14 +455,14 @@ class Session:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Runs a closure unobserved: no watcher or probe sees it, and it cannot take a step.
+        """Returns a context to run a closure in: no watcher or probe sees it, and the closure cannot take a step.
 
         Raises:
-            SessionError: the session is closed, or the closure itself calls this.
+            SessionError: the session is closed, or this was called inside such a closure.
         """
         self._check_open()
         if self._rehearsing:
-            raise SessionError(f"this was called inside a closure that blame or check runs; {IN_A_CLOSURE}")
+            raise SessionError(f"blame, check and inspect cannot be called inside a closure; {IN_A_CLOSURE}")
         self._close_watchers()
         self._rehearsing = True
         try:
@@ -469,9 +473,10 @@ class Session:
 
     @contextmanager
     def trial(self, plan: Plan, copies: Sequence[nn.Module] | None = None) -> Iterator[Session]:
-        """Opens a session with another plan over copies of the models, which it makes unless they are given.
+        """Opens a session with another plan over copies of the models, which it makes unless `copies` is passed.
 
-        `autocast` is that of the trial meanwhile, which knows the steps and optimizers of this session.
+        Inside the context, `autocast` of this session is that of the trial. The trial reports the last step and the
+        optimizers of this session.
         """
         copies = plain_copies(self._roots) if copies is None else copies
         with Trial(decide_for_copies(self._decision, copies, plan), self) as trial:
@@ -486,7 +491,7 @@ class Session:
             watcher.close()
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
-        """Returns what is known of the last step on a loss, read on the host (this waits for the device)."""
+        """Returns what is known about the last step on a loss, read on the host (this waits for the device)."""
         last = self._last.get(loss_id)
         skipped = last is not None and bool(last.skipped)
         now = self._scales.read(loss_id)
@@ -509,19 +514,19 @@ class Session:
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that the session was given."""
+        """The optimizers that the session trains with."""
         return tuple(part.optimizer for part in self._parts)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Trains with further optimizers, for loops that make them once the model is on its device and wrapped.
+        """Adds optimizers to the session, for loops that make them after the model is on its device and wrapped.
 
         Raises:
-            SessionError: gradients wait for a step, which would take them for the new optimizers' too.
-            SetupError: as of `initialize`. After any error nothing has changed.
+            SessionError: the gradients of a backward pass still wait for their step.
+            SetupError: as raised by `initialize`. After any error nothing has changed.
         """
         self._check_open()
         if self._awaiting:
-            raise SessionError("gradients of a backward pass wait for their step; add optimizers after the step")
+            raise SessionError("gradients of a backward pass still wait for their step; add optimizers after the step")
         reshard(self._roots)
         check_optimizers([*self.optimizers, *optimizers], self._roots)
         check_training(optimizers, self._roots, self.plan)
@@ -539,9 +544,9 @@ class Session:
         return list(self._store)
 
     def status(self) -> Status:
-        """Returns what the session is doing, read on the host (this waits for the device).
+        """Returns the state of the session, read on the host (this waits for the device).
 
-        Of sharded parameters it looks at, and counts the bytes of, the parts that lie here.
+        For sharded parameters it checks, and counts the bytes of, this process's shards only.
         """
         reshard(self._roots)
         bad = [
@@ -564,7 +569,10 @@ class Session:
         )
 
     def _nonfinite_gradients(self) -> tuple[str, ...]:
-        """Returns whose gradients were infinite or NaN in the last step, from the flags of its one read."""
+        """Returns the names of the parameters whose gradients were infinite or NaN in the last step.
+
+        They come from flags that the step has read, so the gradients are not read again.
+        """
         bad = {
             id(p) for params, flags in self._overflows for p, flag in zip(params, flags.tolist(), strict=True) if flag
         }
@@ -580,30 +588,34 @@ class Session:
         log: Callable[[Observation], object] | None = None,
         absorbed: bool = False,
     ) -> Probe:
-        """Returns a probe that measures tensors of the model at the next step and then at every `every`-th one.
+        """Returns a probe that measures tensors of the model at the next step and then at every `every`-th step.
 
-        Where only some of several optimizers make such a step, those after it are looked at too until each has made
-        one, 8 in all; an observation has the number of the step that it was read at, and weights are read at the first.
+        If only some of several optimizers make such a step, the following steps are measured too, up to 8 in all, until
+        each optimizer has made one. Weights are read at the first of these steps, and an observation has the number of
+        the step at which it was read.
 
-        `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"), for what matches and all below it.
-        `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as it lies in `p.grad` at the step),
-        "activation" and "activation_grad" (what a module's forward returns, in passes with gradients on, and the
-        gradient of that), and "update" (what the step adds to each weight, in units of the weight's last place, from
-        which `Observation.lost_updates` follows). `sample` bounds how many elements are read of each tensor.
+        `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"); a pattern selects the modules that
+        match it and all modules inside them.
+        `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as stored in `p.grad` at the step),
+        "activation" (what a module's forward returns, in passes with gradients on), "activation_grad" (the gradient of
+        the activation), and "update" (what the step adds to each weight, in units of the weight's last place, from
+        which `Observation.lost_updates` follows). `sample` limits how many elements of each tensor are read.
 
         Several passes before a step are counted together. A module that only returns what a module inside it returned
-        is left out, as is one whose forward nobody calls (`out_proj` of MultiheadAttention: its weights are seen).
+        is left out, and so is a module whose forward is never called (`out_proj` of MultiheadAttention: its weights are
+        measured).
 
-        `absorbed` also looks, in all training forwards of such a step and the losses after them, for overflows that an
-        operation makes finite again: an observation of kind "absorbed" says where, with what values (`absorbed`). That
-        waits for the device at each low result, and takes some 20 microseconds of Python for each operation.
+        With `absorbed`, such a step is also searched, in all its training forwards and the losses after them, for
+        overflows that a later operation makes finite again: an observation of kind "absorbed" says where one occurred
+        and with what values (`absorbed`). This waits for the device at each result in low precision, and takes some 20
+        microseconds of Python for each operation.
 
-        At steps that are observed, compiled models run uncompiled. `probe.flush()` gives the observations; `log` and
-        the session's sinks that are Recorders get each of them as it arrives.
+        Compiled models run uncompiled at measured steps. `probe.flush()` returns the observations; `log` and the
+        session's sinks that are Recorders get each observation as it arrives.
 
         Raises:
             ObserveError: a pattern matches no module, there is nothing to measure, or a setting is not allowed.
-            SessionError: the session is closed, or for inference, which makes no steps.
+            SessionError: the session is closed, or makes no steps (inference, or an optimizer with a closure).
         """
         self._check_open()
         if not self._stepping:
@@ -612,7 +624,7 @@ class Session:
                 "closure); to measure one tensor use halfstep.measure(tensor)"
             )
         if log is not None and not callable(log):
-            raise ObserveError(f"log is {log!r:.60}; give a function that is called with each Observation, or None")
+            raise ObserveError(f"log is {log!r:.60}; pass a function that is called with each Observation, or None")
         deliver = [*([log] if log else []), *([self.tell] if self._recorders else [])]
         probe = make_probe(
             self._roots,
@@ -627,11 +639,10 @@ class Session:
         return probe
 
     def adopt_weights(self) -> None:
-        """Takes over weights that were written behind halfstep's back (`p.data.clamp_()` and the like).
+        """Copies stored weights into their masters, after a write that halfstep does not see (`p.data.clamp_()`, say).
 
-        The masters become what the stored weights are now; a master that rounds to its stored weight keeps its further
-        bits. `model.load_state_dict`, the optimizer and in-place operations on the parameters themselves need no such
-        call.
+        A master that still rounds to its stored weight keeps its fp32 value. This call is not needed after
+        `model.load_state_dict`, after optimizer steps, or after in-place operations on the parameters themselves.
         """
         self._check_open()
         for parameter in self._store:
@@ -640,10 +651,10 @@ class Session:
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Stores weights in fp32 for a while, for code that reads or writes them (`p.data.copy_(average)`).
+        """Stores weights in fp32 inside the context, for code that reads or writes them (`p.data.copy_(average)`).
 
-        What they hold at the end is their value from then on, in the masters too; at O3, which has none, it is rounded.
-        Gradients are set aside meanwhile.
+        The values at the end of the context are kept, in the masters too; at O3, which has no masters, they are
+        rounded. Inside the context `p.grad` is None; the gradients come back at its end.
         """
         self._check_open()
         try:
@@ -653,7 +664,7 @@ class Session:
             self._casting.weights_changed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns scale, counters and plan as plain Python values; the weights are in `model.state_dict()`, in fp32."""
+        """Returns scales, counters and plan as plain Python values; weights are in `model.state_dict()`, in fp32."""
         scales = self._scales.state_dict()
         return {
             "schema": STATE_SCHEMA,
@@ -677,7 +688,7 @@ class Session:
         self._skips.fill_(state["skipped"])
 
     def close(self) -> None:
-        """Undoes all that the session changed: the trained model is an ordinary fp32 model again. Idempotent."""
+        """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""
         self.closed = True
         self._undo.close()
 
@@ -705,29 +716,32 @@ class Session:
 
 
 class Trial(Session):
-    """A session with another plan over copies of a session's models; the steps and optimizers are that session's."""
+    """A session with another plan over copies of another session's models; reports that session's steps and optimizers.
+
+    `of` is that session.
+    """
 
     def __init__(self, decision: Decision, of: Session) -> None:
         self._of = of
         super().__init__(decision)
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Gives a record to the sinks of the session that is tried."""
+        """Passes a record to the sinks of the session whose models were copied."""
         if not isinstance(record, SessionStart):  # this one is its own
             self._of.tell(record)
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
-        """Returns what is known of the last step of the session that is tried."""
+        """Returns what is known about the last step of the session whose models were copied."""
         return self._of.last_step(loss_id)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers of the session that is tried."""
+        """The optimizers of the session whose models were copied."""
         return self._of.optimizers
 
 
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
-    """Returns what a call raises, with what has `failed` before it as its context, or else that."""
+    """Calls `tell`; returns the error that it raises, with the earlier error `failed` as its context, or `failed`."""
     try:
         tell(*args)
     except BaseException as error:
@@ -739,4 +753,4 @@ def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any)
 def _check_max_norm(max_norm: Any) -> None:
     number = isinstance(max_norm, (float, Real)) and not isinstance(max_norm, bool)
     if not (number and max_norm > 0):
-        raise SessionError(f"max_norm is {max_norm!r}; give a positive number, or None not to clip")
+        raise SessionError(f"max_norm is {max_norm!r}; pass a positive number, or None for no clipping")

@@ -1,6 +1,7 @@
-"""How a session goes backward and steps: under its plan, or, where that runs everything as written, as the loop would.
+"""Backward and step of a session: under its plan, or, if the plan runs everything as written, as in a plain loop.
 
-A session has one of these objects, which decides what `backward`, `unscale_` and `step` do; it does not ask the plan.
+A session has one object of these classes, which decides what `backward`, `unscale_` and `step` do; the session itself
+does not look at the plan for this.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from halfstep.stack import begin_pass
 
 @dataclass(eq=False)
 class Stepped:
-    """What a step did: its record, which parts have made it, and what a hook raised afterwards.
+    """What a step did.
 
-    `last` has for each loss what the step was to it, `flags` whose gradients overflowed, `spoiled` in which processes a
-    loss did (None in one process alone), and `stopping` the processes that want all to stop.
+    `record` is its record, `parts` are those that made the step, and `failed` is an error that a hook raised after it.
+    `last` has the `LastStep` of each loss, by loss id. `flags` tell which gradients overflowed, `spoiled` in which
+    processes a loss overflowed (None if this process trains alone), and `stopping` lists the processes that requested
+    all to stop.
     """
 
     record: StepRecord
@@ -54,7 +57,7 @@ class Stepped:
 
 @dataclass(eq=False)
 class PlainTraining:
-    """Backward and step as the loop itself would make them: nothing is scaled, cast or skipped."""
+    """Backward and step as in a plain loop: nothing is scaled, cast or skipped."""
 
     roots: Sequence[nn.Module]
     parts: Sequence[Part]
@@ -74,16 +77,16 @@ class PlainTraining:
     def scaling(
         self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True
     ) -> AbstractContextManager[Tensor]:
-        """Returns a context that does nothing, and the scale 1."""
+        """Returns a context that does nothing and yields the scale 1."""
         return nullcontext(self._one)
 
     def unscale_(self) -> None:
-        """Does nothing: the gradients are true ones."""
+        """Does nothing, since the gradients are not scaled."""
 
     def step(
         self, parts: list[Part], number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool
     ) -> Stepped:
-        """Clips as torch does, and steps each optimizer by its own `step`."""
+        """Clips the gradients as torch does, and calls the `step` of each optimizer."""
         norm = None
         self._replacements.look([p for part in parts for p in part.parameters() if p.grad is None])
         collected = [part.accumulator.collect() if self.probes.looking else self._nothing for part in parts]
@@ -102,7 +105,7 @@ class PlainTraining:
 
 @dataclass(eq=False)
 class MixedTraining:
-    """Runs backward and step under a plan: scales the loss, and skips the step if a gradient is not finite."""
+    """Backward and step under a plan: scales the loss, and skips the step if a gradient is not finite."""
 
     roots: Sequence[nn.Module]
     parts: Sequence[Part]
@@ -124,7 +127,7 @@ class MixedTraining:
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
 
     def backward(self, loss: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
-        """Runs the backward pass of a loss times its scale; after an error the gradients are as they were."""
+        """Runs the backward pass of a loss times its scale; an error leaves the gradients as they were."""
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
         try:
@@ -138,9 +141,9 @@ class MixedTraining:
 
     @contextmanager
     def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
-        """Returns a context around a backward pass that the caller makes, from the scale that it gives (0-dim fp32).
+        """Yields the loss scale (0-dim fp32) for a backward pass that the caller runs inside the context.
 
-        `unscale=False` leaves gradients scaled that would be true ones after it.
+        `unscale=False` leaves the gradients scaled, also in `TrueGradients`, which unscales them otherwise.
         """
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
@@ -155,7 +158,10 @@ class MixedTraining:
         self._after(loss_id, scale, found, unscale)
 
     def _sent(self, scale: Tensor, not_finite: Tensor | None) -> Tensor:
-        """Returns the scale to multiply losses by; NaN where one is not finite and no sum would tell the others."""
+        """Returns the scale to multiply losses by.
+
+        It is NaN if a loss is not finite and, within `join()`, no sum over the processes would report this.
+        """
         if not_finite is None or not self.replicas.joining:
             return scale
         return scale.masked_fill(not_finite.to(scale.device), math.nan)
@@ -178,17 +184,17 @@ class MixedTraining:
         self.scales.went_backward(loss_id)
 
     def unscale_(self) -> None:
-        """Makes the gradients in `p.grad` true fp32 ones."""
+        """Makes the gradients in `p.grad` true gradients in fp32."""
         for part in self.parts:
             part.accumulator.unscale_()
 
     def step(
         self, parts: list[Part], number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool
     ) -> Stepped:
-        """Reads the gradients once, and updates the weights in one pass where all of them are finite.
+        """Reads the gradients once, and updates the weights in one pass if all gradients are finite.
 
-        It makes the step `number` of `parts`, on gradients of `loss`; `stop` tells other processes to end it there.
-        What is raised here was raised before a part has stepped; what came later is in the result.
+        This is step `number`, made by `parts` on gradients of `loss`; `stop` requests all processes to stop after it.
+        An error before the first part has stepped is raised here; a later error is in the result.
         """
         self.casting.weights_changed()
         collected = [part.accumulator.collect() for part in parts]
@@ -234,7 +240,10 @@ class MixedTraining:
     def _agreed(
         self, parts: list[Part], collected: list[Collected], *, stop: bool
     ) -> tuple[Agreed, list[Tensor | None]]:
-        """Returns what one read of the gradients finds, in all processes together, and what unscales each part's."""
+        """Reads the gradients once; returns what all processes found together, and a factor for each part.
+
+        The factor unscales the gradients of the part; None if nothing is scaled.
+        """
         summing, sharded = self.replicas.summing(), self.replicas.sharded
         readings: list[Reading] = []
         norms: list[tuple[int, Tensor]] = []  # with the number of different shards
@@ -258,7 +267,7 @@ class MixedTraining:
 
 
 class TrueGradients(MixedTraining):
-    """Training that leaves true gradients in `p.grad` after each backward pass, for loops that step by themselves."""
+    """Mixed training for loops that call `optimizer.step`: each backward pass leaves true gradients in `p.grad`."""
 
     def _after(self, loss_id: int, scale: Scale, not_finite: Tensor | None, unscale: bool = True) -> None:
         super()._after(loss_id, scale, not_finite)
@@ -267,11 +276,11 @@ class TrueGradients(MixedTraining):
 
 
 Training = PlainTraining | MixedTraining
-"""How a session goes backward and steps."""
+"""An object that runs the backward passes and steps of a session."""
 
 
 def read_for(probes: Probes, collected: Sequence[Collected]) -> None:
-    """Shows the gradients of a step to the probes that look at it."""
+    """Passes the gradients of a step to the probes that measure this step."""
     if probes.looking:
         for held in collected:
             probes.read(held.params, held.grads, held.carried)
@@ -285,7 +294,7 @@ def updates_of(
     found: Tensor,
     store: MasterStore,
 ) -> list[Update]:
-    """Returns the update of each part, watched where probes look at the step."""
+    """Returns the update of each part, as a function that the probes watch if they measure this step."""
     triples = zip(parts, collected, factors, strict=True)
     if probes.looking:
         return [watched(probes, part, held, factor, found, store) for part, held, factor in triples]
@@ -295,7 +304,7 @@ def updates_of(
 def watched(
     probes: Probes, part: Part, held: Collected, factor: Tensor | None, found: Tensor, store: MasterStore
 ) -> Update:
-    """Returns the update of a part as the probes look at it."""
+    """Returns the update of a part, as a function that the probes watch."""
 
     def update() -> BaseException | None:
         watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)

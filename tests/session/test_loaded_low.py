@@ -80,7 +80,7 @@ def test_what_stays_low_is_what_is_frozen_or_stored_low(caplog):
     weight = model[3].weight.detach().clone()
     with caplog.at_level(logging.WARNING, "halfstep"):
         session = halfstep.initialize(model, optimizer, "O2", low="bf16")
-    assert "4 trainable parameters came in bfloat16: they are the low half of fp32 values" in caplog.text
+    assert "4 trainable parameters were loaded in bfloat16: each now has an fp32 master" in caplog.text
     assert model[3].weight.dtype is torch.bfloat16
     assert torch.equal(model[3].weight, weight)
     assert model[1].weight.dtype is model[1].running_mean.dtype is torch.float32  # a norm is kept full
@@ -91,8 +91,8 @@ def test_what_stays_low_is_what_is_frozen_or_stored_low(caplog):
 def test_o1_says_what_widening_takes(caplog):
     with caplog.at_level(logging.WARNING, "halfstep"):
         halfstep.initialize(nn.Linear(1024, 1024, bias=False).half(), None, "O1", low="bf16")
-    assert "1 trainable parameters came in float16: they are fp32 now, which takes 2.0 MiB more" in caplog.text
-    assert "for inference alone call model.requires_grad_(False) before, which keeps them as they are" in caplog.text
+    assert "1 trainable parameters were loaded in float16: they are fp32 now, which takes 2.0 MiB more" in caplog.text
+    assert "for inference only, call model.requires_grad_(False) first" in caplog.text
     model = nn.Linear(8, 8).half().requires_grad_(False)
     with halfstep.initialize(model, None, "O1", low="bf16"):
         assert model.weight.dtype is torch.float16

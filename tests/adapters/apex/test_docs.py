@@ -1,4 +1,4 @@
-"""The table in docs/apex.md: each row that says kept or mended names tests that are there."""
+"""The table in docs/apex.md: each row that says kept or fixed names tests that are there."""
 
 import re
 from pathlib import Path
@@ -22,14 +22,14 @@ def rows():
             yield cells
 
 
-def test_each_row_is_kept_mended_or_not_applicable():
+def test_each_row_is_kept_fixed_or_not_applicable():
     found = list(rows())
     assert len(found) > 70
-    assert [row for row in found if len(row) != 4 or row[2] not in ("kept", "mended", "not applicable")] == []
+    assert [row for row in found if len(row) != 4 or row[2] not in ("kept", "fixed", "not applicable")] == []
 
 
 @pytest.mark.parametrize("row", [row for row in rows() if row[2] != "not applicable"], ids=lambda row: row[0][:40])
-def test_each_kept_or_mended_row_names_tests_that_are_there(row):
+def test_each_kept_or_fixed_row_names_tests_that_are_there(row):
     names = re.findall(r"`(\w+)\.(\w+)`", row[3])
     assert names
     for file, name in names:
