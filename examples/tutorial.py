@@ -2,13 +2,13 @@
 # # Tutorial: a run that breaks in fp16
 #
 # A small model trains on Shakespeare in fp16 on a CPU. It breaks after some steps; halfstep says where and why, and
-# names an edit of the plan. With the edit the model trains to the same loss as in fp32. At the end halfstep finds the same
-# problem before training. All of it takes some seconds: `python examples/tutorial.py`, or cell by cell in an editor.
+# names an edit of the plan. With the edit the model trains to the same loss as in fp32. At the end halfstep finds the
+# same problem before training. All of it takes some seconds: `python examples/tutorial.py`, or cell by cell in an editor.
 #
 # ## The model
 #
-# The model reads 64 letters and predicts the next one. Its blocks have a squared ReLU, as in some language models. Nothing
-# in it refers to halfstep.
+# The model reads 64 letters and predicts the next one. Its blocks have a squared ReLU, as in some language models.
+# Nothing in it refers to halfstep.
 
 # %%
 import gzip
@@ -124,8 +124,8 @@ print(verdict)
 #
 # ## With the edit
 #
-# The edit is data: it becomes part of the plan, and a plan can be saved in a file. Training starts again under the new plan, and ends
-# where fp32 did.
+# The edit is data: it becomes part of the plan, and a plan can be saved in a file. Training starts again under
+# the new plan, and ends where fp32 did.
 
 # %%
 plan = session.plan.edit(*verdict.cure)
@@ -140,8 +140,8 @@ print(f"{session.status().skipped} of {session.status().steps} steps skipped")
 # ## Before training
 #
 # `whatif` runs a model in fp32 and predicts what each format would lose. For the trained model it reports that some
-# results of one block exceed fp16's range (*saturated*), and that bf16 would work. `prediction.edits("fp16")` returns the edits
-# for a plan.
+# results of one block exceed fp16's range (*saturated*), and that bf16 would work. `prediction.edits("fp16")`
+# returns the edits for a plan.
 
 # %%
 session.close()

@@ -21,7 +21,7 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     """Returns one sentence that recommends what to train with, and the figures over all results that support it.
 
     Recommended is the fastest row whose loss stayed finite and, if it trained long enough to judge, near that of O0. It
-    is compared with the fastest O0, compiled or not. O3, which has no masters, comes last if it did not train that long.
+    is compared with the fastest O0, compiled or not. O3, which has no masters, comes last if it did not train so long.
     Results in which memory ran out are counted, not compared. `losses` adds the final loss; only for a single result.
     """
     rows = _compared(results)
