@@ -3,7 +3,7 @@
 #
 # A small model trains on Shakespeare in fp16 on a CPU. It breaks after some steps; halfstep says where and why, and
 # names an edit of the plan. With the edit the model trains to the same loss as in fp32. At the end halfstep finds the
-# same problem before training. All of it takes some seconds: `python examples/tutorial.py`, or cell by cell in an editor.
+# same problem before training. All of it takes seconds: `python examples/tutorial.py`, or cell by cell in an editor.
 #
 # ## The model
 #
