@@ -190,7 +190,7 @@ class OpChanges:
                 listed[op] = field.name
 
     def listed(self) -> list[tuple[OpList, str]]:
-        """Returns a (list, op) pair for each op, list by list."""
+        """Returns a (name of the list, op) pair for each op, grouped by list."""
         return [(name, op) for name in OP_LISTS for op in getattr(self, name)]
 
     def moved(self, change: OpChange) -> OpChanges:

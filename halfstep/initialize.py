@@ -99,7 +99,10 @@ def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emul
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(f"sinks is {sinks!r:.80}; expected a list of functions, each called with every StepRecord")
     if on_failure not in get_args(OnFailure):
-        raise SetupError(f"on_failure is {on_failure!r}; expected 'raise' or 'warn', for steps that keep being skipped")
+        raise SetupError(
+            f"on_failure is {on_failure!r}; expected 'raise' or 'warn', which say what is done when steps keep being "
+            "skipped"
+        )
     if stepping not in get_args(Stepping):
         raise SetupError(
             f"stepping is {stepping!r}; expected 'session' (for session.step()) or 'optimizer' (for optimizer.step())"

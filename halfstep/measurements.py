@@ -169,7 +169,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a matrix, the weights of a model, and its forward pass (weights included) take in one format."""
+    """Numbers of bytes in one format: of a matrix, of a model's weights, of its forward pass with the weights."""
 
     format: str
     matrix: int

@@ -273,8 +273,8 @@ def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> Non
     if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
         what = f"{type(averaging[0]).__name__} would keep its averages" if averaging else "ckpt_path would be loaded"
         raise SetupError(
-            f"{what} in {low}, the format of the weights, which would round fp32 values; call module.float() before "
-            "trainer.fit(module)"
+            f"{what} in {low}, as the module's weights are, and fp32 values would be rounded; call module.float() "
+            "before trainer.fit(module)"
         )
 
 

@@ -64,7 +64,7 @@ class _Site:
     acts: tuple[tuple[str, Act], ...] = ()
 
     def kernel(self) -> Any:
-        """Returns the function for the dispatcher; a closure, which costs less a call than a method."""
+        """Returns the function to register with the dispatcher: a closure, which costs less per call than a method."""
         stock, below = self.stock, self.site.below
         is_on = torch.is_autocast_enabled
 

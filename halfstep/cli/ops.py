@@ -23,5 +23,8 @@ def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
     lines = [line for line in op_lines(chosen) if text in line.op]
     if not lines:
-        raise PlanError(f"no op of the table contains {text!r}; an op without a row runs as written")
+        raise PlanError(
+            f"no op in the table has {text!r} in its name; ops that are not in the table run in the formats of their "
+            "inputs"
+        )
     stdout().print(op_table(lines, plan=chosen.name))

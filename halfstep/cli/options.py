@@ -102,7 +102,7 @@ def open_job(
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Refuses a file that cannot be written, before hours of training; leaves no file behind. None is ignored.
+    """Refuses a file that cannot be written, before hours of training; leaves no file behind. Does nothing for None.
 
     Raises:
         WorkloadError: the folder does not exist, or the file cannot be opened or replaced.

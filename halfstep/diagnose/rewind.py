@@ -102,7 +102,7 @@ class _State:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a module other than parameters, buffers and submodules, such as state of the model."""
+    """Returns a module's plain attributes, in which it may keep state: not parameters, buffers or submodules."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
 
 

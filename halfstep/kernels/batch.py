@@ -116,7 +116,8 @@ class Scratch:
     def views(self, role: str, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns uninitialised flat memory and views of it in the shapes of `like`.
 
-        A role has one user at a time; its views in dtypes of the same size share their memory.
+        Memory is kept for each `role`, the name of a use: the next call with that role overwrites it, also with another
+        dtype of the same size.
         """
         device = like[0].device
         key = (role, device, dtype, *[t.shape for t in like])

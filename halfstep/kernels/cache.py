@@ -68,10 +68,10 @@ def _digest(content: bytes) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path, deadline: float) -> Iterator[None]:
-    """Holds a lock of the operating system, or none on a drive without locks; it is released however the holder dies.
+    """Holds a lock of the operating system, which is released even if the process is killed.
 
-    Not the lock of `filelock`, which torch installs: on a drive without locks that is a file, which a killed holder
-    leaves for ever.
+    On a file system without locks it holds none. `filelock`, which torch installs, is not used: there it makes a lock
+    file, which stays behind if the process is killed.
 
     Raises:
         TimeoutError: another process has held the lock until the deadline.

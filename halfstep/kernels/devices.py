@@ -25,7 +25,7 @@ def triton_can_read(grads: list[Tensor]) -> bool:
 
 
 def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns norm, non-finite test and flags of gradients that `triton_can_read` accepted."""
+    """Returns the norm of the gradients, whether any is non-finite, and the same for each of them (bool)."""
     result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
     return result
 

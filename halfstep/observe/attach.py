@@ -72,7 +72,7 @@ def _kinds(tensors: str | Iterable[str], *, may_be_none: bool) -> frozenset[str]
     for kind in given:
         if kind not in KINDS:
             allowed = ", ".join(map(repr, KINDS))
-            raise ObserveError(f"tensors has {kind!r}; allowed are {allowed}{near_miss(kind, KINDS)}")
+            raise ObserveError(f"tensors has {kind!r}; expected one of {allowed}{near_miss(kind, KINDS)}")
     if not given and not may_be_none:
         raise ObserveError(f"tensors is empty; name at least one of {', '.join(map(repr, KINDS))}")
     return frozenset(given)

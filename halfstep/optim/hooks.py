@@ -33,7 +33,7 @@ class _Watch:
 def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
     """Calls the method `look` with each optimizer of this process before it steps; returns a function that undoes this.
 
-    An exception from `look` stops the step. The calls also end when the object of the method is gone.
+    An exception from `look` stops the step. The object that `look` belongs to is not kept alive; the calls end with it.
     """
     method = WeakMethod(look, lambda _: undo())
     undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(method)).remove

@@ -173,7 +173,7 @@ def _check_schema(entries: object) -> None:
     if type(schema) is not int or schema != SCHEMA:
         raise PlanError(
             f"at `$.schema`: the plan has schema {schema!r}, but this halfstep reads schema {SCHEMA}; "
-            "update halfstep, or save the plan again with this one"
+            "update halfstep, or save the plan again with this version"
         )
 
 

@@ -79,9 +79,9 @@ def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None 
 
 
 def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:
-    """Returns the processes of a group that do not report within `ROLL_CALL` seconds that the group has failed.
+    """Returns the processes of a failed group that do not check in within `ROLL_CALL` seconds.
 
-    They report through the group's store, which answers even if the group no longer works.
+    They check in through the group's store, which answers even if the group no longer works.
     """
     own = dist.get_rank()
     missing = [rank for rank in dist.get_process_group_ranks(group) if rank != own]

@@ -137,7 +137,7 @@ class Replicas:
             self.search()
 
     def search(self) -> None:
-        """Looks for wrappers that were made before `open`; does nothing if a wrapper is known already."""
+        """Looks for a DDP wrapper of the models that was made before `open`; does nothing if one is known already."""
         if self._group is None:
             for wrapper in living_wrappers_of(self._roots):
                 self._attach(wrapper, self._shared(wrapper, wrapper.module))

@@ -47,7 +47,7 @@ class NoScale:
         """Does nothing: every format can hold a scale of 1."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a state with the kind of this scale only."""
+        """Returns a state dict that holds only the kind of this scale, which has no other state."""
         return {"kind": "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,8 +226,8 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
 ) -> tuple[Any, Any, Any]:
     """Returns the `value`, `clean` and `left` that `adapt_` would set, but without clamping the scale.
 
-    `value`, `clean`, `left` and `found` are scalars of any array library; `select(condition, a, b)` is the `where` of
-    that library, and `times` multiplies a scale by a number.
+    `value` (the scale), `clean`, `left` and `found` are as there, but scalars of any array library;
+    `select(condition, a, b)` is the `where` of that library, and `times` multiplies a scale by a number.
     """
     steps = select(found, clean * 0, clean + int(count))
     grown = ~found & (steps >= schedule.growth_interval) if count else found & ~found

@@ -72,7 +72,7 @@ _LOG = logging.getLogger("halfstep")
 class Watcher(Protocol):
     """An observer of each step of a session, such as the guardian.
 
-    `pending` is an error that it will raise once all processes that step together know that they will stop, else None.
+    `pending` is an error that is held back until all processes that step together have agreed to stop, else None.
     """
 
     pending: BaseException | None

@@ -224,7 +224,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; pass the folder aclImdb"),
         (["bench", "regression", "--data", "."], "halfstep: regression reads no data, but got data=.; leave it out"),
         (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
-        (["ops", "nothing_of_this_name"], "halfstep: no op of the table contains 'nothing_of_this_name'"),
+        (["ops", "nothing_of_this_name"], "halfstep: no op in the table has 'nothing_of_this_name' in its name"),
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),

@@ -192,8 +192,8 @@ class FusedAdagrad(_Fused, Adagrad):
     ) -> None:
         if adagrad_w_mode:
             raise SetupError(
-                "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out to add the "
-                "weight decay to the gradient"
+                "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out, and the "
+                "weight decay is added to the gradient"
             )
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, set_grad_none=set_grad_none)
 

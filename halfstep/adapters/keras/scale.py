@@ -84,8 +84,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply_unscaled(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies gradients that `unscale` returned, or skips the step if there was an overflow; adapts the scale.
 
-        An overflow that `unscale` found counts even if clipping hid it afterwards. So call both methods in the same
-        compiled function.
+        An overflow that `unscale` found skips the step even if clipping has removed it since. For this to work, call
+        both methods in the same compiled function.
         """
         self._build_for(trainable_variables)
         found = ops.logical_or(self._found(grads), getattr(self._seen, "found", False))

@@ -38,7 +38,7 @@ def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
-    """Splits optimizers, oldest first, into those that train now and those that share a parameter with a newer one."""
+    """Splits optimizers, given oldest first, into those in use and those with a parameter that a newer one has."""
     taken: set[int] = set()
     kept: list[Optimizer] = []
     replaced: list[Optimizer] = []
