@@ -503,6 +503,13 @@ def saved_by(node: Any) -> list[Tensor]:
     return [each for each in tree_leaves(kept) if isinstance(each, Tensor)]
 
 
+def is_users_function(node: Any) -> bool:
+    """Tells whether a node of a graph is of a `torch.autograd.Function` that torch does not define, as FSDP2 does."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    return not str(type(node)._forward_cls.__module__).startswith("torch.")  # type: ignore[attr-defined]
+
+
 def is_tracing() -> bool:
     """Tells whether this thread is tracing a model for TorchScript."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]

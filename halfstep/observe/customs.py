@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from halfstep.observe.locator import storage_of
-from halfstep.torch_internals import leaf_of, running_node, saved_by, sequence_number, without_modes
+from halfstep.torch_internals import is_users_function, leaf_of, running_node, saved_by, sequence_number, without_modes
 
 
 class Customs:
@@ -23,8 +22,8 @@ class Customs:
         while waiting:
             node: Any = waiting.pop()
             following = [each for each, _ in node.next_functions if each is not None]
-            if isinstance(node, BackwardCFunction):
-                name = str(node.name()).removesuffix("Backward")  # type: ignore[attr-defined]
+            if is_users_function(node):
+                name = str(node.name()).removesuffix("Backward")
                 self._before.update((_key(each), (name, sequence_number(node))) for each in following)
             waiting += [each for each in following if _key(each) not in seen]
             seen.update(map(_key, following))
@@ -34,10 +33,16 @@ class Customs:
         return self._before.get(_key(running_node()))
 
 
-def is_saved(tensor: Tensor) -> bool:
-    """Tells whether the running node of a backward pass keeps a tensor from the forward pass."""
+def is_brought_in(tensor: Tensor) -> bool:
+    """Tells whether a tensor comes from outside the running node of a backward pass, which did not save it.
+
+    False if no node is running, as in a callback at the end of the pass (FSDP2 reduces gradients there).
+    """
+    node = running_node()
+    if node is None:
+        return False
     with without_modes():
-        return storage_of(tensor) in {storage_of(each) for each in saved_by(running_node())}
+        return storage_of(tensor) not in {storage_of(each) for each in saved_by(node)}
 
 
 def _key(node: Any) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called
 from halfstep.observe.absorbed import OverflowTrail
-from halfstep.observe.customs import Customs, is_saved
+from halfstep.observe.customs import Customs, is_brought_in
 from halfstep.observe.locator import Locator, memory_of, storage_of
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
@@ -317,7 +317,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if note.received and self.last_writer(read.memory) is not None:  # and what that wrote was finite
             named = (OTHERS, note.aten.rstrip("_"), read.memory)
         leaf = leaf if named is None else _as(leaf, named)
-        if leaf.kind == "data" and note.phase == "backward" and not is_saved(read.memory):
+        if leaf.kind == "data" and note.phase == "backward" and is_brought_in(read.memory):
             custom = self._custom(leaf.bad) if note.line is None else None
             if custom is not None:
                 return custom

@@ -624,7 +624,7 @@ LBFGS = torch.optim.LBFGS(MODEL.parameters())
         (Integers(), lambda: ONE, {}, SetupError, "no floating parameters"),
         (nn.ReLU(), lambda: ONE, {}, SetupError, "no parameters|no floating parameters"),
         ("model", lambda: ONE, {}, SetupError, "must be a Module"),
-        (nn.Linear(1, 1).half(), lambda: ONE, {}, SetupError, "already low"),
+        (nn.Linear(1, 1).half(), lambda: ONE, {}, SetupError, "already in low precision"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_predicted_is_a_clear_error(model, closure, options, error, message):
