@@ -13,7 +13,7 @@ from halfstep.validate import as_tuple, count, one_of, real, text
 
 
 def _code(value: Any) -> str:
-    """Returns the code that makes a value, without the fields that have their default."""
+    """Returns Python code that constructs `value`; fields that have their default are left out."""
     given = [
         _literal(getattr(value, each.name))
         if each.default is MISSING
@@ -78,7 +78,7 @@ class Rule:
     "type:LayerNorm", a glob over the short name of the module's class or of any of its bases. `buffers` says what
     happens to the floating-point buffers there: kept as they are, or stored low or full. `input` says what happens to
     the floating-point inputs of the matched modules: cast as the policy requires (to fp32 if it computes full; to low
-    if its weights are low and the caller has another policy), kept as they are, or cast to low.
+    if its weights are low and the calling module has another policy), kept as they are, or cast to low.
 
     Raises:
         PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown `buffers`
@@ -220,7 +220,7 @@ class Scaling:
     always `init`. Scales and their inverses are fp32 normal numbers, so they are in [2**-126, 2**126].
 
     Raises:
-        PlanError: a value out of range, or one that this kind does not use.
+        PlanError: a value that is out of range, or that this kind of scale does not use.
 
     >>> Scaling("static", init=128).init
     128.0
@@ -295,7 +295,7 @@ Edit = Rule | OpChange | Scaling
 
 
 def spell(edits: Iterable[Edit]) -> str:
-    """Returns the code that makes these edits.
+    """Returns the call of `plan.edit` that makes these edits, as Python code.
 
     >>> spell([Rule("head", FULL), Scaling("dynamic", init=2.0**24)])
     "plan.edit(Rule('head', FULL), Scaling('dynamic', init=16777216))"

@@ -79,6 +79,6 @@ class ObserveError(HalfstepError, ValueError):
 
 
 class ScriptError(HalfstepError, FileNotFoundError):
-    """A script or module that `halfstep run` cannot find; `exit_code` is the one that Python uses for this."""
+    """A script or module that `halfstep run` cannot find; `exit_code` is the exit status that Python has then."""
 
     exit_code = 1

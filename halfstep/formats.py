@@ -44,7 +44,7 @@ class Format:
 
     @property
     def usable_eps(self) -> float:
-        """The smallest power of ten that is at least 8 smallest subnormals: an eps that does not round to zero.
+        """The smallest power of ten that is at least 8 times the smallest subnormal: an eps that does not round to 0.
 
         >>> FP16.usable_eps
         1e-06

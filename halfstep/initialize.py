@@ -56,20 +56,20 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     low-precision format; None takes the one that the device computes fast and logs the choice once. `optimizer=None` is
     for inference. Inputs of the model keep their format, and products cast their operands; `input="low"` casts all
     floating inputs to low first. `emulate` computes products of the low format in a wider one, rounded exactly (None:
-    fp16 on a CPU, unless it was measured to be fast there). Each sink is called with each StepRecord; a `Recorder`,
-    such as a RunLog, gets all other records too. If the model is still in a session, that session is closed first, with
-    a warning. If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError
-    that says what broke; `on_failure="warn"` logs it once and goes on. With `stepping="optimizer"` a loop keeps its own
-    `optimizer.step()`: each backward pass leaves unscaled fp32 gradients in `p.grad`, to be read and clipped as usual,
-    and the optimizer's `step` is skipped if one is not finite. Trainable parameters in bf16 or fp16, such as those of a
-    model from a hub, are the initial values of fp32 weights at O1 and of fp32 masters at O2; at O3 they train without
-    fp32 values; a warning says which. For a sharded model this is a collective call.
+    only for fp16 on a CPU where native fp16 was not measured to be fast). Each sink is called with each StepRecord; a
+    `Recorder`, such as a RunLog, gets all other records too. If the model is still in a session, that session is closed
+    first, with a warning. If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a
+    NumericsError that says what broke; `on_failure="warn"` logs it once and goes on. With `stepping="optimizer"` a loop
+    keeps its own `optimizer.step()`: each backward pass leaves unscaled fp32 gradients in `p.grad`, to be read and
+    clipped as usual, and the optimizer's `step` is skipped if one is not finite. Trainable parameters in bf16 or fp16,
+    such as those of a model from a hub, are the initial values of fp32 weights at O1 and of fp32 masters at O2; at O3
+    they train without fp32 values. A warning says what became of them. For a sharded model this is a collective call.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
         SetupError: the model or optimizer cannot be trained under the plan, or another process that holds shards of the
             model raised an error. After any error nothing has changed.
-        SessionError: the processes that hold the model's shards do not train alike, or one of them is gone.
+        SessionError: the processes that hold the model's shards differ in what they train, or one of them is gone.
     """
     models = as_list(model, nn.Module, "model")
     with ExitStack() as stack:
@@ -126,7 +126,7 @@ def _close(earlier: Iterable[Session]) -> None:
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Adds a guardian that watches the steps of a session that scales or casts, even if optimizers are added later."""
+    """Returns the session; if it scales or casts, adds a guardian, which watches the steps of all its optimizers."""
     if session.plan.ops != "none":
         session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
     return session

@@ -36,7 +36,7 @@ class Processor:
     """A class of processors and what was measured on it.
 
     `bf16`: whether native bf16 products are faster than fp32 ones; `fp16`: whether native fp16 products are faster than
-    emulation (fp32 products rounded to fp16); `wide_backward`: the sequence lengths and head widths up to which the
+    emulation (fp32 products rounded to fp16); `wide_backward`: by head width, the sequence length up to which the
     backward pass of attention is faster in fp32; `source`: where this was measured.
     """
 
@@ -95,7 +95,7 @@ FIRST_CAPABILITY: Mapping[Format, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The facts that choices depend on: the kind of device, its CUDA capability, the class of the processor."""
+    """What halfstep's choices for a device depend on: its kind, its CUDA capability, and the class of the processor."""
 
     kind: str
     capability: tuple[int, int] | None = None
@@ -129,7 +129,7 @@ class Machine:
 
 
 def read_facts(device: torch.device) -> DeviceFacts:
-    """Returns the facts of a device of this machine."""
+    """Returns the `DeviceFacts` of a device of this machine."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return DeviceFacts(device.type, capability, read_processor())
 
@@ -144,9 +144,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def read_processor() -> Processor:
-    """Returns the class of this machine's processor, as far as torch uses it; no other function asks torch for it.
+    """Returns the class of this machine's processor, which is decided by the instruction sets that torch uses.
 
-    Measurements that `halfstep doctor --save` made on this machine override those of the table.
+    Measurements that `halfstep doctor --save` made on this machine override those in the table of processor classes.
     """
     row = table_row()
     saved = read_saved(row.name, model_name(), str(torch.__version__))
@@ -158,7 +158,7 @@ def read_processor() -> Processor:
 
 
 def table_row() -> Processor:
-    """Returns the row of the table for this machine's processor; ignores saved measurements."""
+    """Returns the row for this machine's processor in the table of processor classes; ignores saved measurements."""
     known = torch.cpu.get_capabilities()
     return processor_of(
         str(known.get("architecture", "")),
@@ -169,7 +169,7 @@ def table_row() -> Processor:
 
 
 def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_products: bool = True) -> Processor:
-    """Returns the class of a processor that has these flags.
+    """Returns the class of a processor with the instruction sets named in `flags`.
 
     `vectors` is the instruction set that torch's own kernels are limited to (`ATEN_CPU_CAPABILITY`); `low_products`
     says whether torch's oneDNN computes low-precision products (`ONEDNN_MAX_CPU_ISA`). Flags that torch does not use
@@ -188,7 +188,7 @@ def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_
 
 
 def cpu_flags(capabilities: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the instruction sets in `torch.cpu.get_capabilities()`, which also has sizes.
+    """Returns the names of the instruction sets that are True in `torch.cpu.get_capabilities()`, which also has sizes.
 
     >>> cpu_flags({"avx512_bf16": True, "amx_bf16": False, "l2_cache_size": 1})
     frozenset({'avx512_bf16'})
@@ -214,7 +214,7 @@ def units(fmt: Format, facts: DeviceFacts) -> str | None:
 
 
 def read_machine(device: torch.device) -> Machine:
-    """Returns the facts of this machine and of `device` on it."""
+    """Returns the `Machine` that describes this machine, `device` on it, and the installed versions."""
     facts = read_facts(device)
     return Machine(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -256,7 +256,7 @@ def commit_of(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> list[str]:
-    """Returns the lines that git prints, or none if it fails; takes no lock that another git would wait for."""
+    """Returns the lines that git prints, or [] if it fails; takes no lock that another git process would wait for."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

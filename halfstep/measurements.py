@@ -84,7 +84,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Point:
-    """One model and batch size of a sweep, and what each configuration did; `examples` is the number in an epoch."""
+    """One model and batch size of a sweep, and the results; `examples` is the number of examples in an epoch."""
 
     model: str
     batch: int
@@ -94,7 +94,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A benchmark over models and batch sizes: its arguments as text, and the points measured so far, of `total`."""
+    """A benchmark over models and batch sizes: its arguments as text, and the `points` measured so far of `total`."""
 
     schema: int
     asked: dict[str, str]
@@ -123,9 +123,9 @@ class BenchChange:
 
     `verdict` is "alike", "slower", "faster", "new" (the saved benchmark has no such row) or "too few steps"; for a row
     that worked in the saved benchmark also "gone", "failed" or "diverged" (its loss is not finite), for others also
-    "failed before too". `time` is the step time now divided by the saved one, both counted in steps of `yardstick` (a
-    row of both benchmarks; None: in milliseconds); it is between `low` and `high` in 19 of 20 repetitions. `memory` is
-    the peak memory now divided by the saved one, 1.0 if they differ by less than a hundredth.
+    "failed before too". `time` is the step time now divided by the saved one. Each of the two is measured in steps of
+    `yardstick`, a row of both benchmarks (None: in milliseconds). `time` is between `low` and `high` in 19 of 20
+    repetitions. `memory` is the peak memory now divided by the saved one, 1.0 if they differ by less than a hundredth.
     """
 
     name: str
@@ -144,7 +144,7 @@ class BenchChange:
 
     @property
     def is_judged(self) -> bool:
-        """Whether both benchmarks have enough of the row to compare it."""
+        """Whether both benchmarks have enough measured steps of the row to compare it."""
         return self.verdict not in {"new", "too few steps", "failed before too"}
 
 
@@ -169,7 +169,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Numbers of bytes in one format: of a matrix, of a model's weights, of its forward pass with the weights."""
+    """The bytes that a matrix, the weights of a model, and its forward pass (weights included) take in one format."""
 
     format: str
     matrix: int
@@ -227,10 +227,10 @@ class Examination:
 
 @dataclass(frozen=True)
 class OpRow:
-    """The calls of one operation in the same formats in a step, added up.
+    """The calls of one operation on the same formats, added up over one step.
 
     `formats` has the formats of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` counts products only, a
-    multiply-add as two; `bytes` counts reads and writes; `share` is the share of the step's time in operations.
+    multiply-add as two; `bytes` counts reads and writes; `share` is the row's time over that of all rows.
     """
 
     operator: str
@@ -257,7 +257,7 @@ class CastRow:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """The formats that the plan gives a module, and the rule or row that decided them.
+    """The formats that the plan gives a module, and the reason, such as the rule that decided them.
 
     `param` is the format of the module's own weights ("-": it has none), `compute` that of its operations if the op
     table leaves a choice, `output` that of its results ("-": not cast, "input": that of its first floating input).
@@ -276,8 +276,7 @@ class Saving:
     """A way to save time in a step: the place, what was seen, what to do, the edits, and the seconds that it saves.
 
     `seconds` was measured with the operations of that place alone, in the formats that they have now and in those that
-    they would have.
-    None: they could not be measured, and `evidence` says why.
+    they would have; None if they could not be measured, and `evidence` says why.
     """
 
     code: str

@@ -1,6 +1,7 @@
-"""Autocast, which torch switches off in a dispatch mode, and compiled code, which ignores hooks added late.
+"""Restores autocast in a dispatch mode, where torch switches it off; makes compiled code run eagerly.
 
-torch.compile has one stance for the whole process, so this is the one place that counts requests for eager code.
+Compiled code ignores hooks that were added after its compilation. torch.compile has one stance for the whole process,
+so this is the one place that counts requests for eager code.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _AUTOCAST = tuple(parsed_key(f"Autocast{device}") for device in ("CPU", "CUDA", 
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation that reached a dispatch mode; if its parts rely on autocast, it is on as outside the mode."""
+    """Runs an operation that reached a dispatch mode, inside which torch switches autocast off.
+
+    An operation that may need autocast inside gets the autocast state that it was called under, outside the mode.
+    """
     if is_custom(func):
         with _autocast_as_called(func):
             return func(*args, **kwargs)
@@ -48,26 +52,26 @@ def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a composite operation, which reached a dispatch mode whole, in parts; autocast is as in `as_called`."""
+    """Runs a composite operation as the operations that it is made of, under autocast if `as_called` restores it."""
     with _autocast_as_called(func) if is_custom(func) or _mixed(args, kwargs) else nullcontext():
         return call_by_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @functools.cache
 def is_custom(func: Any) -> bool:
-    """Tells whether an operation is a library's own, whose parts a dispatch mode may never see."""
+    """Tells whether an operation is from another library than torch; a dispatch mode may not see what it is made of."""
     return isinstance(func, OpOverload) and func.namespace not in ("aten", "prim", "prims")
 
 
 def autocast_outside(device_type: str) -> torch.dtype | None:
-    """Returns the format of autocast where an operation that came to a dispatch mode was called; None: it was off."""
+    """Returns the dtype of autocast outside the dispatch mode, where an operation was called; None: it is off there."""
     with enable_reentrant_dispatch():
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Tells whether an operation is made of others; under torch.inference_mode a dispatch mode gets it as a whole."""
+    """Tells whether an operation is made of others; under torch.inference_mode a dispatch mode sees it whole."""
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
@@ -76,14 +80,14 @@ def is_composite(func: Any) -> bool:
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether low and fp32 inputs are mixed, as in an LSTM of fp32 weights, as autocast is off in a mode."""
+    """Tells whether inputs mix low and fp32 tensors, as those of an LSTM with fp32 weights do when autocast is off."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
 
 
 @contextmanager
 def _autocast_as_called(func: OpOverload) -> Iterator[None]:
-    """Switches autocast on inside as it was where `func`, which reached a dispatch mode, was called."""
+    """Restores inside the context the autocast state that `func` was called under, outside the dispatch mode."""
     excluded = keys_excluded_here()
     with enable_reentrant_dispatch():
         outside = keys_excluded_here()
@@ -97,9 +101,9 @@ def _autocast_as_called(func: OpOverload) -> Iterator[None]:
 
 
 def take_off(mode: TorchDispatchMode, thread: int) -> None:
-    """Takes a mode off this thread's mode stack, also from below modes entered later; does nothing in other threads.
+    """Removes `mode` from the mode stack of `thread`, even from below later modes; does nothing in other threads.
 
-    If the `with` of a later mode has taken this mode off instead of its own, the later mode is taken off.
+    The `with` of a later mode pops the top of the stack. If that was `mode`, the later mode is removed here instead.
     """
     stack = mode_stack()
     if threading.get_ident() != thread or not stack:
@@ -112,7 +116,7 @@ def take_off(mode: TorchDispatchMode, thread: int) -> None:
 
 
 class _Uncompiled:
-    """Sets torch.compile's stance to eager while anybody requests eager code, and then restores the earlier stance."""
+    """Sets torch.compile's stance to eager while any caller requests this, and then restores the earlier stance."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may release in the middle of another's turn
@@ -149,7 +153,7 @@ _UNCOMPILED = _Uncompiled()
 
 
 def run_uncompiled() -> Callable[[], None]:
-    """Makes compiled code run eagerly until the returned function is called; calling that again does nothing.
+    """Makes compiled code run eagerly until the returned function is called; a second call of it does nothing.
 
     Several requests may be open at a time, in any threads, and end in any order. Afterwards compiled code is reused,
     not compiled again.

@@ -137,14 +137,14 @@ EDGES: Edges = (np.array([-149.0, *range(-126, 129)]), np.array([*range(-126, 12
 
 @dataclass(frozen=True)
 class Limits:
-    """The magnitudes that can be held: none below `zero`, with fewer digits below `normal`, none above `top`."""
+    """The magnitudes that a format can hold: none below `zero`, fewer digits below `normal`, none above `top`."""
 
     zero: float
     normal: float
     top: float
 
     def times(self, factor: float) -> Limits:
-        """Returns the limits for values that are divided by `factor` before they are compared with these."""
+        """Returns these limits times `factor`: those of values that are divided by `factor` when they are stored."""
         return Limits(self.zero * factor, self.normal * factor, self.top * factor)
 
 
@@ -152,7 +152,7 @@ UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last
 
 
 def limits_of(fmt: Format) -> Limits:
-    """Returns the magnitudes that a format can hold; half its smallest subnormal rounds to zero (ties to even)."""
+    """Returns the `Limits` of a format; half its smallest subnormal is below `zero`, since ties round to even."""
     return Limits(math.nextafter(fmt.smallest_subnormal / 2, math.inf), fmt.smallest_normal, fmt.max)
 
 
@@ -181,7 +181,7 @@ def _add_each(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
-    """Returns a field of `TensorStats`: its meaning, and the function that merges the values of two tensors."""
+    """Returns a dataclass field for `TensorStats`, with its `meaning`; `merge` merges the values of two tensors."""
     return field(metadata={"meaning": meaning, "merge": merge})
 
 
@@ -189,8 +189,8 @@ def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
 class TensorStats:
     """Counts, sums and an exponent histogram of one tensor, or of several merged; `a + b` merges two.
 
-    This is the table of statistics: the rows of `kernels/stats.py`, the lines of a log and the merge of two follow its
-    fields, and `kernels/stats.cpp` is checked against them when it is loaded.
+    The fields decide which statistics exist: the rows of `kernels/stats.py`, the lines of a log and the merge of two
+    follow them, and `kernels/stats.cpp` is checked against them when it is loaded.
     """
 
     count: int = _stat("elements, finite or not")
@@ -278,9 +278,8 @@ class AbsorbedOverflow:
     """An overflow that another operation made finite again, so that no value shows that the result is wrong.
 
     The result of `operator`, at the line `where`, is `exact` in fp32, but infinite in `format`. `by`, at the line
-    `by_where`, absorbed the infinity: an element of its result is `got`, but `want` in fp32, and `off` is the
-    difference of that element's row relative to fp32. Operators have their public torch names; a line is None if it is
-    not known.
+    `by_where`, absorbed the infinity: an element of its result is `got`, but `want` in fp32, and `off` is the relative
+    error of the row with that element. Operators have their public torch names; a line is None if it is not known.
     """
 
     operator: str
@@ -331,7 +330,7 @@ class Observation:
 
     @property
     def lost_updates(self) -> float | None:
-        """The share of updates that were smaller than half a unit in the last place; None for other kinds.
+        """The share of updates that were smaller than half a unit in the last place; None if `kind` is not `UPDATE`.
 
         Updates of exactly zero (no gradient, a skipped step) are not counted. With a master, small updates add up
         there; without one (O3) they are lost for good. For optimizers other than torch's Adam, AdamW and SGD and
@@ -412,7 +411,7 @@ class Finding:
     """Something that a check found: `severity` is one of `SEVERITIES`, `code` is a short fixed name of its kind.
 
     `place` names the module, parameter or operation, `evidence` says what was seen there, `advice` what to do; `cure`
-    holds the edits for `plan.edit(*finding.cure)`, empty if no edit does it.
+    holds the edits for `plan.edit(*finding.cure)`, empty if no edit cures it.
     """
 
     severity: str

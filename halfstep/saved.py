@@ -44,7 +44,7 @@ def saved_path() -> Path:
 
 
 def read_saved(processor: str, model: str, torch: str) -> Saved | None:
-    """Returns the saved measurements if they are for this processor and torch; logs once whether the file is used."""
+    """Returns the measurements saved for this processor and torch, or None; logs once whether the file is used."""
     try:
         return _read(saved_path(), processor, model, torch)
     except RuntimeError:  # the user has no home
@@ -75,7 +75,7 @@ def _read(path: Path, processor: str, model: str, torch: str) -> Saved | None:
 
 
 def check_savable() -> None:
-    """Makes the folder for what is saved, before it is measured.
+    """Creates the folder for saved measurements and checks that it is writable, before anything is measured.
 
     Raises:
         HalfstepError: the file cannot be written.
@@ -85,7 +85,7 @@ def check_savable() -> None:
 
 
 def save(found: Saved) -> Path:
-    """Writes the measurements to their file in one move and returns its path.
+    """Writes the measurements to their file, which is replaced as a whole, and returns its path.
 
     Raises:
         HalfstepError: the file cannot be written.

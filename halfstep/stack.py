@@ -11,10 +11,10 @@ Result = TypeVar("Result")
 
 
 def begin_pass(run: Callable[[], Result]) -> Result:
-    """Runs a forward or a backward pass; its callers are not part of the model, and their frames are not searched."""
+    """Calls `run`, a forward or backward pass; frames of this function's callers are not searched for model code."""
     return run()
 
 
 def cast_at_boundary(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a tensor, or a batch with a `to` method, cast at the entry or exit of a module."""
+    """Returns `value`, a tensor or a batch with a `to` method, cast to `dtype` at the entry or exit of a module."""
     return value.to(dtype)

@@ -34,8 +34,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Returns the seconds of one call of each function, round after round: entry i of each list is from round i.
 
-    A call shorter than `turn` seconds is repeated to fill them, after some calls that are not timed: the first calls
-    after another function's turn are slower, until caches and threads have settled.
+    A call shorter than `turn` seconds is repeated until its turn has taken that long. Some calls before are not timed:
+    the first calls after another function's turn are slower, until caches and threads have settled.
 
     There are `least` to `most` rounds, which take about `seconds`. A call that takes more than its share of the time
     drops out after `least` rounds, so that one slow call does not use up the time of all; its list is then shorter.

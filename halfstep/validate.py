@@ -56,7 +56,7 @@ def real(what: str, value: object, *, low: float, high: float) -> float:
 
 
 def count(what: str, value: object) -> int:
-    """Returns `value` as an int if it fits a positive 32-bit counter; raises a PlanError otherwise."""
+    """Returns `value` as an int if it is from 1 to 2**31 - 1; raises a PlanError otherwise."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
         raise PlanError(f"{what} is {value!r}; expected a whole number from 1 to {2**31 - 1}")
     return int(value)

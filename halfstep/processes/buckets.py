@@ -24,10 +24,10 @@ _LOG = logging.getLogger("halfstep")
 class WideSums:
     """A communication hook that sums low gradients in fp32, where DistributedDataParallel would sum them low.
 
-    Each process sums its share of a bucket. Buckets are sent low, in as many bytes as an all-reduce of them sends.
-    Gradients of earlier backward passes are in fp32, which a bucket cannot hold: they are set aside during the backward
-    pass (`hold`, `release`). If they are the same in all processes already, they are added to the mean, otherwise to
-    the bucket before it is sent.
+    Each process sums one share of a bucket. Buckets are sent low, in as many bytes as an all-reduce of them sends.
+    The sum of the gradients of earlier backward passes is in fp32, which a bucket cannot hold: it is set aside during
+    the next backward pass (`hold`, `release`). If it is the same in all processes already, it is added to the mean of
+    the new gradients, otherwise to the bucket before that is sent.
     """
 
     def __init__(self) -> None:
@@ -50,13 +50,13 @@ class WideSums:
         return WideSums, ()  # wrappers keep their hooks in copies and pickles, where they are not called
 
     def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes a wrapper; `take_over` will sum its low gradients here, unless it has a communication hook by then."""
+        """Notes a wrapper with low parameters; `take_over` will register this hook with it unless it has another."""
         low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
         if low:
             self._pending.append((weakref.ref(wrapper), low))
 
     def before_backward(self) -> None:
-        """Prepares for a backward pass."""
+        """Prepares for a backward pass; registers this hook with the wrappers that `add` has noted."""
         self._reduced.clear()
         self.take_over()
 
@@ -86,7 +86,7 @@ class WideSums:
         return False
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Takes an fp32 gradient out of `p.grad`, so that the next backward pass makes a low gradient there.
+        """Takes the fp32 gradient of a parameter out of `p.grad`, so that the next backward pass makes a low one there.
 
         If the wrapper allows unused parameters, sets `p.grad` to low zeros: the wrapper needs a gradient there even if
         only an earlier pass has used the parameter.
@@ -122,9 +122,9 @@ class WideSums:
             self._has_data = True
 
     def add_held(self, bucket: Any) -> None:
-        """Adds the held gradients that differ between processes to a bucket of low gradients; notes its parameters.
+        """Adds the held gradients to a bucket of low gradients, except those that are the same in all processes.
 
-        The sum is computed in fp32 and rounded once, to the format that is sent.
+        Notes the parameters of the bucket. The sum is computed in fp32 and rounded once, to the format that is sent.
         """
         parameters = bucket.parameters()
         self._reduced.update(parameters)
@@ -133,7 +133,7 @@ class WideSums:
                 gradient.copy_(gradient.float().add_(self._held[p]))
 
     def divisor(self, device: torch.device) -> Tensor | int:
-        """Returns the number of processes that a mean is taken over."""
+        """Returns the number of processes to divide a sum of gradients by; may be a collective call within `join()`."""
         assert self.group is not None  # there is one where a hook is called
         if not self.counts:
             return self.group.size()
@@ -155,8 +155,9 @@ def mean_of_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Turns a bucket of gradients into their mean over the processes: a communication hook.
 
-    On a GPU the backward pass goes on meanwhile: the collectives run on a separate stream, which the future knows. On a
-    CPU this function waits for the collectives, so that all processes run them in the order of the buckets.
+    On a GPU the backward pass goes on meanwhile: the collectives run on a separate stream, and `wait` of the future
+    synchronizes with it. On a CPU this function waits for the collectives, so that all processes run them in the order
+    of the buckets.
     """
     buffer = bucket.buffer()
     if buffer.device.type != "cuda":
@@ -183,7 +184,7 @@ def _mean(sums: WideSums, bucket: Any) -> Tensor:
 def _low_mean_(t: Tensor, divisor: Tensor | int, group: dist.ProcessGroup | None) -> Tensor:
     """Replaces a 1-D low tensor by its sum over the processes divided by `divisor`.
 
-    Each process sums its share in fp32 and rounds it once.
+    Each process sums one share of the elements in fp32 and rounds the result once.
     """
     size = dist.get_world_size(group)
     share = -(-t.numel() // size)

@@ -24,8 +24,8 @@ class Findings:
     whether one of its losses overflowed, and `stops` for each process whether it requests all to stop.
     `same` (2 x processes) compares what must be the same in all processes. Before the sum it has, in this process's
     column, a number computed from the loss scales that its gradients carry, and a number computed from its weights
-    (float64; 0 in the other columns). After the sum it tells for each process whether its number differs from that of
-    process 0 (bool).
+    (float64; 0 in the other columns). After the sum it tells for each process which of its two numbers differ from
+    those of process 0 (bool).
     """
 
     square: Tensor
@@ -36,11 +36,11 @@ class Findings:
     same: Tensor
 
     def packed(self) -> Tensor:
-        """Returns one float64 vector: the share of the squared norm, the flags, and one number for each process.
+        """Returns one float64 vector to sum over the processes: the share of the squared norm, the flags, and `same`.
 
-        Flags and numbers are whole numbers below 2**53, also after the sum, so they stay exact. The sum counts for each
-        flag how many processes set it; a count takes few bits, so several flags share one number. Each process adds
-        only to its own number.
+        All entries but the first are whole numbers below 2**53, also after the sum, so they stay exact. The sum counts
+        for each flag how many processes set it; a count takes few bits, so several flags share one entry. The last
+        entries are one for each process, which only that process sets: its own flags and its hashed numbers of `same`.
         """
         flags = torch.cat((self.gradients, self.losses))
         bits, room = _room(len(self.processes))
@@ -67,14 +67,14 @@ class Findings:
     def norm(self) -> Tensor:
         """The square root of `square` (0-dim fp32).
 
-        If n processes each share the norm of the same gradients, this returns that fp32 norm exactly: its square is
-        exact in float64, and the error of the n shares and their sum is less than n units in 2**53.
+        If n processes share the square of one fp32 norm, this returns that norm exactly: the square is exact in
+        float64, and the error of the n shares and their sum is less than n units in 2**53.
         """
         return self.square.sqrt().float()
 
 
 def _room(size: int) -> tuple[int, int]:
-    """Returns how many bits the count of a flag over `size` processes takes, and how many counts fit into a float64."""
+    """Returns how many bits a count of up to `size` processes takes, and how many such counts fit into a float64."""
     bits = size.bit_length()
     return bits, 53 // bits
 
@@ -98,7 +98,7 @@ class LateNumbers:
         self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def read(self, flags: Tensor) -> list[int]:
-        """Takes the flags of this step; returns the indices of the flags set in the step that can now be read."""
+        """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
         if flags.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return []

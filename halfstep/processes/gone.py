@@ -24,7 +24,8 @@ _OPENINGS = count()
 def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
     """Names the processes that are gone, if a collective operation inside the context fails.
 
-    `meeting` is a text that only these processes have, since torchrun keeps its store when it restarts processes.
+    Processes that still run check in with the group's store, under keys that begin with `meeting`. Processes from
+    before a restart should not have used the same `meeting`, since torchrun keeps its store when it restarts them.
 
     Raises:
         SessionError: a connection to other processes was closed or timed out in `what`.
@@ -42,7 +43,10 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
 
 
 def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Returns `naming_who_is_gone` for `halfstep.initialize`, which all processes of a group call equally often."""
+    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`.
+
+    It numbers the calls, so all processes of a group must have made equally many.
+    """
     return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
 
 
@@ -50,7 +54,7 @@ def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager
 def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
     """Reports an error inside the context to the processes that hold shards of the models.
 
-    They wait for this process in `told_by_all`; so after an error this is a collective call.
+    Those processes wait for this one in `told_by_all`; so after an error this is a collective call.
     """
     try:
         yield
@@ -68,7 +72,7 @@ def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None 
     """Returns the `value` of each process of a group; waits for all of them.
 
     Raises:
-        SetupError: a process reported in `failed` that it has raised an error.
+        SetupError: a process passed the text of an error as `failed`.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (value, failed), group=group)

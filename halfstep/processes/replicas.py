@@ -39,22 +39,19 @@ class Replica(Protocol):
         """Describes what the processes must have in common to train these parameters, one line for each fact."""
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns the stored tensors of those parameters whose fp32 value is not in the parameter alone.
-
-        These are the parameter and its master or remainder.
-        """
+        """Returns each of these parameters that has a master or remainder, followed by that master or remainder."""
 
     def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """Returns the optimizer state of each of these parameters, by name; empty for a parameter without state."""
 
     def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
-        """Loads another process's optimizer states of these parameters."""
+        """Loads the optimizer states of these parameters that another process has sent."""
 
     def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """Returns the options of each parameter group with some of these parameters."""
 
     def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Writes another process's options into these parameter groups."""
+        """Writes another process's options into the parameter groups with some of these parameters."""
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter, for messages."""
@@ -66,7 +63,7 @@ class Replica(Protocol):
         """Returns further state that must be the same in all processes, as plain values."""
 
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
-        """Loads another process's `state`, after its values were written into the `held` tensors of these parameters.
+        """Loads the `state` of another process, whose weights and masters were already written into the `held` tensors.
 
         `sent_again`: the stored weights will be written once more, with the same values.
         """
@@ -76,8 +73,8 @@ class Replicas:
     """The processes that train a session's models together, each on a replica; at first this process trains alone.
 
     Once a model is wrapped in DistributedDataParallel, the processes train together for good, even after the wrapper is
-    gone: whether a process takes part in the sum must not depend on when its garbage is collected. A torch hook
-    (`register_module_module_registration_hook`) reports each new wrapper; `search` finds those made before `open`.
+    gone: whether a process takes part in the sum of a step must not depend on when its garbage is collected. A torch
+    hook (`register_module_module_registration_hook`) reports each new wrapper; `search` finds those made before `open`.
     """
 
     def __init__(self, roots: Sequence[nn.Module], replica: Replica) -> None:
@@ -122,7 +119,7 @@ class Replicas:
                     )
 
     def open(self, *, search: bool) -> None:
-        """Notes each wrapper that is made from now on; `search` also looks for those made before."""
+        """From now on notes each new DistributedDataParallel wrapper; `search` also looks for those made before."""
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -143,7 +140,7 @@ class Replicas:
                 self._attach(wrapper, self._shared(wrapper, wrapper.module))
 
     def close(self) -> None:
-        """Stops noting wrappers, and puts torch's own join hooks back on them."""
+        """Stops noting new wrappers, and restores torch's own join hooks in the noted ones."""
         self._undo.close()
 
     @property
@@ -174,7 +171,7 @@ class Replicas:
         return self._is_own
 
     def summing(self) -> bool:
-        """Tells whether a step sums over the other processes.
+        """Tells whether a step sums its findings over several processes.
 
         Raises:
             SessionError: the process group was destroyed.
@@ -203,7 +200,7 @@ class Replicas:
         return own.unpacked(total)
 
     def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context whose error names the processes of the group that are gone; `what` is what runs inside."""
+        """Returns a context: if a collective operation in `what` fails, the error names the processes that are gone."""
         if self._group is None and not group_is_open():
             return nullcontext()
         return naming_who_is_gone(self._group, what, f"halfstep/failed/{self._meeting}")
@@ -221,7 +218,7 @@ class Replicas:
         return number_of.double().to(device, non_blocking=True)  # exact: below 2**53
 
     def parted(self) -> dict[str, list[int]]:
-        """Returns the names of parameters that should be the same but differ, with the processes that differ from 0.
+        """Returns the parameters that differ between processes, by name, with the ranks that differ from process 0.
 
         A collective call, which waits for the device.
         """
@@ -237,7 +234,7 @@ class Replicas:
         return self._replica.held([parameter]) or [parameter]
 
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module | None) -> None:
-        """Attaches a new wrapper; if it will broadcast its weights, first copies masters and states from process 0."""
+        """Notes a new wrapper; if it broadcasts weights, first copies masters and optimizer states from process 0."""
         shared = [] if module is None else self._shared(wrapper, module)
         if shared:
             self._attach(wrapper, shared)
@@ -326,7 +323,7 @@ class Replicas:
             self._replica.take_options(parameters, sent[0][1])
 
     def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
-        """Returns the `Replica.state` of each process; waits for all of them.
+        """Checks that all processes train the same; returns the `Replica.state` of each of them. A collective call.
 
         Raises:
             SessionError: what is trained differs between processes.
@@ -344,14 +341,14 @@ class Replicas:
 
 
 def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Parameter]) -> None:
-    """Makes a wrapper refuse to train once the parameters that it was made for are no longer stored low."""
+    """Makes a DistributedDataParallel wrapper refuse to train once one of its `low` parameters has another dtype."""
     own = wrapper()
     if own is not None and low:
         own.register_forward_pre_hook(_Retired(low))
 
 
 class _Retired:
-    """A hook that refuses to train parameters whose dtype has changed since the wrapper was made.
+    """A hook of a DistributedDataParallel wrapper: refuses to train parameters with another dtype than it was made for.
 
     In a copy of the wrapper it does nothing: the copy was made for the dtypes that its parameters have.
     """
@@ -382,7 +379,7 @@ class _Retired:
 
 @dataclass(frozen=True)
 class _Like:
-    """Shape and dtype of a tensor on the device of its parameter, which are sent before the tensor itself."""
+    """Shape and dtype of a tensor of an optimizer state: sent first, so that others can make room for the tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -403,7 +400,7 @@ class _Like:
 
 
 class _Join:
-    """Replaces the `join_hook` of a wrapper; in copies and pickles of the wrapper it only calls torch's `join_hook`."""
+    """Replaces the `join_hook` of a DistributedDataParallel wrapper; a copy of the wrapper uses torch's again."""
 
     def __init__(self, wrapper: DistributedDataParallel | None = None, replicas: Replicas | None = None) -> None:
         self._wrapper = _weak(wrapper)
@@ -440,7 +437,7 @@ class _Join:
 
 
 class _Joined(JoinHook):
-    """Torch's join hook of a wrapper, after which the session sends its weights, masters and optimizer states."""
+    """The join hook of a wrapper: runs torch's join hook, then sends weights, masters and optimizer states."""
 
     def __init__(self, hook: JoinHook, wrapper: DistributedDataParallel, replicas: Replicas) -> None:
         self._hook, self._wrapper, self._replicas = hook, wrapper, replicas
@@ -468,14 +465,14 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Returns the wrappers that are still in use, after a garbage collection, so that all processes find the same."""
+    """Like `wrappers_of`, but collects garbage first: all processes find the same wrappers, those still in use."""
     if wrappers_of(roots):  # to collect takes half a second
         gc.collect()
     return wrappers_of(roots)
 
 
 def _part(t: Tensor, turn: int) -> Tensor:
-    """Returns a tensor, or if it is long a part of it that depends on `turn`; without a copy."""
+    """Returns `t`, or a part that depends on `turn` if `t` has more than `SAMPLE` elements; does not copy."""
     while t.numel() > SAMPLE:
         t = t[turn % len(t)] if t.dim() > 1 else t[:SAMPLE]
     return t
@@ -483,7 +480,7 @@ def _part(t: Tensor, turn: int) -> Tensor:
 
 @torch.no_grad()
 def _number_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a number (0-dim int64) computed from the bits of floating tensors: the same for the same tensors."""
+    """Returns a number (0-dim int64) computed from the bits of floating tensors; equal tensors have equal numbers."""
     numbers = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     return torch.stack([number * (i + 1) for i, number in enumerate(numbers)]).sum()
 

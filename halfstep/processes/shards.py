@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(t: Any) -> TypeGuard[DTensor]:
-    """Tells whether a tensor is a DTensor, placed on a mesh of processes, even if each process has all of it."""
+    """Tells whether a tensor is a DTensor (placed on a mesh of processes), even if each process has all of it."""
     if not isinstance(t, Tensor) or not is_wrapped(t):
         return False
     from torch.distributed.tensor import DTensor
@@ -56,7 +56,7 @@ def like(t: Tensor, part: Tensor) -> Tensor:
 
 
 def spread(value: Tensor, t: Tensor) -> Tensor:
-    """Returns a `value` of the shape of `t`, sharded like `t`; each process cuts its shard, and nothing is sent."""
+    """Returns `value`, which has the shape of `t`, sharded like `t`; each process cuts its shard, nothing is sent."""
     if not is_sharded(t) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -117,13 +117,13 @@ def own_number() -> int | None:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Puts the sharded parameters back into models, which hold gathered ones after an evaluation."""
+    """Makes models hold their sharded parameters again; after an evaluation they hold gathered ones."""
     for module in fsdp_modules(roots):
         module.reshard()
 
 
 class Unreduced:
-    """Refuses a backward pass that would add to unreduced gradients in FSDP2 that carry another loss scale.
+    """Refuses a backward pass if FSDP2 holds unreduced gradients that carry another loss scale than this pass.
 
     FSDP2 keeps gradients unreduced after a backward pass with `set_requires_gradient_sync(False)`; they are not in
     `p.grad`, so halfstep cannot rescale them.

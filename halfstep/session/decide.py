@@ -40,9 +40,9 @@ class Decision:
     """What a session will do: which models it trains, under which plan, and on which device and processor.
 
     `roots` are the models without their wrappers, and `assignment` has the formats that the plan gives their modules.
-    `emulate`: products of the low format are computed in a wider format. `mixed` is False if everything runs as
-    written. `stepping`: whose `step` the training loop calls. Parameters in `already_low` are stored in the plan's low
-    format before the session starts; they keep their values and their dtype.
+    `emulate`: products of the low format are computed in a wider format. `mixed` is False if the plan casts and scales
+    nothing. `stepping`: whether the training loop calls the `step` of the session or of the optimizer. Parameters in
+    `already_low` are stored in the plan's low format before the session starts; they keep their values and their dtype.
     """
 
     roots: tuple[nn.Module, ...]
@@ -124,7 +124,7 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
 
 
 def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:
-    """Warns about optimizers without an update of halfstep's own, if they cost more than in fp32."""
+    """Warns about optimizers that halfstep has no update for, if their own step costs more than in fp32 training."""
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
         for optimizer in optimizers:
             if row_of(optimizer) is None:
@@ -133,7 +133,7 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
 
 @functools.cache
 def _say_that_it_steps_itself(name: str) -> None:
-    """Warns, once per process, about what an optimizer of this name costs."""
+    """Warns, once per process and `name`, about the cost of the own step of an optimizer class."""
     _LOG.warning(
         "halfstep has no update of its own for %s, so the optimizer's own step runs, on fp32 copies of the weights "
         "that are stored low (2 bytes per parameter more than split masters take), and waits for the device at each "
@@ -154,7 +154,7 @@ def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module],
 
 
 def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses sharded parameters in optimizers whose update in halfstep needs whole weights."""
+    """Refuses optimizers that have sharded parameters, if their update in halfstep needs whole weights."""
     for optimizer in optimizers:
         row = row_of(optimizer)
         if plan.ops == "none" or row is None or not row.whole:

@@ -27,10 +27,11 @@ FOR_INFERENCE = "; for inference only, call model.requires_grad_(False) first, w
 def widened(
     models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter], *, training: bool = True
 ) -> Iterator[None]:
-    """Converts trainable parameters that were loaded in bf16 or fp16 to fp32; an error inside undoes this.
+    """Converts trainable parameters that were loaded in bf16 or fp16 to fp32; an error inside the context undoes this.
 
-    Also converts the buffers of their modules, since running statistics hardly change in a low format. Logs what was
-    converted. `made_low` are parameters that a session has made low. `training` is False while there is no optimizer.
+    Also converts the buffers of their modules, since a low format rounds away most changes of running statistics. Logs
+    what was converted. `made_low` are parameters that are low because of a session; they are left alone. `training` is
+    False if there is no optimizer: the log then also says how to keep the formats for inference.
 
     Raises:
         SetupError: a model with such parameters is already wrapped in DistributedDataParallel.

@@ -23,7 +23,7 @@ Update = Callable[[], BaseException | None]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One optimizer of a session, with its gradient accumulator and its stepper."""
+    """One optimizer of a session, with its gradient accumulator and its stepper, which makes its updates."""
 
     optimizer: Optimizer
     accumulator: GradientAccumulator
@@ -37,9 +37,9 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class LastStep:
-    """The last step that used gradients of one loss.
+    """The last step that used gradients of one loss, that is of one `loss_id`.
 
-    `skipped`: whether the step was skipped; `scale`: the scale of that loss; `parts`: the optimizers with gradients.
+    `skipped`: whether the step was skipped; `scale`: the scale of that loss; `parts`: those with gradients of it.
     """
 
     skipped: Tensor
@@ -49,7 +49,7 @@ class LastStep:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known about the last step on a loss.
+    """What is known about the last step that used gradients of one loss, that is of one `loss_id`.
 
     `scale` is the loss scale of that step if it was `skipped`, else the present one. `bad` has the names of the
     parameters whose `p.grad` is not finite. `left_over` is True if the gradients of the step before were never zeroed.
@@ -72,7 +72,7 @@ def make_part(
     replicas: Replicas,
     name_of: Callable[[nn.Parameter], str],
 ) -> Part:
-    """Returns the part of one optimizer; `plain` leaves the step to the optimizer.
+    """Returns the `Part` of one optimizer; if `plain`, the optimizer's own `step` makes its updates.
 
     `full_accumulate`: gradients of several backward passes are summed in fp32. `replicas` knows whether gradients are
     reduced over processes; `name_of` returns the name of a parameter, for messages.
@@ -88,7 +88,7 @@ def make_part(
 def memory_of(
     parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0
 ) -> dict[str, int]:
-    """Returns the bytes of weights, `masters`, gradients, and optimizer state."""
+    """Returns the bytes of "weights", "masters" (as passed), "gradients" and "optimizer" state."""
     parameters = list(parameters)
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return {
@@ -105,10 +105,12 @@ def _bytes(t: Tensor) -> int:
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
-    """Returns the parts to step: all that are `awaiting` a step after a backward pass, or that of one `optimizer`.
+    """Returns the parts to step: those in `awaiting`, which had a backward pass since their last step.
+
+    If `optimizer` is passed, only its part is returned.
 
     Raises:
-        SessionError: no part is awaiting a step, `optimizer` is not one of the session's, or it needs a closure.
+        SessionError: no part is awaiting a step, `optimizer` is not one of the session's, or one needs a closure.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SessionError(
@@ -174,9 +176,8 @@ class Replacements:
 def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
     """Runs updates in order; returns how many were completed, and the first error.
 
-    An update returns an error that a hook raised after the update, and raises an error that came before it. A raised
-    error ends the loop: that update and the following ones are not made. If the first update raises, nothing was
-    updated, and its error is raised here.
+    An update that was made returns None, or the error that a hook raised afterwards. An update that raises was not
+    made, and the following ones are then not made either. If the first update raises, its error is raised here.
     """
     count, failed = 0, None
     try:
@@ -192,7 +193,7 @@ def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
 
 
 def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:
-    """Returns the `LastStep` of each loss, by loss id."""
+    """Returns a `LastStep` for each loss whose gradients this step used, by loss id."""
     found: dict[int, LastStep] = {}
     for part, held in zip(parts, collected, strict=True):
         for loss_id, scale in held.scales.items():

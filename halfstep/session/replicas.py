@@ -31,7 +31,7 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass(frozen=True, eq=False)
 class SharedState:
-    """State of a session that must be the same in all processes; `replaced` is called after it was overwritten."""
+    """State of a session that must be the same in all processes; `adopt` calls `replaced` at its end."""
 
     plan: Plan
     store: MasterStore
@@ -63,7 +63,7 @@ class SharedState:
         return [dict(states.get(id(p), {})) for p in parameters]
 
     def take_moments(self, parameters: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]) -> None:
-        """Loads another process's state of each of these parameters into the optimizers."""
+        """Loads another process's optimizer states of these parameters into the session's optimizers."""
         theirs = dict(zip(map(id, parameters), states, strict=True))
         for optimizer in self.optimizers():
             updated = updated_by(optimizer)
@@ -83,7 +83,7 @@ class SharedState:
         ]
 
     def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Writes another process's options into the parameter groups."""
+        """Writes another process's options into the parameter groups with some of these parameters."""
         for group, theirs in zip(self._groups(parameters), options, strict=False):
             for name, value in theirs.items():
                 own = group.get(name)
@@ -102,7 +102,10 @@ class SharedState:
         return self.scales.state_dict()
 
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
-        """Loads loss scales, and accepts the present weights, which another process's values have overwritten."""
+        """Loads the loss scales of another process, after its weights and masters were written into these parameters.
+
+        `sent_again`: the stored weights will be written once more, with the same values.
+        """
         self.store.note(parameters, writes_to_come=int(sent_again))
         if state != self.scales.state_dict():
             self.scales.load_state_dict(state)
@@ -113,10 +116,10 @@ class SharedState:
 class Agreed:
     """What decides on a step: the same in all processes that train together.
 
-    `flags` has the parameters of each part, and for each whether its gradient is not finite. The other three are None
-    if this process trains alone. `processes` tells for each process whether one of its losses overflowed, `stops`
-    whether it requested all to stop, and `apart` (2 x processes) whether its gradients carry another loss scale, and
-    whether its weights differ, compared with process 0.
+    `flags` has the parameters of each part, and for each parameter whether its gradient is not finite. `processes`,
+    `stops` and `apart` have an entry for each process, and are None if this process trains alone. `processes`: whether
+    one of its losses overflowed; `stops`: whether it requested all to stop; `apart` (2 x processes): whether its
+    gradients carry another loss scale than those of process 0, and whether its weights differ from those there.
     """
 
     collected: list[Collected]
@@ -128,7 +131,7 @@ class Agreed:
     apart: Tensor | None = None
 
     def rest(self, count: int) -> Agreed:
-        """Returns what decides on the parts after the first `count`, without `stops` and `apart`, heard already."""
+        """Returns what decides on the parts after the first `count`, without the reports `stops` and `apart`."""
         collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
         return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
 
@@ -171,7 +174,7 @@ def agree(
 
 
 def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Reads the gradients of sharded parameters; returns the reading and a list of (number of shards, norm).
+    """Returns the reading of this process's gradients of sharded parameters, and a list of (number of shards, norm).
 
     Each norm is that of the gradients whose parameters are cut into this number of different shards.
     """
@@ -196,17 +199,17 @@ def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> t
 def share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
     """Returns what this process adds to the squared norm over `size` processes (0-dim float64).
 
-    `norms` are (number of shards, norm of this process's shards of the gradients). `size / shards` processes hold the
-    same shard, so each share is divided by that number and replicas count once.
+    `norms` are (number of different shards, norm of this process's shards of the gradients). Each shard is held by
+    `size / number` processes; each of them adds the squared norm divided by that count, so that it counts once.
     """
     shares = [norm.double().square() * (number / size) for number, norm in norms]
     return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
 
 
 class Hearing:
-    """Reads what the processes report in the sums of steps, at the same step in all processes.
+    """Reads on the host what the processes reported in the sums of steps; all processes read a report at the same step.
 
-    `stopping` are the processes that requested all to stop after this step.
+    `stopping` are the processes whose request to stop was read at this step, after which all processes stop.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -216,9 +219,9 @@ class Hearing:
         self.stopping: list[int] = []
 
     def hear(self, agreed: Agreed) -> SessionError | None:
-        """Reads what the processes reported in a step; returns an error if their loss scales differ.
+        """Takes the reports of a step, and reads those that are due; returns an error if loss scales differ in them.
 
-        If weights differ, warns once, with their names and processes.
+        If weights differ between processes, warns once, with the names of the parameters and the processes.
         """
         self.stopping = []
         if agreed.stops is None or agreed.apart is None:
@@ -259,7 +262,7 @@ def _described(p: nn.Parameter) -> str:
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:
-    """Returns a flag for each of `parameters`: its flag if it is among `present`, else False."""
+    """Returns a flag for each of `parameters`; `flags` are those of `present`, and all other parameters get False."""
     if len(present) == len(parameters):
         return flags
     known = dict(zip(map(id, present), flags.unbind(), strict=True))
@@ -268,7 +271,7 @@ def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter],
 
 
 def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
-    """Returns whether each loss has overflowed, at the index of its id (`LOSSES` flags).
+    """Returns `LOSSES` flags (bool): entry i tells whether the loss with `loss_id` i has overflowed.
 
     Raises:
         SessionError: a `loss_id` is `LOSSES` or more; raised before this process waits for the others.
@@ -287,7 +290,11 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
 
 
 def _with(held: Collected, losses: Tensor, *, apart: Tensor) -> Collected:
-    """Returns `held` with the flags of all processes for its losses; if `apart`, the step is skipped."""
+    """Returns `held` with flags that hold for all processes.
+
+    `losses` tells which losses overflowed in any process, and `apart` whether loss scales differ between processes; if
+    any of these is true, the step is skipped.
+    """
     return replace(held, found=losses.any() | apart, flags={loss_id: losses[loss_id] for loss_id in held.losses})
 
 

@@ -20,7 +20,7 @@ from halfstep.torch_internals import TorchDispatchMode
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """The models `roots` under a plan, without a step.
+    """Runs the models `roots` under a plan, forward and backward, but makes no step.
 
     `full` returns the fp32 value of a stored parameter; `summing` tells whether several processes decide together on
     each step.
@@ -53,7 +53,7 @@ class Runtime:
             yield
 
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
-        """Returns a context with `mode` above emulation, so that it sees operations before emulation changes them.
+        """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them.
 
         The context may be entered again inside itself.
         """

@@ -83,13 +83,13 @@ class Watcher(Protocol):
     def after_step(
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
-        """Looks at a step of `parts`; `scales` has, by loss id, the loss scale of each loss in their gradients.
+        """Looks at a step of `parts`; `scales` has the loss scale of each loss whose gradients it used, by loss id.
 
-        `stopping` are the processes with a `pending` error; all processes raise an error at this step.
+        `stopping` are the processes with a `pending` error; if there are any, all processes raise an error now.
         """
 
     def close(self) -> None:
-        """Ends what the watcher has left running for the next step."""
+        """Ends what the watcher has started for the next step, such as a recording."""
 
 
 class Session:
@@ -230,7 +230,7 @@ class Session:
 
     @property
     def _has_dtypes(self) -> bool:
-        """Whether parameters keep their dtypes, so that the models may be in DistributedDataParallel already."""
+        """Whether the session keeps the dtypes of parameters, so that DistributedDataParallel may be made before it."""
         return self.plan.param == "full" or bool(self._decision.already_low)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
@@ -255,7 +255,7 @@ class Session:
         return part
 
     def _refuse_others(self, optimizer: Optimizer) -> None:
-        """Refuses a step on low weights of the session by an optimizer that was not passed to the session."""
+        """Refuses a step by an optimizer that has weights stored low by the session but was not passed to it."""
         if any(optimizer is part.optimizer for part in self._parts):
             return
         low = [p for group in optimizer.param_groups for p in group["params"] if p in self._store]
@@ -389,7 +389,7 @@ class Session:
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
     def unscale_(self) -> None:
-        """Makes the gradients in `p.grad` true fp32 ones, to be read or changed before `step`."""
+        """Unscales the gradients in `p.grad` to true fp32 gradients, to be read or changed before `step`."""
         self._check_training()
         self._training.unscale_()
 
@@ -401,8 +401,8 @@ class Session:
         for the device.
 
         An error that a step hook or a sink raises after the update is raised at the end: the step is made and counted
-        once. An error in a pre-hook leaves its optimizer as it was: call `step` again. If another optimizer had already
-        stepped, that counts as a step, and the next call steps the rest.
+        once. An error in a pre-hook leaves its optimizer as it was: call `step` again. If other optimizers had already
+        stepped, that counts as a step, and the next call steps the remaining ones.
 
         Raises:
             SessionError: the session is closed or for inference, `backward` was not called before, or `optimizer` is
@@ -491,7 +491,7 @@ class Session:
             watcher.close()
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
-        """Returns what is known about the last step on a loss, read on the host (this waits for the device)."""
+        """Returns what is known about the last step with gradients of a loss, on the host; waits for the device."""
         last = self._last.get(loss_id)
         skipped = last is not None and bool(last.skipped)
         now = self._scales.read(loss_id)
@@ -540,13 +540,13 @@ class Session:
         self._stepping += [part for part in parts if not part.needs_closure]
 
     def low_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters whose stored form this session made low."""
+        """Returns the parameters that this session stores in low precision."""
         return list(self._store)
 
     def status(self) -> Status:
         """Returns the state of the session, read on the host (this waits for the device).
 
-        For sharded parameters it checks, and counts the bytes of, this process's shards only.
+        Of sharded parameters only this process's shards are checked and counted.
         """
         reshard(self._roots)
         bad = [
@@ -716,9 +716,9 @@ class Session:
 
 
 class Trial(Session):
-    """A session with another plan over copies of another session's models; reports that session's steps and optimizers.
+    """A session over copies of another session's models, under another plan.
 
-    `of` is that session.
+    `of` is the other session. Its last step, optimizers and sinks are also those of the trial.
     """
 
     def __init__(self, decision: Decision, of: Session) -> None:
@@ -741,7 +741,7 @@ class Trial(Session):
 
 
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
-    """Calls `tell`; returns the error that it raises, with the earlier error `failed` as its context, or `failed`."""
+    """Calls `tell`; returns the error that it raises, with the earlier error `failed` as context, or else `failed`."""
     try:
         tell(*args)
     except BaseException as error:

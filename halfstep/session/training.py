@@ -1,7 +1,7 @@
-"""Backward and step of a session: under its plan, or, if the plan runs everything as written, as in a plain loop.
+"""Backward and step of a session: under its plan, or, if the plan casts and scales nothing, as in a plain loop.
 
-A session has one object of these classes, which decides what `backward`, `unscale_` and `step` do; the session itself
-does not look at the plan for this.
+A session has an object of one of these classes, which decides what `backward`, `unscale_` and `step` do; the session
+itself does not look at the plan for this.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from halfstep.stack import begin_pass
 class Stepped:
     """What a step did.
 
-    `record` is its record, `parts` are those that made the step, and `failed` is an error that a hook raised after it.
-    `last` has the `LastStep` of each loss, by loss id. `flags` tell which gradients overflowed, `spoiled` in which
-    processes a loss overflowed (None if this process trains alone), and `stopping` lists the processes that requested
-    all to stop.
+    `record` is the record of the step, `parts` are those that made it, and `failed` is an error that a hook raised
+    afterwards, else None. `last` has the `LastStep` of each loss, by loss id. `flags` tell which gradients overflowed,
+    `spoiled` in which processes a loss overflowed (None if this process trains alone), and `stopping` lists the
+    processes that requested all to stop.
     """
 
     record: StepRecord
@@ -160,7 +160,8 @@ class MixedTraining:
     def _sent(self, scale: Tensor, not_finite: Tensor | None) -> Tensor:
         """Returns the scale to multiply losses by.
 
-        It is NaN if a loss is not finite and, within `join()`, no sum over the processes would report this.
+        It is NaN if a loss is not finite within DistributedDataParallel's `join()`, where no sum of the step tells the
+        other processes of this, but NaN gradients do.
         """
         if not_finite is None or not self.replicas.joining:
             return scale
@@ -193,7 +194,7 @@ class MixedTraining:
     ) -> Stepped:
         """Reads the gradients once, and updates the weights in one pass if all gradients are finite.
 
-        This is step `number`, made by `parts` on gradients of `loss`; `stop` requests all processes to stop after it.
+        `number` and `loss` go into the record of the step; `stop` requests all processes to stop after it.
         An error before the first part has stepped is raised here; a later error is in the result.
         """
         self.casting.weights_changed()
@@ -242,7 +243,7 @@ class MixedTraining:
     ) -> tuple[Agreed, list[Tensor | None]]:
         """Reads the gradients once; returns what all processes found together, and a factor for each part.
 
-        The factor unscales the gradients of the part; None if nothing is scaled.
+        The factor unscales the gradients of the part; it is None if nothing is scaled.
         """
         summing, sharded = self.replicas.summing(), self.replicas.sharded
         readings: list[Reading] = []
@@ -294,7 +295,7 @@ def updates_of(
     found: Tensor,
     store: MasterStore,
 ) -> list[Update]:
-    """Returns the update of each part, as a function that the probes watch if they measure this step."""
+    """Returns a function for each part that makes its update; the probes watch it if they measure this step."""
     triples = zip(parts, collected, factors, strict=True)
     if probes.looking:
         return [watched(probes, part, held, factor, found, store) for part, held, factor in triples]
@@ -304,7 +305,7 @@ def updates_of(
 def watched(
     probes: Probes, part: Part, held: Collected, factor: Tensor | None, found: Tensor, store: MasterStore
 ) -> Update:
-    """Returns the update of a part, as a function that the probes watch."""
+    """Returns a function that makes the update of a part while the probes watch."""
 
     def update() -> BaseException | None:
         watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)
