@@ -197,7 +197,7 @@ AVERAGING: CodeType = _name(
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
-    """Returns a state dict's metadata by module name; empty for a dict that torch did not make. Tried."""
+    """Returns a state dict's metadata by module name; empty if torch did not make the dict. Tried by a test."""
     found: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return found
 
@@ -230,17 +230,17 @@ GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer.
 
 
 def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:
-    """Marks an optimizer as stepped for LR schedulers, if something other than its `step` stepped it."""
+    """Marks an optimizer as stepped, so that LR schedulers do not warn if its `step` was not what stepped it."""
     setattr(optimizer, _STEPPED, stepped)
 
 
 def was_stepped(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer is marked as stepped for LR schedulers."""
+    """Tells whether an optimizer has the mark by which LR schedulers know that it was stepped."""
     return bool(getattr(optimizer, _STEPPED, False))  # absent until the first step or scheduler
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer's own kernel takes `found_inf`."""
+    """Tells whether an optimizer's own kernel takes `found_inf`, by which it skips the update on overflow."""
     return bool(getattr(optimizer, _FUSED, False))
 
 
@@ -261,12 +261,12 @@ class OpenGradScaler(torch.amp.GradScaler):
         return list(self._found_inf_per_device(optimizer).values())
 
     def found_by_all(self) -> list[Tensor]:
-        """Returns the overflow tensors of all optimizers since the last `update`."""
+        """Returns the tensors that `found` returns, for all optimizers since the last `update`."""
         states = self._per_optimizer_states.values()
         return [found for state in states for found in state["found_inf_per_device"].values()]
 
     def forget_found(self) -> None:
-        """Drops the overflow tensors of all optimizers, as `update` does at its end."""
+        """Drops the tensors that `found` returns, for all optimizers, as `update` does at its end."""
         self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
@@ -293,10 +293,10 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 class OpenAutocast(TorchAutocast):
-    """`torch.autocast` that can make another with its settings; not used in code that torch.compile traces.
+    """`torch.autocast` that can make another instance with the same settings; traced code uses `torch.autocast` itself.
 
-    Tracing resets the state of a subclass at the end of the traced code, but that of `torch.autocast` at once, so that
-    nesting one in the other would fail.
+    In code that torch.compile traces, the state of a subclass is reset at the end of the traced code, but that of
+    `torch.autocast` at once. Nesting one in the other would fail.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -305,11 +305,11 @@ class OpenAutocast(TorchAutocast):
 
     @property
     def enabled(self) -> bool:
-        """Whether it casts: as requested, but False for a device that is not there."""
+        """Whether this instance casts: as requested, but False for a device that is not there."""
         return self._enabled
 
     def again(self) -> torch.autocast:
-        """Returns a `torch.autocast` with the same settings, without repeating the warnings of the first."""
+        """Returns a `torch.autocast` with the same settings, without the warnings that making this one gave."""
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
@@ -327,29 +327,29 @@ for _of_scaler in (
 
 # torch.compile.
 def forget_compiled() -> None:
-    """Drops every compiled graph of this process, if there can be any."""
+    """Drops every graph that torch.compile has made in this process; does nothing if its compiler is not loaded."""
     if "torch._dynamo" in sys.modules:  # which takes seconds to import
         torch.compiler.reset()
 
 
 def end_stance(stance: Any) -> None:
-    """Ends a stance that `torch.compiler.set_stance` returned, by changing it into the stance before it. Tried.
+    """Ends a stance that `torch.compiler.set_stance` returned, by changing it in place into the stance before it.
 
-    Setting the stance before it again would undo a `with set_stance(...)` entered since, and the end of that `with`
-    would bring the ended stance back.
+    Setting the earlier stance again instead would also undo a `with set_stance(...)` entered since, and the end of that
+    `with` would bring the ended stance back. Tried by a test.
     """
     for field in fields(stance.stance):
         object.__setattr__(stance.stance, field.name, getattr(stance.prev, field.name))
 
 
 def cache_tag() -> Any:
-    """Returns the tag of torch.compile's caches on disk, which is the same for all threads. Tried."""
+    """Returns the tag of torch.compile's caches on disk, which is the same for all threads. Tried by a test."""
     entry = _process_wide_tag()
     return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
 
 
 def set_cache_tag(tag: Any) -> None:
-    """Sets the tag of torch.compile's caches on disk for all threads. Tried."""
+    """Sets the tag of torch.compile's caches on disk for all threads. Tried by a test."""
     entry = _process_wide_tag()
     if entry is None:
         torch.compiler.config.cache_key_tag = tag
@@ -358,9 +358,10 @@ def set_cache_tag(tag: Any) -> None:
 
 
 def _process_wide_tag() -> Any:
-    """Returns the config entry whose default holds in every thread; None if setting the config does that (torch 2.11).
+    """Returns torch's config entry for the tag of its caches; its default holds in every thread.
 
-    Since torch 2.13, a config that is set holds in one context only, so not in another thread or notebook cell.
+    None if a config that is set holds in every thread (torch 2.11). Since torch 2.13, it holds in one context only, so
+    not in another thread or notebook cell.
     """
     entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
@@ -371,7 +372,7 @@ _tracing_context: Callable[[], Any] = _name("torch._guards.TracingContext.try_ge
 
 
 def is_compiling_here() -> bool:
-    """Tells whether torch.compile is tracing in this thread; it also runs backward passes, to make their graphs."""
+    """Tells whether torch.compile is tracing in this thread; it then runs backward passes too, to make their graphs."""
     return _tracing_context() is not None
 
 
@@ -393,19 +394,20 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a DistributedDataParallel is in its `join()`, where processes may have run out of data. Tried."""
+    """Tells whether a DistributedDataParallel is in its `join()`: processes may be out of data. Tried by a test."""
     return bool(getattr(wrapper, _JOIN).enable)
 
 
 def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a DistributedDataParallel has a communication hook that is not a builtin one. Tried."""
+    """Tells whether a DistributedDataParallel has a communication hook that is not builtin. Tried by a test."""
     return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
-    """Tells whether the DistributedDataParallel that is being made sends weights; it does not keep this argument.
+    """Tells whether a DistributedDataParallel, while it is made, sends its weights to other processes (`init_sync`).
 
-    `frame` is the frame of a function that its constructor called. Tried.
+    `frame` is the frame of a function that its constructor called: the wrapper does not keep the argument. Tried by a
+    test.
     """
     while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
         frame = frame.f_back
@@ -420,12 +422,12 @@ _POLICY = "_mp_policy"
 
 
 def class_index_above(base: type) -> dict[str, int]:
-    """Returns the attributes that a subclass of a class made by FSDP2 needs to let its modules be sliced. Tried."""
+    """Returns the attributes that a subclass of `base` needs for slicing if FSDP2 made `base`. Tried by a test."""
     return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
 
 
 def holds_unreduced(module: Any) -> bool:
-    """Tells whether FSDP2 holds gradients of a module that a backward pass without reduction left there. Tried."""
+    """Tells whether FSDP2 holds gradients of a module from a backward pass without reduction. Tried by a test."""
     held = _held_by(module)
     if any(getattr(p, _WAITING) is not None for p in held):
         return True
@@ -433,17 +435,17 @@ def holds_unreduced(module: Any) -> bool:
 
 
 def offloads(module: Any) -> bool:
-    """Tells whether FSDP2 keeps shards of a module on the CPU, whatever device gathers them. Tried."""
+    """Tells whether FSDP2 keeps shards of a module on the CPU, whatever device gathers them. Tried by a test."""
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
 
 
 def policy_of(module: Any) -> Any:
-    """Returns the `mp_policy` that was passed to `fully_shard` for a module. Tried."""
+    """Returns the `mp_policy` that was passed to `fully_shard` for a module. Tried by a test."""
     return getattr(module._get_fsdp_state(), _POLICY)
 
 
 def _held_by(module: Any) -> list[Any]:
-    """Returns FSDP2's record of each parameter in a module's own groups."""
+    """Returns FSDP2's records, one per parameter, of the parameters that were sharded with this module itself."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
     if groups is None:
@@ -452,7 +454,7 @@ def _held_by(module: Any) -> list[Any]:
 
 
 def is_sharding(cls: type) -> bool:
-    """Tells whether a class was made by FSDP2. Tried."""
+    """Tells whether a class was made by FSDP2, or is a subclass of one. Tried by a test."""
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
@@ -460,7 +462,7 @@ _FAKE = "FakeTensor"
 
 
 def holds_shapes(cls: type) -> bool:
-    """Tells whether tensors of a class have shapes but no values; DTensor tries operations on such tensors. Tried."""
+    """Tells whether tensors of a class have shapes but no values (DTensor operates on such). Tried by a test."""
     return cls.__name__ == _FAKE
 
 
@@ -495,7 +497,7 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def saved_by(node: Any) -> list[Tensor]:
-    """Returns the tensors that a node of a graph keeps from the forward pass, a user's own node also as attributes."""
+    """Returns the tensors that an autograd node keeps from the forward; of a user's Function, also in attributes."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         kept = [*node.saved_tensors, *vars(node).values()]
     else:
@@ -530,7 +532,7 @@ def begin_allocations() -> None:
 
 
 def end_allocations() -> list[tuple[str, int]]:
-    """Returns the recorded events in order.
+    """Ends what `begin_allocations` began and returns the recorded events in order.
 
     An event is (name, 0) for an operation or a `record_function`, and ("", bytes) for memory (below 0: freed).
     """
@@ -549,7 +551,7 @@ def onednn_takes_bf16() -> bool:
 
 
 def missing() -> list[str]:
-    """Returns the private names that this torch lacks."""
+    """Returns the paths of the private names that this torch lacks."""
     return [path for path in _NAMES if not _is_there(path)]
 
 

@@ -25,10 +25,10 @@ _CASTING = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAtte
 def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
     """Casts the weights of sharded modules to the plan's formats in each forward; returns a function that undoes this.
 
-    Weights that FSDP2 gathered low are widened if the plan has them in fp32 and no product casts them; their values are
-    then those rounded to low. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan
-    stores them low. Hooks do this, because FSDP2 puts the gathered weights into the modules by hooks of its own,
-    between which these run.
+    FSDP2 gathers weights in low precision. Those that the plan has in fp32 are widened, with the rounded values, unless
+    the module's products would cast them to low again. Weights that are sharded but not gathered (tensor parallel) are
+    rounded if the plan stores them low. Hooks do this: they run between the hooks by which FSDP2 puts gathered weights
+    into a module and takes them out.
 
     Raises:
         SetupError: an `mp_policy` contradicts the plan, or the weights in the first forward do; the message names the
@@ -47,7 +47,7 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
 
 
 class _Reading:
-    """Puts weights of another format into one module while its forward runs."""
+    """Replaces weights of one module by weights in another format while its forward runs."""
 
     def __init__(
         self, module: nn.Module, formats: ModuleFormats, plan: Plan, names: Sequence[str], *, gathered: bool
@@ -100,7 +100,7 @@ class _Reading:
 
 
 def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
-    """Raises a SetupError if by an `mp_policy` FSDP2 casts inputs or outputs of a module differently from the plan."""
+    """Raises a SetupError if FSDP2, by a module's `mp_policy`, casts its inputs or outputs unlike the plan."""
     policy = policy_of(module)
     given = policy.param_dtype if policy.cast_forward_inputs else None
     for option, what, to, full in (
@@ -115,7 +115,7 @@ def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
 
 
 def line_to_shard(plan: Plan) -> str:
-    """Returns the call of `fully_shard` that fits a plan, for messages."""
+    """Returns the call of `fully_shard` that fits a plan, as text for an error message."""
     level = plan.name if plan.name in ("O0", "O1", "O2", "O3") else "plan"
     first = f'"{level}"' if level != "plan" else level
     return f'fully_shard(module, mp_policy=halfstep.fsdp_policy({first}, low="{plan.low.name}")) for all of the model'

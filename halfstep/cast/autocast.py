@@ -37,7 +37,7 @@ class autocast(OpenAutocast):
         """For subclasses: called when an instance is made, but not in code that torch.compile traces; does nothing."""
 
     def __enter__(self) -> Any:
-        """Applies the settings to this thread."""
+        """Switches autocast in this thread to the settings of this instance."""
         once = self.again()
         once.__enter__()  # type: ignore[no-untyped-call]
         self._entered.setdefault(threading.get_ident(), []).append(once)

@@ -16,9 +16,10 @@ from halfstep.machine import WideBackward
 
 
 def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
-    """Returns a kernel for the backward of CPU attention that wraps torch's own, `stock`; it is wide within `limits()`.
+    """Returns a kernel for the backward pass of CPU attention, which runs torch's own kernel, `stock`.
 
-    The forward pass stays low, which is faster in torch, so no more memory is kept for backward.
+    Within `limits()`, low tensors are cast to fp32 and the gradients are rounded back. The forward pass runs in low
+    precision in any case: it is faster in torch, and no more memory is kept for backward.
     """
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
@@ -34,7 +35,10 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
 
 
 def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
-    """Returns whether attention of a head width and a length (the longer of queries and keys) is within the limits.
+    """Returns whether attention of a head width and a length runs its backward pass in fp32.
+
+    `length` is that of the queries or the keys, whichever are longer. `limits` are pairs (largest width, largest
+    length), widths ascending.
 
     >>> [goes_wide(((32, 512), (64, 256)), width, 300) for width in (32, 33, 65)]
     [True, False, False]

@@ -45,7 +45,7 @@ class Casting:
 
     @property
     def emulates(self) -> bool:
-        """Whether products of the low format are computed in a wider one."""
+        """Whether the session emulates: low-precision products are computed in fp32 and rounded."""
         return self._emulation is not None
 
     @property
@@ -54,7 +54,7 @@ class Casting:
         return None if self._engine is None else self._engine.switch
 
     def open(self) -> Undo:
-        """Puts the op table in place and returns a function that removes it.
+        """Puts the kernels and function wrappers of the plan's op table in place; returns a function that removes them.
 
         Raises:
             PlanError: too many sessions with different op tables are open.
@@ -74,11 +74,12 @@ class Casting:
         before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
     ) -> Undo:
-        """Puts gates around the forwards of modules that are boundaries or doors; returns a function that removes them.
+        """Puts gates, which cast values and enter the plan, around the forwards of modules.
 
-        Modules come parents first. The module that is called first enters the plan: its `before` is called before a
-        training forward, and its inputs and outputs have the formats of the model's. `full` returns the fp32 value of a
-        stored parameter, and `look` is called with the outputs of modules before they become fp32.
+        Returns a function that removes the gates. `modules` come parents first. A module that is called from outside of
+        the model's forward enters the plan: `before` is called before a training forward, and inputs and outputs are
+        cast as those of the model are. `full` returns the fp32 value of a stored parameter. `look` is called with each
+        output tensor before it is cast to fp32, and returns the tensor to cast.
         """
         with ExitStack() as stack:
             if self._engine is None:
@@ -167,7 +168,10 @@ class Casting:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Runs ops as written inside a `with`, also in forwards and regions that begin there; may be nested."""
+        """Runs ops as written, without the plan's casts, inside a `with`.
+
+        This also holds for forwards and regions that begin inside. Such contexts may be nested.
+        """
         if self._engine is None:
             yield
             return
@@ -179,7 +183,7 @@ class Casting:
             self._as_written -= 1
 
     def backward(self) -> Backward:
-        """Returns a context for a backward pass."""
+        """Returns a context for one backward pass, in which the op table and the emulation (if there is one) act."""
         return Backward(self._engine, None if self._emulation is None else self._wrapped(self._emulation))
 
     def weights_changed(self) -> None:
@@ -189,9 +193,9 @@ class Casting:
 
     @contextmanager
     def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
-        """Uses `wrapped(emulation)` in place of the emulation, if there is one, inside a `with`.
+        """Inside a `with`, replaces the context that emulates products, if there is one, by `wrapped(context)`.
 
-        Several may be open at a time, and end in any order.
+        Several replacements may be in use at a time; they may end in any order.
         """
         self._over.append(wrapped)
         try:
@@ -201,7 +205,7 @@ class Casting:
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Calls `begin` before each eager forward of an outermost module and before each region, inside a `with`."""
+        """Calls `begin` before each eager forward that enters the plan and before each `region`, inside a `with`."""
         kept = [(gate, gate.begin) for gate in self._outermost]
         own, self._begin = self._begin, begin
         for gate, _ in kept:
@@ -215,7 +219,7 @@ class Casting:
 
 
 class Backward:
-    """The context of one backward pass: the op table acts there, as checkpoints compute parts of the forward again."""
+    """The context of one backward pass; the op table acts in it, as checkpoints repeat parts of the forward there."""
 
     def __init__(self, engine: OpEngine | None, emulation: Mode | None) -> None:
         self._engine, self._emulation = engine, emulation
@@ -237,7 +241,7 @@ class Backward:
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
-    """Returns the formats for a module that is called first: its inputs and outputs have the formats of the model's."""
+    """Returns a module's formats for calls from outside of the model: inputs and outputs are cast as the model's."""
     output = None if plan.output == "keep" else FP32 if plan.output == "full" else plan.low
     takes = formats.input if formats.boundary else plan.low if plan.input == "low" else None
     return replace(formats, input=takes, output=output)
@@ -246,8 +250,9 @@ def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
 def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
     """Returns an output cast that does `cast`, or `again` if a checkpoint inside the model repeats the call.
 
-    Outside of `session.backward` a repeated call looks like one that is called first, but must return what it returned
-    before. Autocast of the device alone does not tell them apart: the caller may be in a region of its own.
+    Outside of `session.backward` a repeated call looks like one from outside of the model, but must return what it
+    returned before. It is known by autocast being on for the device during a backward pass. Autocast alone does not
+    tell: a caller from outside may be in an autocast region of its own.
     """
     if cast is None and again is None:
         return None

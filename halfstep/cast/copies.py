@@ -24,7 +24,7 @@ OURS = frozenset({GATE, STAND_IN})
 
 
 class CheckpointHook:
-    """A hook on a module's state_dict; deep copies share it, and a pickled module drops it."""
+    """A hook on saving or loading a module's state dict; deep copies of the module share it, pickles drop it."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -55,7 +55,10 @@ class StandIn:
 
 
 def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copies the module with fp32 parameters: an average held in low weights would lose every small update."""
+    """Deep-copies a module, with fp32 parameters in the copy.
+
+    A copy may hold an average of the weights, which would lose every small update if it were stored low.
+    """
     gate: Gate | None = self.__dict__.get(GATE)
     for parameter in self.parameters() if gate is not None else ():
         if gate is not None and id(parameter) not in memo:  # a module around this one has copied its own
@@ -74,7 +77,7 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_of(self: nn.Module) -> nn.Module:
-    """Copies the module as `copy.copy` copies a module of the plain class."""
+    """Copies a module of a class that halfstep made as `copy.copy` copies one of the user's class."""
     own = _own(type(self), "__copy__", copy_of)
     if own is not None:
         copied: nn.Module = own(self)
@@ -85,13 +88,16 @@ def copy_of(self: nn.Module) -> nn.Module:
 
 
 def _own(cls: type, name: str, ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the first method of this name that is not `ours`; there may be classes above ours, as parametrize's."""
+    """Returns the first method called `name` of a class and its bases that is not `ours`; None if there is none.
+
+    `ours` need not be the first: torch's parametrizations put a class of their own above halfstep's.
+    """
     found = (vars(each).get(name) for each in cls.__mro__)
     return next((method for method in found if method is not None and method is not ours), None)
 
 
 def plain_class(cls: type) -> type:
-    """Returns the user's class below a class made by halfstep, and any other class itself."""
+    """Returns the user's class from which halfstep made `cls`; `cls` itself if halfstep did not make it."""
     plain: type = cls.__dict__.get(BASE, cls)  # of the class itself, not of a base
     return plain
 
@@ -99,8 +105,8 @@ def plain_class(cls: type) -> type:
 def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) -> list[nn.Module]:
     """Returns copies of models as ordinary fp32 models without a session; what the models share, their copies share.
 
-    Tensors that were computed and are attributes, such as a loss that forward leaves there, are copied without their
-    graph. Tensors in `shared` are not copied.
+    Attributes that are computed tensors, such as a loss that forward stores, are copied without their graph. Tensors in
+    `shared` are not copied.
     """
     models = list(models)
     attributes = [value for model in models for module in model.modules() for value in vars(module).values()]
@@ -117,10 +123,10 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
 
 
 def reduction_of(self: nn.Module, protocol: Any) -> Any:
-    """Pickles the module as an ordinary fp32 module of the plain class, which loads without halfstep.
+    """Pickles the module as an ordinary fp32 module of the user's class, which loads without halfstep.
 
-    Tensors that are stored in the format in which they are written stay the same tensors, by which the pickler ties
-    them to those of an optimizer.
+    Buffers, and parameters that are not stored low, are not copied for that. So an optimizer in the same pickle still
+    has the same tensors as the model.
     """
     gate: Gate | None = self.__dict__.get(GATE)
     as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
@@ -132,7 +138,7 @@ def reduction_of(self: nn.Module, protocol: Any) -> Any:
 
 
 def class_of(self: nn.Module) -> type:
-    """Returns the class of the module, or the plain class to the pickler that has just reduced the module.
+    """Returns the class of the module; its user's class if the pickler that has just called `__reduce_ex__` reads it.
 
     The pickler compares `__class__` with the class that it will write, once, right after `__reduce_ex__`. If a module
     were rebuilt in any way other than by its class alone, it would not load with `weights_only`.
@@ -144,5 +150,5 @@ def class_of(self: nn.Module) -> type:
 
 
 def give_class(module: nn.Module, cls: type) -> None:
-    """Sets the class of a module without its `__class__` property."""
+    """Sets the class of a module, bypassing the `__class__` property of the classes that halfstep makes."""
     object.__dict__["__class__"].__set__(module, cls)

@@ -136,7 +136,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return as_called(func, args, named)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells whether every operand is low, except masks and statistics of attention and the workspace of an LSTM."""
+        """Tells whether every operand of a product has the low format.
+
+        Masks and statistics of attention and the workspace of an LSTM do not count.
+        """
         low = self._dtype
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func in _MIXING:
@@ -155,9 +158,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
 
     def _lstm(self, x: Tensor, *args: Any) -> Any:
-        """Computes an LSTM layer: step by step without gradients, as torch on other CPUs; else as one product.
+        """Computes an LSTM layer: as one product if gradients are on, else time step by time step.
 
-        Gradients, which need bf16, need one product, because the backward pass takes the workspace of the whole layer.
+        torch without oneDNN's LSTM kernel computes step by step too. With gradients, which need bf16, the backward pass
+        takes the workspace of the whole layer.
         """
         weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell, reverse = args[:7]
         if torch.is_grad_enabled():

@@ -63,7 +63,11 @@ SHARD_FIRST = (
 
 
 def _set_class(self: nn.Module, cls: type) -> None:
-    """Sets the class; if torch removes its class for parametrizations, that class is removed from below ours."""
+    """Sets the class of a module.
+
+    When torch removes a module's last parametrization, it takes off its own class, which is below halfstep's;
+    halfstep's class is then made again over the class below that.
+    """
     own = type(self)
     if is_sharding(cls) and not is_sharding(own):
         raise SessionError(SHARD_FIRST)
@@ -73,7 +77,7 @@ def _set_class(self: nn.Module, cls: type) -> None:
 
 
 def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Yields the module's own Parameters; torch's AveragedModel, which averages them, gets their fp32 values."""
+    """Yields the module's Parameters; torch's AveragedModel, which averages them, gets their fp32 values instead."""
     own = nn.Module.parameters(self, recurse)
     gate = self.__dict__.get(GATE)
     if gate is None or torch.compiler.is_compiling():
@@ -84,9 +88,10 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 
 
 def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
-    """Returns the methods with a wrapper: an error about mixed formats outside of every forward then says what to do.
+    """Returns the methods in wrappers that explain errors about mixed formats outside of forwards.
 
-    There nothing of halfstep sees an operation: the rows of the op table are kernels for autocast, which is off.
+    The message then says what to do. Outside of a forward autocast is off, so halfstep's kernels, which are autocast
+    kernels, see no operation.
     """
     is_on = torch.is_autocast_enabled
 
@@ -107,7 +112,7 @@ def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, F
 
 
 def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns the methods that a user's class defines, except those that torch's modules have too."""
+    """Returns the methods by name that a user's class defines, without special methods and those of `nn.Module`."""
     own = [cls for cls in base.__mro__ if issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")]
     found = {name: value for cls in reversed(own) for name, value in vars(cls).items()}
     return {
@@ -118,7 +123,10 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
-    """Returns the `__call__` of a door that computes outside of its forward too, or has a forward of its own."""
+    """Returns the `__call__` of a door, a module whose call from outside of the model's forward enters the plan.
+
+    It enters the plan in place of `forward` if hooks compute the module's weight or its forward is set on the instance.
+    """
     base_call = base.__call__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -140,7 +148,10 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
 
 
 def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
-    """Returns the `__call__` of a boundary whose hooks compute its weight, so that they run under the plan."""
+    """Returns a `__call__` that runs a module's hooks under the plan, because they compute the module's weight.
+
+    It is for boundaries: modules whose inputs and outputs are cast.
+    """
     base_call = base.__call__
     is_on = torch.is_autocast_enabled
 
@@ -164,12 +175,14 @@ def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
 def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
 ) -> type[nn.Module]:
-    """Returns a subclass of `base` with its name, whose forward calls the instance's stand-in or gate.
+    """Returns a subclass of `base`, of the same name, whose forward uses the instance's stand-in or gate.
 
-    The forward of a `door` does so only if the plan is not entered yet; inside the plan it only reads two bits of the
-    thread. With `at_call`, the module's `__call__` enters the plan: for modules whose hooks compute their weight, and
-    for doors whose forward is set on the instance. With `explain`, an error about mixed formats in another method of
-    the user's class says what to do.
+    A stand-in is called in place of the forward; a gate casts and enters the plan around it.
+
+    With `door`, the forward goes through the gate only if the plan is not entered yet; inside the plan it only reads
+    two autocast bits of the thread. With `at_call`, the module's `__call__` enters the plan: for modules whose hooks
+    compute their weight, and for doors whose forward is set on the instance. With `explain`, an error about mixed
+    formats in another method of the user's class says what to do.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
@@ -229,10 +242,11 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
 
 @functools.cache
 def _writing_through(metaclass: Any) -> Any:
-    """Returns a metaclass whose classes pass attribute writes on to the class below, and are pickled as that class.
+    """Returns a metaclass for the classes that halfstep makes: attribute writes to them go on to the user's class.
 
-    `type(self).count += 1` and torch's parametrizations write to the class of a module. Attributes that the class has
-    itself are written there: otherwise, code that restores a method would put a function of ours into the class below.
+    They are also pickled as the user's class. `type(self).count += 1` and torch's parametrizations write to the class
+    of a module. Attributes that halfstep's class defines itself are written there: otherwise, code that restores a
+    method would put a function of halfstep's into the user's class.
     """
 
     def own(cls: type, name: str) -> bool:
@@ -256,7 +270,10 @@ def _reduce_class(cls: type) -> Any:
 
 
 def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """Returns the subclass without calling the base's `__init_subclass__` and metaclass, which may keep registries."""
+    """Returns a subclass of `base` with the attributes in `namespace`.
+
+    The `__init_subclass__` and the metaclass of `base` are not called, because they may keep registries of classes.
+    """
     written: Any = type(base)
     metaclass: Any = _writing_through(written)
     swapped: type[nn.Module]
@@ -288,7 +305,7 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
 
 
 class Entrances:
-    """The modules of one session whose forward is entered through a gate; a class gets a few subclasses at most."""
+    """Gives the modules of one session classes that enter the plan; modules of one class share a few such classes."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None, bool], type[nn.Module]] = {}
@@ -296,7 +313,11 @@ class Entrances:
     def install(
         self, module: nn.Module, gate: Gate, *, door: Inside | None = None, explain: Inside | None = None
     ) -> Callable[[], None]:
-        """Puts a gate around the module's forward, for a `door` only if called first; returns the undo function."""
+        """Puts a gate around the module's forward; returns a function that removes it.
+
+        With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, an error about
+        mixed formats in another method of the module says what to do.
+        """
         base = type(module)
         at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
         key = base, door, explain, at_call

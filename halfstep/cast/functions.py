@@ -31,7 +31,7 @@ _LOCK = DeferringLock()
 
 @dataclass(frozen=True)
 class _Patch:
-    """What one session does to the calls of one function inside its regions."""
+    """The op list by which one session casts the calls of a function, and the switch that tells when it does."""
 
     switch: Switch
     category: OpList
@@ -44,7 +44,10 @@ def call_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a Python function as an op of one list: casts its floating arguments, and nothing inside it."""
+    """Calls a Python function as an op of one list (allow, deny, infer or promote): casts its floating arguments.
+
+    Autocast is off inside the function.
+    """
     dtypes = {"allow": switch.low, "deny": torch.float32}
     dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
     if dtype is not None:
@@ -55,7 +58,7 @@ def call_as(
 
 @dataclass
 class _Attribute:
-    """An attribute that holds a function, and the patches of sessions; while there are any, it holds a wrapper."""
+    """An attribute of a module or class that holds a function; it holds a wrapper while any session patches it."""
 
     holder: Any
     name: str
@@ -91,10 +94,10 @@ class _Attribute:
 
 
 def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
-    """Makes functions named "module:function" follow their list inside the engine's regions; returns the undo function.
+    """Makes Python functions ("module:function") follow their op list in `changes` inside the engine's regions.
 
-    Losses that torch makes of several operations are denied, unless `changes` names them. Nothing inside a function is
-    cast further. All functions are looked up before one is replaced.
+    Returns a function that undoes this. torch's losses that are made of several operations run in fp32, unless
+    `changes` names them. Autocast is off inside the functions. All functions are looked up before one is replaced.
 
     Raises:
         PlanError: a module that cannot be imported, or that has no such function.
@@ -127,7 +130,7 @@ def check_functions(changes: OpChanges) -> None:
 
 
 def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
-    """Returns (module, name) for each further name by which a module holds the same function."""
+    """Returns (module, name) for each other name by which an imported module holds the function `holder.name`."""
     function = _written(getattr(holder, name))
     if not isinstance(holder, ModuleType):
         return []
@@ -152,7 +155,7 @@ def _functions(changes: OpChanges) -> list[tuple[OpList, str]]:
 
 
 def _find(op: str) -> tuple[Any, str]:
-    """Returns the module, or the class in it, that holds a function, and the function's name there."""
+    """Returns the module or class that holds the function in "module:function", and the function's name there."""
     module, _, path = op.partition(":")
     try:
         holder: Any = importlib.import_module(module)
@@ -169,7 +172,7 @@ def _find(op: str) -> tuple[Any, str]:
 
 
 def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
-    """Adds a patch to a function, and replaces the function unless it is replaced already."""
+    """Adds a patch to the function `holder.name`; returns its `_Attribute`. The first patch replaces the function."""
     with _LOCK:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)
@@ -181,6 +184,6 @@ def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
 
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Returns fp32 if the castable tensors among the arguments differ in dtype, else None."""
+    """Returns fp32 if the fp32, fp16 and bf16 tensors among the arguments differ in dtype, else None."""
     found = {t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}
     return torch.float32 if len(found) > 1 else None

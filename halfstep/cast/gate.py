@@ -43,10 +43,10 @@ class Gate:
 
     `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
     `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and the args and kwargs before `cast_in`.
-    `around` is a context for eager calls only (emulation); with it, torch.compile runs `uncompiled` instead. `before`
-    is called before each eager training forward, `begin` before every eager forward and its casts. `full` returns the
-    fp32 value of a parameter that is stored low. `first` is the gate to use instead if `marker`, which is on inside the
-    plan, is off.
+    `around` is a context for eager calls only (emulation); if it is set, `uncompiled` runs the forward eagerly under
+    torch.compile. `before` is called before each eager training forward, `begin` before every eager forward and its
+    casts. `full` returns the fp32 value of a parameter that is stored low. `marker` names an autocast bit that is on
+    inside the plan; while it is off, the gate `first` is used instead.
     """
 
     region: Callable[[], AbstractContextManager[Any]]
@@ -71,10 +71,11 @@ class Gate:
 
 @dataclass(frozen=True)
 class Inside:
-    """The thread's bits that tell whether a plan is entered: those of the device and of the marker must both be on.
+    """The autocast bits of a thread that tell whether a plan is entered: both must be on, the device's with `low`.
 
-    The marker alone does not tell: in a backward pass it is on outside of every forward too. There a checkpoint sets
-    the device's bit as its caller had it; the format `low` tells autocast of the caller's from the plan's.
+    The bit of `marker` alone does not tell: in a backward pass it is on outside of forwards too. There a checkpoint
+    restores the bit of `device_type` as its caller had it, and the format `low` tells the plan's autocast from the
+    caller's own.
     """
 
     device_type: str
@@ -113,13 +114,16 @@ def _run_inside(
 
 
 def explain(error: RuntimeError, where: str, why: str) -> None:
-    """Adds to torch's error about mismatched formats why they met, unless the error says so already."""
+    """Adds `where` and `why` to the message of torch's error about mixed formats; other errors stay as they are."""
     if not torch.compiler.is_compiling() and MIXED.search(str(error)) and more(MISMATCH) not in str(error):
         error.args = (f"{error} ({where}: {why})", *error.args[1:])
 
 
 def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a call under the plan; the forward inside it does the casts and calls `begin` and `before`."""
+    """Runs a module's `__call__` under the plan, so that its hooks run there too.
+
+    The forward inside goes through the gate itself, which casts and calls `begin` and `before`.
+    """
     with nullcontext() if gate.around is None else gate.around():
         token = gate.enter()
         try:
@@ -131,7 +135,7 @@ def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args:
 def run_generator(
     gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> Generator[Any, Any, Any]:
-    """Does the same as `run_eager` around each part of a generator forward, and nothing while the caller runs."""
+    """Runs a generator forward: each part under the plan, as `run_eager` does, but not the caller's code in between."""
     parts: Generator[Any, Any, Any]
 
     def start(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -190,11 +194,11 @@ def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
 
 
 def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether a call with autocast off or in another format stays so, because the model's own code has set it.
+    """Returns whether a call with autocast off or in another format runs so, because the model's own code has set that.
 
-    The plan's marker tells whether the call is `inside` the plan, except in a backward pass: there it may be on outside
-    of every forward, and off while a checkpoint repeats a call from inside one. A repeated call runs as it did at
-    first.
+    `inside` says whether the plan's marker is on, which means that the call is inside the plan. In a backward pass it
+    does not: the marker may be on outside of every forward, and off while a checkpoint repeats a call from inside one.
+    A repeated call runs as it did at first.
     """
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
@@ -207,7 +211,7 @@ def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool)
 
 
 def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call inside the plan with the plan's marker on, so that modules inside see autocast as this one does."""
+    """Makes a call with the plan's marker on, so that modules inside know of the plan and keep autocast as set."""
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
     torch.set_autocast_enabled(marker, True)
@@ -218,7 +222,7 @@ def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: 
 
 
 def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs a forward in which the model's own code has switched autocast off."""
+    """Runs a forward with autocast off, as the model's own code has set it; an error about mixed formats says so."""
     try:
         return forward(module, *args, **kwargs)
     except RuntimeError as error:

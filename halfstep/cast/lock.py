@@ -11,8 +11,8 @@ from types import TracebackType
 class DeferringLock:
     """A reentrant lock for a `with`; work handed to `defer` while it is held is done just before it is released.
 
-    A finalizer that waited for the lock could wait for ever, and one that did not could change what its own thread is
-    in the middle of using.
+    Finalizers use `defer`. A finalizer that waited for the lock could wait for ever; one that took it could change what
+    its own thread is using.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,10 @@ def inputs_to(dtype: torch.dtype) -> Values:
 
 
 def outputs_to(output: Format | Literal["input"]) -> CastOut:
-    """Returns a function of (output, args, kwargs) that casts the output to a format, or to that of the first input."""
+    """Returns a function of (output, args, kwargs) that returns the output cast to a format.
+
+    "input" stands for the format of the first floating input.
+    """
     if isinstance(output, Format):
         dtype = output.dtype
         return lambda out, args, kwargs: cast_floats(out, dtype)
@@ -58,14 +61,14 @@ class Values32(Protocol):
         """Returns the fp32 value of a parameter."""
 
     def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
-        """Takes a state dict's entry of the parameter's shape as its fp32 value; returns the low tensor to store."""
+        """Makes an entry of a state dict, of the same shape, the fp32 value; returns the low tensor to store."""
 
     def loaded(self, parameter: nn.Parameter) -> None:
-        """Called after the tensor that `load` returned was copied into the parameter, which changes no fp32 value."""
+        """Called when the tensor from `load` was copied into the parameter; its fp32 value stays as `load` set it."""
 
 
 class Given:
-    """The fp32 values that were last put into state dicts."""
+    """Remembers which tensor, the fp32 value of a parameter, was last put into a state dict, and under which name."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
@@ -119,9 +122,10 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
 
 
 def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> list[nn.Parameter]:
-    """Passes the entries of the module's own parameters to `values` and puts what to store in their place.
+    """Makes the entries of `state` the fp32 values of the module's own parameters that `values` has.
 
-    Returns the parameters that had an entry.
+    Each such entry is replaced by the low tensor that torch is to load. Returns the parameters that had an entry of
+    their shape.
     """
     taken: list[nn.Parameter] = []
     for name, parameter in _kept(module, values):
@@ -165,10 +169,10 @@ def holds_state(module: nn.Module) -> bool:
 
 
 def keep_parameters(module: nn.Module) -> Undo:
-    """Makes `load_state_dict(assign=True)` of one module fail before it changes anything; returns the undo function.
+    """Makes `load_state_dict(assign=True)` of one module raise a StateError before it changes anything.
 
-    Such a load would replace the Parameters that the optimizer updates. Every module of a model that holds state needs
-    this, since a load may begin at any of them.
+    Returns a function that undoes this. Such a load would replace the Parameters that the optimizer updates. Every
+    module of a model that holds state needs this, since a load may begin at any of them.
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -188,7 +192,7 @@ def keep_parameters(module: nn.Module) -> Undo:
 
 
 def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:
-    """Returns the module's own parameters that are in `values`, also if a parametrization moved them one level down."""
+    """Returns (name, parameter) for a module's own parameters in `values`, also if a parametrization now holds them."""
     lists: Any = module.parametrizations if parametrize.is_parametrized(module) else {}
     owners = [("", module), *((f"parametrizations.{name}.", each) for name, each in lists.items())]
     found = [(prefix + name, p) for prefix, owner in owners for name, p in parameters_of(owner).items()]
@@ -196,7 +200,11 @@ def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]
 
 
 def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Raises a SessionError if torch computes a parametrized weight to put it, in fp32, into one that is stored low."""
+    """Raises a SessionError if this call, which computes a parametrized weight, comes from `remove_parametrizations`.
+
+    That function would write the weight, in fp32, into a parameter that is stored low. For any other call, returns
+    (args, kwargs).
+    """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_OF_A_CALL):
         frame = None if frame is None else frame.f_back

@@ -50,7 +50,7 @@ def is_composite(name: str) -> bool:
 
 
 class OpSite:
-    """One overload on one device: where its kernels are, and which of its arguments a cast looks at."""
+    """One aten overload on one device type: runs it with or without autocast, and casts its arguments."""
 
     def __init__(self, overload: OpOverload, device_type: str) -> None:
         self.overload = overload
@@ -70,9 +70,10 @@ class OpSite:
         return self.overload.redispatch(keyset & self._after, *args, **kwargs)
 
     def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what `below` does while torch.compile traces, where a redispatch would bypass decompositions in Python.
+        """Does what `below` does, but in code that torch.compile traces.
 
-        Nor can the key set, less autocast, be passed on: the tracing dispatcher would begin anew.
+        There a redispatch would skip decompositions written in Python. The key set without autocast cannot be passed on
+        either, because the tracing dispatcher starts again from all keys.
         """
         if not self._composite:
             return self.excluded(args, kwargs)
@@ -87,7 +88,7 @@ class OpSite:
             return self._direct(*args, **kwargs)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Returns a tensor, or a list of them, with fp32, bf16 and fp16 tensors of this device in `dtype`."""
+        """Returns a value, or a list of them, with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
         if isinstance(value, Tensor):
             if value.dtype is not dtype and value.dtype in CASTABLE and value.device.type == self.device_type:
                 return value.to(dtype)
@@ -98,12 +99,12 @@ class OpSite:
     def cast_all(
         self, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Returns all arguments cast to `dtype`."""
+        """Returns args and kwargs with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
         cast = self.cast
         return [cast(a, dtype) for a in args], {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
 
     def dtypes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
-        """Returns the dtypes among the arguments that a cast may change."""
+        """Returns those of fp32, bf16 and fp16 that the tensor arguments on this device type have."""
         found: set[torch.dtype] = set()
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
@@ -115,7 +116,7 @@ class OpSite:
 
 
 def make_act(site: OpSite, action: Action) -> Act:
-    """Returns the function that carries out `action` for one overload."""
+    """Returns the function of (key set, args, kwargs) that runs a call of one overload as `action` says."""
     if site.name in _STATISTICS and action not in ("pass", "infer"):
         return _statistics(site, action)
     return _MAKERS[action](site)
@@ -133,11 +134,11 @@ def _low(site: OpSite) -> Act:
 
 
 def _recurrent(site: OpSite) -> Act:
-    """Casts sequences and states; the products inside cast the weights themselves, with autocast's cache.
+    """Returns a function that runs an RNN with sequences and states cast to low.
 
-    In fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may not have. On CUDA, torch's own
-    autocast casts what cuDNN runs to fp16, whatever the region's format (ATen/cudnn/AutocastRNN.cpp), so bf16 is cast
-    here.
+    The products inside cast the weights themselves, with autocast's cache. In fp16 on a CPU, an fp32 sequence would
+    select a oneDNN kernel that the CPU may not have. On CUDA, torch's own autocast casts what cuDNN runs to fp16,
+    whatever the region's format (ATen/cudnn/AutocastRNN.cpp), so for bf16 all arguments are cast here.
     """
     weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
     device_type = site.device_type
@@ -165,7 +166,10 @@ def _full(site: OpSite) -> Act:
 
 
 def _full_by_dtype(site: OpSite) -> Act:
-    """Passes fp32 as the op's own `dtype`, which saves a copy of its input; a dtype from the caller wins."""
+    """Returns a function that makes an op compute in fp32 by its own argument `dtype`, which saves a copy of the input.
+
+    A `dtype` that the caller passes is used instead.
+    """
     position = site.arguments.index("dtype")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,10 +194,10 @@ def _promote(site: OpSite) -> Act:
 
 
 def _norm(site: OpSite) -> Act:
-    """Computes in fp32 if parameters and input differ in format, and returns the format of the input.
+    """Returns a function for a norm that computes in fp32 if parameters and input differ in format.
 
-    On a CPU some norms do so even if the formats agree: the gradients of low parameters would be summed in the low
-    format.
+    The result has the input's format. On a CPU some norms compute in fp32 even if the formats agree, because torch
+    would sum the gradients of low parameters in the low format.
     """
     on_cpu = site.device_type == "cpu"
     mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
@@ -217,9 +221,10 @@ def _norm(site: OpSite) -> Act:
 
 
 def _statistics(site: OpSite, action: Action) -> Act:
-    """Casts the input by `action`, and the weights to the format of the running statistics, which are never cast.
+    """Returns a function for a norm with running statistics, which casts the input by `action`.
 
-    The running statistics are written in place.
+    Weights are cast to the format of the running statistics. Those are never cast, because the norm writes them in
+    place.
     """
     weights = [site.arguments.index(name) for name in ("weight", "bias")]
     running = site.arguments.index("running_mean")
@@ -253,10 +258,11 @@ def _refuse(site: OpSite) -> Act:
 
 
 def _gather(site: OpSite) -> Act:
-    """Reads rows of a low weight through fp32, so that backward sums the gradients of a row in fp32.
+    """Returns a function that reads rows of a low weight through fp32, so that their gradients are summed in fp32.
 
-    torch's CPU kernels add them one by one in the low format, and a bf16 sum of ones stops at 256. Sparse gradients are
-    summed later, by the optimizer's step. Gathers from activations run as written: they seldom read one row twice.
+    torch's CPU kernels add the gradients of a row one by one in the low format, and a bf16 sum of ones stops at 256.
+    Sparse gradients are summed later, by the optimizer's step. Gathers from activations run as written: they seldom
+    read one row twice.
     """
     sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
 

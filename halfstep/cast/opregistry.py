@@ -37,7 +37,7 @@ MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
 @dataclass(frozen=True)
 class Table:
-    """What makes two engines cast differently: device type, actions, and which attention goes backward in fp32."""
+    """What an engine casts: device type, action of each aten overload, and which attention runs backward in fp32."""
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
@@ -56,7 +56,11 @@ class _Slot:
 
 @dataclass
 class _Site:
-    """A kernel in the dispatcher: the function to run under each marker, and torch's own kernel below it."""
+    """One of halfstep's kernels in the dispatcher.
+
+    `acts` has the function to run under each marker. If no marker is on, torch's own autocast kernel `stock` runs,
+    which does `own` (both None: there is none).
+    """
 
     site: OpSite
     stock: Any
@@ -87,7 +91,7 @@ class _Device:
 
 
 class Registry:
-    """The markers and kernels of the open engines, counted, so that the last close leaves the dispatcher as it was."""
+    """The markers and kernels of the open engines; when the last engine closes, the dispatcher is as it was before."""
 
     def __init__(self) -> None:
         self._lock = DeferringLock()
@@ -98,7 +102,7 @@ class Registry:
         self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
-        """Puts the kernels of a table in place and returns its marker.
+        """Registers the kernels of a table; returns its marker, the device type whose autocast bit switches them on.
 
         Raises:
             PlanError: other tables use all markers.
@@ -122,7 +126,7 @@ class Registry:
             return marker
 
     def release(self, marker: str) -> None:
-        """Gives a marker back; the last engine of a table removes its kernels."""
+        """Gives back the marker of one engine; if no other engine uses it, the kernels of its table are removed."""
         with self._lock:
             slot = self._slots[marker]
             slot.users -= 1
@@ -140,7 +144,7 @@ class Registry:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
 
     def abandon(self, marker: str) -> None:
-        """Gives back the marker of an engine that nobody has closed; called by its finalizer."""
+        """Gives back the marker of an engine that nobody has closed; called by the engine's finalizer."""
         self._lock.defer(partial(self.release, marker))
 
     def others(self, marker: str) -> tuple[str, ...]:
@@ -174,7 +178,7 @@ class Registry:
         )  # it computes whole layers as it likes, on a CPU even under autocast
 
     def _tag_caches(self) -> None:
-        """Adds the tables to the tag of torch.compile's caches on disk, which know only the tables' markers."""
+        """Adds hashes of the open tables to the tag of torch.compile's caches on disk, which know only the markers."""
         tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
         before = self._cache_tag if isinstance(self._cache_tag, str) else ""
         set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
@@ -202,7 +206,10 @@ class Registry:
             device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
-        """Returns the limits of wide attention of the table that is on in this thread; empty outside of sessions."""
+        """Returns the limits within which attention runs backward in fp32, pairs (head width, length).
+
+        They are those of the table that is on in this thread; () if none is.
+        """
         on = torch.is_autocast_enabled
         return next((slot.table.wide_backward for marker, slot in self._slots.items() if on(marker)), ())
 
@@ -229,9 +236,10 @@ def find_overload(name: str) -> OpOverload | None:
 
 
 def _deviates(name: str, action: Action, own: Action | None) -> bool:
-    """Tells whether a kernel of ours is needed, given that torch's own autocast does `own`.
+    """Tells whether `action` needs a kernel of halfstep, given that torch's own autocast does `own` (None: nothing).
 
-    It is always needed if torch promotes: torch raises an error on a third format, such as fp16 in a bf16 region.
+    It always does if torch promotes, as torch's kernel raises an error on a third format, such as fp16 in a bf16
+    region.
     """
     if action == "infer" and own is None:
         return is_composite(name)

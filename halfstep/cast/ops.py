@@ -52,7 +52,7 @@ class OpEngine:
         self._marker = ""
 
     def open(self) -> None:
-        """Puts the kernels in place.
+        """Registers the kernels of the op table with torch's dispatcher.
 
         Raises:
             PlanError: too many sessions with different op tables are open.
@@ -63,7 +63,7 @@ class OpEngine:
             self._finally.atexit = False
 
     def close(self) -> None:
-        """Removes the kernels that no other engine needs."""
+        """Removes from torch's dispatcher the kernels that no other engine needs."""
         if self._marker:
             self._finally.detach()
             REGISTRY.release(self._marker)
@@ -93,8 +93,8 @@ class OpEngine:
     def enter_backward(self) -> Switched:
         """Lets the table act in a backward pass, where checkpoints compute parts of the forward again.
 
-        Returns the token for `leave_backward`. Autocast itself stays as it is: checkpoints restore it as it was, and
-        gradients need no casts.
+        Returns the token for `leave_backward`. The autocast of the device is not switched on: checkpoints restore it as
+        it was in the forward, and gradients need no casts.
         """
         marker = self._open_marker()
         on = torch.is_autocast_enabled
@@ -128,7 +128,10 @@ class OpEngine:
         return token
 
     def leave(self, token: Token) -> None:
-        """Undoes the `enter` that returned this token; the outermost, or one in another format, drops cast weights."""
+        """Undoes the `enter` that returned this token.
+
+        Drops autocast's cached casts of weights if no autocast region is left, or if the one around has another format.
+        """
         was_on, dtype, marker, marker_was_on, others = token
         if torch.autocast_decrement_nesting() == 0 or (was_on and dtype is not self.low):
             torch.clear_autocast_cache()

@@ -26,11 +26,11 @@ def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Tells whether a module has an owner; its copies have none."""
+    """Tells whether `mark` has given a module an owner; copies of the module have none."""
     return module in _OWNERS
 
 
 def owners(modules: Iterable[nn.Module]) -> list[object]:
-    """Returns the owners of modules, each once."""
+    """Returns the owners that `mark` has given to modules, each owner once."""
     signs = [sign for module in modules if (sign := _OWNERS.get(module)) is not None]
     return list({id(owner): owner for sign in signs if (owner := sign()) is not None}.values())

@@ -19,9 +19,10 @@ _MANY = 64  # calls of one module at least, before those whose memory is gone ar
 
 
 class Calls:
-    """The calls of one module that a checkpoint may repeat: whether each entered the plan, by its arguments' memory.
+    """Remembers, of the calls of one module that a checkpoint may repeat, which entered the plan.
 
-    The memory is not kept alive. Calls with the same arguments are repeated last first, as in a backward pass.
+    A call is known by the memory of its arguments, which is not kept alive. Calls with the same arguments are repeated
+    last first, as in a backward pass.
     """
 
     def __init__(self) -> None:
@@ -30,10 +31,10 @@ class Calls:
         self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
-        """Records a call if a checkpoint may have made it.
+        """Records whether a call entered the plan, if a checkpoint may have made the call.
 
-        One kind of checkpoint makes calls under hooks for saved tensors. The other makes them without gradients, on
-        arguments that require gradients, as only then it repeats them. An evaluation does neither.
+        A non-reentrant checkpoint makes calls under hooks for saved tensors. A reentrant one makes them with gradients
+        off, and repeats them only if an argument requires gradients. An evaluation does neither.
         """
         hooked = saved_tensor_hooks(True) is not None
         if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):

@@ -81,9 +81,11 @@ def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 def _change(fn: Change, obj: Any, convert: Convert | None, inside: tuple[int, ...]) -> Any:
-    """Returns the changed `obj`, None if nothing in it changes (torch.compile cannot compare tuples by `is`).
+    """Returns `obj` with `fn` applied to each tensor in it, None if nothing in it changes.
 
-    `inside` holds the ids of the objects around `obj`, which may refer to each other.
+    It is None rather than `obj`, as torch.compile cannot compare tuples by `is`. `convert` is called with custom
+    batches in which no tensor is found. `inside` holds the ids of the objects around `obj`, which may refer to each
+    other.
     """
     if isinstance(obj, Tensor):
         return _unless_same(fn(obj), obj)
@@ -136,7 +138,7 @@ def _change_attributes(fn: Change, obj: Any, convert: Convert | None, inside: tu
 
 
 def _attributes(obj: Any) -> list[tuple[str, Any]]:
-    """Lists what `obj` itself stores: dataclass fields, else its slots and its `__dict__`."""
+    """Returns (name, value) for all that `obj` itself stores: dataclass fields, else its slots and its `__dict__`."""
     if dataclasses.is_dataclass(obj):
         return [(f.name, getattr(obj, f.name)) for f in dataclasses.fields(obj) if hasattr(obj, f.name)]
     names: list[str] = []

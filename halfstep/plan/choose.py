@@ -63,7 +63,7 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
 def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
     """Returns whether a format's products must be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
 
-    Native fp16 takes such a CPU 50 to 130 times as long as fp32, with fp16 units (convolutions) or without. bf16, which
-    uses fp32 units if the CPU has none for bf16, is emulated only on request.
+    On such a CPU, fp16 products of torch take 50 to 130 times as long as fp32 ones; convolutions do even on a CPU with
+    fp16 units. bf16, which uses fp32 units if the CPU has none for bf16, is emulated only on request.
     """
     return facts.kind == "cpu" and fmt == FP16 and units(fmt, facts) is None

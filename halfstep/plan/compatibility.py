@@ -59,8 +59,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def enterable(module: nn.Module) -> bool:
     """Returns whether halfstep can enter a plan around the calls of a module inside a model.
 
-    It cannot around scripted modules, modules whose forward is not a function, and wrappers that split or gather the
-    model over devices and processes: below these it does so around the user's own modules.
+    It cannot for scripted modules, modules whose forward is not a function, and wrappers that split or gather the model
+    over devices and processes. Inside such a wrapper, it can for the user's own modules.
     """
     if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
@@ -103,7 +103,8 @@ def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
 def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter] = ()) -> None:
     """Refuses models that cannot run under the plan.
 
-    `made_low` are parameters that a session about to end has made low; they are accepted.
+    `made_low` are parameters that an earlier session, which ends before this plan applies, stores low; they are
+    accepted.
 
     Raises:
         SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped in
@@ -140,8 +141,8 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub, if the plan casts.
 
-    `made_low`, the parameters that a session has made low, are left out. So are shards and other wrappers: their format
-    is that of what they hold, and `check_parameters` refuses low ones.
+    `made_low`, the parameters that a session has made low, are left out. So are parameters that wrap other tensors,
+    such as shards: `check_parameters` refuses low ones.
     """
     known = {id(p) for p in made_low}
     every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
@@ -201,9 +202,9 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     """Refuses parameters whose memory the plan's steps could not read or write.
 
     Raises:
-        SetupError: trained parameters have no plain storage, are shards but not of FSDP2 or tensor parallelism, are
-            shards that are offloaded or not fp32; or parameters that are trained or made low were made under
-            `torch.inference_mode`. The message names them.
+        SetupError: a module is sharded by FSDP1, or offloaded by FSDP2; a trained parameter has no plain storage, or is
+            a shard that is not fp32; or a parameter that is trained or made low was made under `torch.inference_mode`.
+            The message names the modules or parameters.
     """
     if plan.ops == "none":
         return
@@ -320,13 +321,16 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
 
 
 def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Returns whether two plans train differently because of a field; both kinds of master have the same values."""
+    """Returns whether two plans, as dicts, train differently because of the field `key`.
+
+    The masters "copy" and "split" do not differ so: their values are the same.
+    """
     values = there.get(key), here.get(key)
     return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value has only the types of a plan's dict, so that it can be compared with one."""
+    """Returns whether a value consists of dicts, lists, tuples, str, numbers, bool and None only, as a plan's dict."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):

@@ -28,10 +28,10 @@ _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
 
 
 def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -> type[Struct]:
-    """Returns the type of the table in a plan file that stands for a value of class `of`: its fields, and no others.
+    """Returns the Struct type of the table that stands for a value of class `of` in a plan file.
 
-    `changed` has the types of fields that the file writes differently, or that only the file has. Fields with a default
-    may be left out.
+    It has the fields of `of`. `changed` has the types of fields that the file writes differently, or that only the file
+    has. Fields with a default may be left out; unknown fields are an error.
     """
     optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
     hints, changed = get_type_hints(of), dict(changed or {})
@@ -41,7 +41,7 @@ def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -
 
 
 def _partial(table: type[Struct]) -> type[Struct]:
-    """Returns a table of which all fields may be left out, because a base plan has them."""
+    """Returns the Struct type `table` with all fields optional, because a base plan may have them."""
     given = [(each.name, Union[each.type, UnsetType], UNSET) for each in msgspec.structs.fields(table)]  # noqa: UP007
     return msgspec.defstruct(table.__name__, given, forbid_unknown_fields=True, kw_only=True)
 
@@ -89,7 +89,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _entries(value: Any) -> Any:
-    """Returns a value in the form that it has in a plan file."""
+    """Returns a value, such as a plan or a rule, as a plan file has it: as dicts, lists, names and numbers."""
     match value:
         case Format():
             return value.name
@@ -127,7 +127,7 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
 
 
 def _given(table: Any) -> dict[str, Any]:
-    """Returns the fields of a table that are set."""
+    """Returns a dict of the fields that are set in a table of a plan file."""
     return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not UNSET}
 
 
@@ -137,8 +137,8 @@ def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | N
     `low` is the format if the dict names none. The dict is not changed.
 
     Raises:
-        PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction; the message has its
-            path.
+        PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction; the message names the
+            path of the entry in the dict.
     """
     _check_schema(entries)
     try:
@@ -164,7 +164,7 @@ def _numbered(number: int, table: Struct) -> Rule:
 
 
 def _check_schema(entries: object) -> None:
-    """Raises a PlanError for a schema other than ours; checked first, as another schema may have other keys."""
+    """Raises a PlanError for another schema version than ours; checked first, as another may have other keys."""
     if not isinstance(entries, Mapping):
         raise PlanError(f"at the top level: expected a table of fields, got {type(entries).__name__}: {entries!r:.40}")
     schema = entries.get("schema")
@@ -186,7 +186,10 @@ def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> Fo
 
 
 def _base(given: dict[str, Any]) -> Plan | None:
-    """Takes `base` out of what is given and returns that level; without a base (None), no field may be missing."""
+    """Removes `base` from the given fields and returns the plan of that level; None if there is no `base`.
+
+    Without a base, no field may be missing.
+    """
     if "base" in given:
         with _at("$.base"):
             return level(given.pop("base"), given["low"])
@@ -202,7 +205,7 @@ def _base(given: dict[str, Any]) -> Plan | None:
 
 
 def _scaling(given: Mapping[str, Any], base: Scaling | None) -> Scaling:
-    """Returns the loss scale; if its kind is not the base's, other fields have that kind's defaults."""
+    """Returns the loss scale with the given fields; others are the base's, or, for another kind, defaults."""
     if base is not None and given.get("kind", base.kind) == base.kind:
         return replace(base, **given)
     if "kind" not in given:
@@ -269,7 +272,7 @@ def _types(path: str) -> dict[str, Any]:
 
 
 def _words(kind: Any) -> list[str]:
-    """Returns the words that a type made of Literals allows."""
+    """Returns the strings that `kind`, a Literal or a union of Literals, allows."""
     return [kind] if isinstance(kind, str) else [word for part in get_args(kind) for word in _words(part)]
 
 

@@ -31,7 +31,7 @@ class Level:
 
 
 def _row(purpose: str, in_bf16: Plan, **in_fp16: Any) -> Level:
-    """Returns the level of a plan in bf16, and of the fields that differ in fp16."""
+    """Returns the Level with a bf16 plan; its fp16 plan is the same except for the fields `in_fp16`."""
     return Level(purpose, MappingProxyType({BF16: in_bf16, FP16: replace(in_bf16, low=FP16, **in_fp16)}))
 
 
@@ -107,9 +107,9 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
-    Another `low` changes master and scale too, to those of that format, if the plan has those of its level.
-    `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling. `rules` and `ops` are added as edits, of
-    which the later one wins. `input` is "keep" or "low".
+    Another `low` also changes fields such as master and scale to the level's values for that format, if the plan has
+    the level's values in them. `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling. `rules` and
+    `ops` are added as edits, of which the later one wins. `input` is "keep" or "low".
 
     Raises:
         PlanError: an invalid value, or one that contradicts the plan.
@@ -135,7 +135,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
 
 
 def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
-    """Returns the fields that change with `low`: those in which the plan still equals its level."""
+    """Returns the new values of the fields that change with `low`: those in which the plan still equals its level."""
     row = LEVELS.get(plan.name)
     if row is None or low not in LOW_FORMATS:
         return {"low": low}

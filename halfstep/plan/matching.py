@@ -15,7 +15,7 @@ from halfstep.validate import near_miss
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A module of the `model`-th model, and the dotted names that it has there; several if it is shared."""
+    """A module of model number `model`, with the dotted names that it has there (`paths`): several if it is shared."""
 
     model: int
     module: nn.Module
@@ -60,7 +60,7 @@ def find_sites(root: nn.Module, model: int) -> list[Site]:
 
 
 def together(name: str, model: nn.Module) -> tuple[str, ...]:
-    """Returns the name of a module, and of all other modules that hold one of its parameters and are not inside it.
+    """Returns the name of a module, then those of the modules outside of it that hold one of its parameters.
 
     Names are written as in rules.
 
@@ -83,7 +83,7 @@ def together(name: str, model: nn.Module) -> tuple[str, ...]:
 
 
 def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, Rule]:
-    """Returns the rule that matches each module directly.
+    """Returns the modules that the pattern of a rule matches, by name or type, each with that rule.
 
     Raises:
         PlanError: a rule matches no module of any model, or two rules match one module and disagree.

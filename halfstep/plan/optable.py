@@ -27,7 +27,7 @@ Source = Literal["torch", "halfstep"]
 
 @dataclass(frozen=True)
 class ListedOp:
-    """One op of the table: its aten overloads, its category, why it is there, and whose list it comes from."""
+    """One op of the table: its aten overloads, its category, why it is listed, and by whom (torch or halfstep)."""
 
     op: str
     overloads: tuple[str, ...]
@@ -257,7 +257,7 @@ def stock_action(overload: str, device_type: str) -> Action | None:
 
 
 def device_note(row: ListedOp, device_type: str) -> str:
-    """Returns who casts the ops of a row on a device at O1: torch's own autocast, halfstep, or both a part.
+    """Returns who casts the ops of a row on a device at O1: "torch" (its autocast), "halfstep" or "torch, halfstep".
 
     >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
     'torch'
@@ -267,11 +267,11 @@ def device_note(row: ListedOp, device_type: str) -> str:
 
 
 def effective(plan: Plan) -> Mapping[str, Action]:
-    """Returns what the plan does to each aten overload (and "module:function") that does not run as written.
+    """Returns the plan's action for each aten overload and "module:function" that does not run as written.
 
-    If weights are fp32, rows act by category. If weights are low, deny rows run in the stored formats, except losses
-    and ops without a low kernel, which run full; norms take parameters wider or narrower than their input, and gathers
-    from weights sum their gradients in fp32. The plan's own op changes act at every level.
+    If weights are fp32, each row of the op table acts by its category. If weights are low, deny rows run in the stored
+    formats, except losses and ops without a low kernel, which run full. Norms then accept parameters in another format
+    than their input, and gathers from weights sum their gradients in fp32. The plan's own op changes act in both cases.
 
     Raises:
         PlanError: an op change names nothing that can be cast.
@@ -302,7 +302,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
 
 
 def find(public_name: str) -> tuple[str, ...]:
-    """Returns the aten overloads behind a public torch function name, those that a cast can act on.
+    """Returns the names of those aten overloads of a public torch function that can be cast.
 
     Raises:
         PlanError: no such op (with near misses), or one that cannot be cast, with the reason.
@@ -343,7 +343,7 @@ def _schemas(packet: str) -> list[FunctionSchema]:
 
 
 def overload_name(schema: FunctionSchema) -> str:
-    """Returns the name that the op table uses, such as "softmax.int"."""
+    """Returns the name of an overload as the op table has it, such as "softmax.int"."""
     name: str = schema.name.removeprefix("aten::")
     return f"{name}.{schema.overload_name}" if schema.overload_name else name
 
@@ -367,7 +367,7 @@ def _obstacle(schema: FunctionSchema) -> str:
 
 
 def _unknown(public_name: str, name: str) -> str:
-    """Returns the message for a name that is not an aten op."""
+    """Returns the error message for a name, `public_name` as the user wrote it, that is not an aten op."""
     for module, path in (
         (torch.nn.functional, "torch.nn.functional"),
         (torch, "torch"),

@@ -97,7 +97,10 @@ def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Decision:
-    """The policy of a module and its reason; `stored_full` keeps its own parameters fp32 under the same policy."""
+    """The policy of a module and the reason for it.
+
+    With `stored_full`, the module's own parameters are stored in fp32, although the policy may have them low.
+    """
 
     policy: Policy
     buffers: BufferWidth
@@ -111,7 +114,7 @@ class _Decision:
         return "full" if self.stored_full else self.policy.param
 
     def enters_from(self, caller: _Decision) -> bool:
-        """Returns whether values are cast when a module with the decision `caller` calls a module with this one."""
+        """Returns whether a module with this decision casts its inputs and outputs when one with `caller` calls it."""
         # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
         by_policy = self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
         return by_policy or (self.input != "policy" and self.input != caller.input)
@@ -120,7 +123,8 @@ class _Decision:
 def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Iterable[nn.Parameter] = ()) -> Assignment:
     """Returns the formats that the plan gives each module of a model, or of several models trained together.
 
-    `made_low` are parameters that a session about to end has made low: they count as fp32, which they will be then.
+    `made_low` are parameters that an earlier session, which ends before this plan applies, stores low. They count as
+    fp32, which they will be then.
 
     The rule that matches the module or its nearest ancestor decides; without such a rule, the plan decides.
     `plan.output` decides what the model itself returns. If weights are low and `plan.norms` is "full", torch's norm
@@ -174,7 +178,11 @@ def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
 def _assign(
     plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int]
 ) -> list[ModuleFormats]:
-    """Returns the formats of one model's modules: decisions go down every path, and a boundary is where they change."""
+    """Returns the formats of one model's modules.
+
+    A module has the decision of its parent unless something else decides for it. A boundary is a module whose decision
+    differs from that of its caller.
+    """
     at = {path: site for site in sites for path in site.paths}
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}
@@ -193,7 +201,7 @@ def _depth(path: str) -> int:
 
 
 def _is_uncalled(module: nn.Module) -> bool:
-    """Returns whether the class's forward is never called: lists and dicts of modules, torch.compile's wrapper."""
+    """Returns whether a module's forward is never called: lists and dicts of modules, torch.compile's wrapper."""
     if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
         return False
     return type(module).forward is nn.Module.forward or compiled_module(module) is not None
@@ -206,7 +214,11 @@ def _of_plan(plan: Plan) -> _Decision:
 
 
 def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
-    """Returns the decision for a module: that of `rule`, which matches it directly, or (None) that of its parent."""
+    """Returns the decision for a module: that of the `rule` that matches it, or (None) that of its parent, `above`.
+
+    Without a rule, norms and modules that must compute in fp32 may differ from their parent. `owner` is the parent
+    module.
+    """
     statistics = has_running_stats(site.module)
     if rule is not None:
         if statistics and (rule.policy.param == "low") != (rule.buffers == "low"):
@@ -233,10 +245,10 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
 
 
 def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
-    """Returns why a module computes full unless a rule says otherwise; None if it does not.
+    """Returns why a module computes in fp32 although no rule says so; None if it does not.
 
-    Parametrizations compute a weight from one that is stored low, by inverses, exponentials and powers, which have no
-    low kernel or make no sense in low precision. Their results have the format of their inputs, and their own
+    Parametrizations compute a weight from one that is stored low. They use inverses, exponentials and powers, which
+    have no low kernel or make no sense in low precision. Their results have the format of their inputs, and their own
     parameters stay fp32.
     """
     if plan.param == "low" and isinstance(owner, ParametrizationList):
@@ -288,9 +300,10 @@ def _formats(
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
-    """Returns whether a module computes low and holds parameters that are stored low or cast by products.
+    """Returns whether a call of a module from outside of the model's forward enters the plan too.
 
-    Parameters of norms that stay full do not count.
+    It does if the module computes low and holds parameters, its own or below it, that are stored low or cast by
+    products. Parameters of norms that stay full do not count.
     """
     own_forward = "forward" in module.__dict__ and compiled_module(module) is None
     called = own_forward or not _is_uncalled(module)
@@ -309,8 +322,8 @@ def _width(plan: Plan, width: Width) -> Format:
 def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
     """Returns the format that inputs are cast to at a boundary, None if they are not cast.
 
-    The root gets the user's data, which a cast to low would damage silently; modules below it get what other modules
-    computed.
+    `root` is true for the model itself. It gets the user's data, which a cast to low would damage silently; modules
+    below it get what other modules computed.
     """
     if decision.policy.compute == "full":
         return FP32
@@ -328,7 +341,7 @@ def _model_output(plan: Plan) -> Format | None:
 
 
 def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:
-    """Returns a module's own fp32 parameters by name; `fp32` has the ids of low ones that count as fp32."""
+    """Returns (name, parameter) for a module's own fp32 parameters; low ones with an id in `fp32` count as fp32."""
     own = [(name, p) for name, p in parameters_of(module).items() if p is not None]
     return [(name, p) for name, p in own if p.dtype is torch.float32 or id(p) in fp32]
 
