@@ -42,7 +42,7 @@ class Options:
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The names of states that are one number per weight (0-dim); only rows that need whole weights have any."""
+        """The names of states that are one number per weight (0-dim); only updates that need whole weights have any."""
         return ()
 
     @property
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass
 class Batch:
-    """Parameters of one device, layout and dtype, as aligned lists of tensors.
+    """Parameters of one device, layout and dtype, as lists of tensors with one element per parameter.
 
     A batch is reused from step to step while its tensors and their memory stay the same; only `grads` change, and they
     keep their dtypes, shapes and memory layouts. In `memory`, an implementation keeps what it derives from the tensors.
@@ -97,7 +97,9 @@ class Scratch:
         self._in_graphs: list[Any] = []
 
     def kept(self, key: Hashable, make: Callable[[], T], *, captured: bool = False) -> T:
-        """Returns what `make` returned for `key`; keys that have not been used for long are forgotten.
+        """Returns the value that is kept for `key`, or the result of `make`, which is then kept.
+
+        Keys that have not been used for long are forgotten.
 
         `captured` says that a CUDA graph is being captured. The graph reads the returned value at each replay, so that
         value is never dropped. A value made during capture is not returned to later calls: it is undefined before the
@@ -140,10 +142,10 @@ class Scratch:
 
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
-    """Yields the batch in parts of about `limit` elements, as contiguous tensors; cuts large ones unless `batch.whole`.
+    """Yields the batch in parts of about `limit` elements; a larger weight is cut, unless `batch.whole`.
 
-    Parts are views: what is written to a part is written to the batch. A weight that is not a dense block of memory
-    stays as it is.
+    The tensors of a part are contiguous views: what is written to a part is written to the batch. A weight that is not
+    a dense block of memory is neither cut nor made contiguous.
     """
     names = list(batch.states)
     part: list[tuple[int, int, int]] = []  # index of the parameter, first and last element; (0, 0) stands for all of it
@@ -188,15 +190,15 @@ def resolved(t: Tensor) -> Tensor:
 
 
 def as_real(t: Tensor) -> Tensor:
-    """Returns `t`; a complex tensor becomes a real one with a last dimension of 2, real and imaginary part."""
+    """Returns `t`; if it is complex, as a real view with a last dimension of size 2, real and imaginary part."""
     return torch.view_as_real(t) if t.is_complex() else t
 
 
 def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
     """Returns `t` in the memory order of a dense `weight`: `t` itself if it has that order, otherwise a copy.
 
-    Otherwise kernels that walk over raw memory would pair the wrong elements, for example of a `channels_last` weight
-    and a contiguous gradient.
+    Kernels that walk over raw memory would pair the wrong elements of tensors in different orders, for example of a
+    `channels_last` weight and a contiguous gradient.
     """
     if t.stride() == weight.stride() or (t.is_contiguous() and weight.is_contiguous()) or not is_dense(weight):
         return t

@@ -53,10 +53,10 @@ def library(source: Path, *names: str, limit: float = _LIMIT) -> ctypes.CDLL | N
 
     The library must have the functions `names`. It is kept in the user's cache folder. Its file name is made from the
     source, the headers beside it, flags, compiler and processor, so that a home shared by several machines holds a
-    library for each, and from the library's own bytes, so that a truncated or changed file is compiled again: loading
-    such a file would crash the process. If several processes need the library at once, one compiles and the others
-    wait. All of this takes about `limit` seconds at most; a compiler that takes longer is stopped, and not tried again
-    in this process.
+    library for each. The name also has a hash of the library's own bytes, so that a truncated or changed file is
+    compiled again: loading such a file would crash the process. If several processes need the library at once, one
+    compiles and the others wait. All of this takes about `limit` seconds at most; a compiler that takes longer is
+    stopped, and not tried again in this process.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -164,7 +164,10 @@ def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
 
 
 def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.CDLL | None:
-    """Loads a library, with one warning if a better folder was refused; returns None if it cannot be loaded."""
+    """Loads the library at `path`; returns None and adds the reason to `refused` if it cannot be loaded.
+
+    If `refused` already says why better folders could not be used, warns once that this one (or `where`) is used.
+    """
     try:
         opened = ctypes.CDLL(str(path))
     except OSError as error:
@@ -214,7 +217,7 @@ def _compile(source: Path, compiler: str, deadline: float) -> bytes:
 
 
 def _run(command: list[str], deadline: float, room: str | None = None) -> str:
-    """Returns what a command prints, in any encoding, and only the end of long output.
+    """Returns what a command prints, whatever its encoding; of long output only the end.
 
     With `room`, the command's temporary folder, what it prints to stderr is included.
 

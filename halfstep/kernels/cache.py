@@ -158,8 +158,9 @@ def _private(folder: Path) -> Path:
 def refuse_shared(folder: Path) -> None:
     """Refuses a folder that another user could replace, because that user owns, or can write to, a folder above it.
 
-    If nobody can replace it, a checked path still leads to the same file when it is loaded, also on systems that cannot
-    load an open file. Folders below one that is closed to others need no check.
+    If nobody can replace the folder, the path of a checked file still leads to that file when it is loaded. This holds
+    also on systems that cannot load a file which is already open. Folders inside one that is closed to others need no
+    check.
 
     Raises:
         OSError: another user could replace the folder; the message says what to do.
@@ -179,14 +180,15 @@ def refuse_shared(folder: Path) -> None:
 
 
 def _administrators() -> tuple[int, int]:
-    """Returns root's user id and that of the owner of "/", as which root appears in a container without root rights."""
+    """Returns root's user id and that of the owner of "/", which is root's id as seen in a rootless container."""
     return 0, os.lstat("/").st_uid
 
 
 def _fault(path: Path, status: os.stat_result, *, trusted: tuple[int, ...] = (), is_open: bool = False) -> str:
     """Returns why another user could change a file or folder, and how to fix that; "" if no other user could.
 
-    `is_open` says that write permission for others is accepted.
+    `trusted` are the ids of users, besides this one, who may own it. `is_open` says that others may have write
+    permission.
     """
     if not hasattr(os, "geteuid"):  # Windows: what is in a user's profile is the user's
         return ""

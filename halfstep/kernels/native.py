@@ -54,7 +54,7 @@ def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int
 
 
 class Table:
-    """A batch in the form that the loops take; it keeps alive the arrays that its structures point to."""
+    """A batch in the form that the compiled loops take; it keeps alive the arrays that its structures point to."""
 
     def __init__(self, batch: Batch) -> None:
         assert len(batch.states) <= _STATES
@@ -77,7 +77,7 @@ class Table:
         self.common = _Common()
 
     def point(self, batch: Batch, options: Options, factor: Tensor | None, found: Tensor) -> tuple[Any, Any]:
-        """Sets the addresses of this step's gradients and the step's numbers; returns both structures for the loops."""
+        """Puts this step's gradients, options, `factor` and `found` into the loops' two structures; returns both."""
         self.arrays["grads"] = grads = pointers(batch.grads)
         self.tensors.grads = address(grads)
         self.tensors.threads = torch.get_num_threads()
@@ -192,7 +192,7 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 
 
 def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, *rest: Any) -> None:
-    """Calls a loop for the optimizer `kernel`.
+    """Calls a compiled loop for the optimizer `kernel`, with what `Table.point` returned as `structures`.
 
     Raises:
         LookupError: the loop does not know this optimizer, or not with these options; nothing was done.

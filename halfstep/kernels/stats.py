@@ -114,7 +114,7 @@ def _add_native(native: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: T
 
 
 def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
-    """Does with torch operations, on any device, what the native loop does."""
+    """Adds the statistics of `t` to `row` as the compiled loop does, but with torch operations, on any device."""
     if limit and t.numel() > limit:
         t = t[sampled_places(t.numel(), limit, t.device)]
     for piece in torch.split(t, _PIECE):
@@ -122,9 +122,10 @@ def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
 
 
 def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
-    """Returns the indices that `add_stats` reads of `size` elements in memory order, which must be more than `sample`.
+    """Returns the indices of the elements that `add_stats` reads of a tensor of `size` elements, more than `sample`.
 
-    The elements are divided into equal stretches, and in each stretch one run of 64 is read, at a pseudorandom place.
+    Indices count in memory order. The elements are divided into equal stretches, and in each stretch one run of 64 is
+    read, at a pseudorandom place.
     """
     runs = max(RUN, sample) // RUN
     stretch = size // runs
@@ -153,7 +154,7 @@ def _add_piece(t: Tensor, row: Tensor) -> None:
 
 
 def _exponents(t: Tensor) -> Tensor:
-    """Returns the exponent field of fp32 for finite values, as int64 or int32."""
+    """Returns the exponent field, 0 to 255, that each finite value has in fp32, as int64 or int32."""
     if t.dtype is torch.float64:
         return ((t.view(torch.int64) >> 52 & 0x7FF) - (1023 - 127)).clamp(0, BINS - 1)
     return t.float().view(torch.int32) >> 23 & 0xFF

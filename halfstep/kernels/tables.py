@@ -21,7 +21,7 @@ _VECTOR = 16  # bytes: tensors that start at multiples of it are read and writte
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one launch: `places`, their indices in the lists, and what they have in common.
+    """The tensors of one launch: `places`, their indices in the lists passed to `groups`, and what they have in common.
 
     `kind` is the format of the gradients; `aligned` says that all tensors start at multiples of 16 bytes.
     """
@@ -31,7 +31,7 @@ class Group:
     aligned: bool
 
     def pick(self, numbers: Sequence[int]) -> array[int]:
-        """Returns the entries of `numbers` for the tensors of the group; zeros if `numbers` is empty."""
+        """Returns this group's entries of `numbers`, which has one per parameter; zeros if `numbers` is empty."""
         if len(numbers) == len(self.places):  # it has them all, in their order
             return array("q", numbers)
         return array("q", [numbers[i] for i in self.places] if numbers else bytes(8 * len(self.places)))
@@ -40,7 +40,8 @@ class Group:
 def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[Group]:
     """Yields parameters in groups of one gradient format and one alignment.
 
-    `addresses` are lists of the addresses of their tensors, each as long as `grads` or empty.
+    `addresses` holds a list of memory addresses for each kind of tensor (gradients, weights, a state). Such a list has
+    one address for each parameter, or is empty.
     """
     found: dict[tuple[str, bool], list[int]] = {}
     held = [starts for starts in addresses if starts]
@@ -59,8 +60,8 @@ def addresses(tensors: list[Tensor]) -> list[int]:
 class Tables:
     """Makes tables on a device without waiting for it, and keeps them in `scratch` for later steps.
 
-    Tables are copied through pinned memory. While a CUDA graph is captured, they are passed as arguments of kernels,
-    which the graph remembers.
+    Tables are copied through pinned memory. While a CUDA graph is captured, their numbers are passed as arguments of
+    kernels instead, since a graph records arguments.
     """
 
     def __init__(self, device: torch.device, scratch: Scratch) -> None:

@@ -82,7 +82,8 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
 def _storable(bits):
     """Returns the bits of fp32 results; a NaN that would round to a zero becomes the nearest NaN that does not.
 
-    As in optim/split.py. NaNs next to infinity do not occur here: a GPU's arithmetic makes every NaN 0x7FFFFFFF.
+    As `storable` in optim/split.py, but NaNs next to infinity do not occur here: a GPU's arithmetic makes every NaN
+    0x7FFFFFFF.
     """
     magnitude = bits & 0x7FFFFFFF
     return tl.where(magnitude > 0x7FFF7FFF, bits - (magnitude - 0x7FFF7FFF), bits)
@@ -347,7 +348,7 @@ def _read_kernel(
 ):
     """Writes the sum of squares of each block, and a 1 into the flag of each tensor with a non-finite element.
 
-    The table has 3 rows; the third holds the index of the tensor's flag.
+    The table has 3 rows; the third holds the index of each tensor's flag.
     """
     block = tl.program_id(0)
     tensor = tl.load(owners + block)
@@ -454,7 +455,10 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 
 
 def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
-    """Returns the tensors that an update of the batch writes, and the rows of its table except the first blocks."""
+    """Returns the tensors that an update of the batch writes, and the rows of its table that last from step to step.
+
+    Those are all rows except the first, which holds the first block of each tensor.
+    """
     states = list(batch.states.values())
     fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
     rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
@@ -472,7 +476,7 @@ class _Common:
 
 
 def _corrections(options: Options, common: _Common, table: Tensor, count: int) -> Tensor:
-    """Counts up the step of each tensor and returns three coefficients for each tensor."""
+    """Counts up the step of each tensor; returns three coefficients per tensor (fp32), see `_corrections_kernel`."""
     beta1, beta2, *_ = options.numbers
     corrections = torch.empty(3 * count, dtype=torch.float32, device=table.device)
     _corrections_kernel[(count,)](
@@ -553,9 +557,10 @@ def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common)
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Returns the learning rate as a tensor that a kernel can read, or None and the number.
+    """Returns the learning rate as `lr_tensor` and `lr` of `_Common`.
 
-    A CPU tensor is read here, without waiting for a device.
+    A tensor that a kernel can read is `lr_tensor`; otherwise that is None, and `lr` is the number. A CPU tensor for
+    another device is read here, without waiting for the device.
     """
     if isinstance(lr, Tensor) and (not lr.is_cpu or device.type == "cpu"):
         return lr.to(device, non_blocking=True), 0.0

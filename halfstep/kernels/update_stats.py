@@ -37,10 +37,10 @@ class Updates(Protocol):
         """The parameters as they are stored before the step."""
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips the parameter if that is None.
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None.
 
-        The elements are updates in units in the last place of the stored weight; zero if the step is skipped.
-        `rows` and `sample` are as in `halfstep.kernels.stats.add_stats`. Reads nothing on the host.
+        The elements are updates in units in the last place of the stored weight; zero if the step is skipped. `rows`
+        and `sample` are as in `halfstep.kernels.stats.add_stats`. Reads nothing on the host.
         """
 
 

@@ -1,1 +1,1 @@
-"""Updates with the precision that low-precision weights lack: masters, halfstep's own update, optimizers on masters."""
+"""Updates low-precision weights with fp32 precision: masters, halfstep's own update, other optimizers on masters."""

@@ -27,12 +27,12 @@ class AdamOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The running means of the gradient and of its square, and with amsgrad the maximum of the second."""
+        """The names of the running means of gradient and squared gradient; with amsgrad, of the latter's maximum."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers that the kernels take, in the order of kernels/optimizers.h."""
+        """The betas and eps, in the order in which the kernels take them (kernels/optimizers.h)."""
         return self.beta1, self.beta2, self.eps
 
 
@@ -52,7 +52,11 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 
 
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
-    """Yields new values by Kingma & Ba 2015, algorithm 1; Reddi et al. 2018 (amsgrad); Loshchilov & Hutter 2019."""
+    """Yields the new weight and states of each parameter.
+
+    By Kingma & Ba 2015, algorithm 1; with amsgrad by Reddi et al. 2018; decoupled weight decay by Loshchilov & Hutter
+    2019.
+    """
     lr = precise(options.lr, batch)
     sizes, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected, lr=lr)
     for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):

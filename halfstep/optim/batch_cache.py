@@ -1,4 +1,4 @@
-"""Keeps how an optimizer's parameters are sorted into batches, from step to step while nothing about them changes."""
+"""Keeps an optimizer's parameters sorted into batches for the next steps, until something about a parameter changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = dict[str, Any]
 
 
 class Placed:
-    """The batch of a parameter, its index there, and the memory and state that the batch was made from."""
+    """The place of a parameter: its batch, its index there, and the memory and state that the batch was made from."""
 
     __slots__ = (
         "address",
@@ -52,7 +52,7 @@ class Placed:
         ]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
-        """Puts a new gradient into the batch; returns False and changes nothing if anything else has changed."""
+        """Puts a parameter's new gradient into its batch; returns False and does nothing if anything else changed."""
         own = param if type(param) is Parameter else local(param)
         if (
             param is not self.param
@@ -89,11 +89,11 @@ class BatchCache:
     _made_for: list[tuple[Group, list[int], tuple[str, ...]]] = field(default_factory=list)
 
     def place(self, param: Parameter, batch: Batch, state: dict[str, Any] | None) -> None:
-        """Notes that the last gradient of `batch` is that of `param`, whose optimizer state is `state`."""
+        """Notes that `param`, whose optimizer state is `state`, is the last parameter in `batch`."""
         self._placed[id(param)] = Placed(batch, param, state)
 
     def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
-        """Notes the parameters, groups and states that this was made for; it is reusable if it has all parameters."""
+        """Notes the parameters, groups and states of this cache; it is reusable if no parameter is in sparse rows."""
         groups = zip(optimizer.param_groups, all_options, strict=True)
         self._made_for = [(group, _ids(group), options.states) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
@@ -119,7 +119,7 @@ class BatchCache:
         return True
 
     def release(self) -> None:
-        """Releases the gradients, which would stay in memory after `zero_grad`, by putting weights in their places."""
+        """Replaces the gradients in the batches by weights, so that `zero_grad` can free the gradients' memory."""
         for batches, _ in self.groups:
             for batch in batches:
                 batch.grads[:] = batch.weights

@@ -15,11 +15,11 @@ from halfstep.torch_internals import foreach_norm
 def group_factors(
     all_options: Sequence[Options], grads: Sequence[Tensor], factor: Tensor | None
 ) -> list[Tensor | None]:
-    """Returns for each param group the factor of its gradients: `factor` times what clips to the group's `max_norm`.
+    """Returns, for each param group, the factor that unscales its gradients and clips them to the group's `max_norm`.
 
-    The norm is the L2 norm of all elements of `grads` times `factor` (0-dim fp32, None for 1), over all groups
-    together; each group has its own `max_norm`, or none. Nothing is read on the host. If the norm is not finite,
-    non-finite gradients stay non-finite after the multiplication.
+    This is `factor` (0-dim fp32, None for 1) times the clip coefficient; a group without a `max_norm` gets `factor`.
+    What is clipped is the L2 norm of `factor` times `grads`, over all groups together. Nothing is read on the host. If
+    the norm is not finite, non-finite gradients stay non-finite after the multiplication.
     """
     most = [options.max_norm for options in all_options]
     if not grads or not any(most):
@@ -37,7 +37,7 @@ def group_factors(
 
 
 def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the L2 norm over all elements, in a dtype in which squares of fp32 elements do not overflow."""
+    """Returns the L2 norm over all elements of `grads`, in a dtype in which no square of an fp32 value overflows."""
     places: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():

@@ -24,9 +24,9 @@ Law = Callable[[Batch, Any], Iterator[Sequence[Tensor]]]
 
 
 def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
-    """Updates full weights and states in place by `law`; changes nothing if `found` is true.
+    """Updates full weights and states in place by `law`, the optimizer's rule; changes nothing if `found` is true.
 
-    Old or new values are chosen with `where`; multiplying by zero would keep a NaN.
+    `torch.where` chooses the old or the new values, because multiplying an update by zero would keep its NaNs.
     """
     held = zip(batch.weights, *batch.states.values(), strict=True)
     for old, new in zip(held, law(batch, options), strict=True):
@@ -35,9 +35,10 @@ def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
 
 
 def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Yields each weight, its gradient and its states, with the weight decay applied to the weight or the gradient.
+    """Yields each weight, its gradient and its states, after weight decay.
 
-    With `maximize` the gradient is negated, so that an update always descends.
+    Decoupled weight decay is applied to the weight, otherwise to the gradient. With `maximize` the gradient is negated,
+    so that an update always descends.
     """
     decay, kept = options.weight_decay, None
     if decay and options.decoupled:
@@ -51,22 +52,23 @@ def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, li
 
 
 def precise(value: Number, batch: Batch) -> Number:
-    """Returns `value` in the precision that coefficients are computed in, a tensor on the device of the batch."""
+    """Returns a number as it is; a tensor on the batch's device, in the dtype that coefficients are computed in."""
     return value.to(batch.device, widest(batch.device)) if isinstance(value, Tensor) else value
 
 
 def rounded(value: Number, batch: Batch) -> Number:
-    """Returns a coefficient; one that is a tensor is rounded to the dtype of the update."""
+    """Returns a coefficient for the update: a number as it is, a tensor rounded to the dtype of the update."""
     return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
 
 
 def bias_corrections(
     batch: Batch, beta1: float, beta2: float, *, corrected: bool, lr: Number | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns 1 - beta1^t, or `lr` over it, and sqrt(1 - beta2^t) for each step count, 0-dim in the update's dtype.
+    """Returns two lists, 1 - beta1^t and sqrt(1 - beta2^t), with an element for the step count t of each parameter.
 
-    They correct the bias of a running mean, and of the root of a running mean of squares, that begin at zero. If not
-    `corrected`, they are 1, or `lr`, and 1.
+    They correct the bias of a running mean, and of the root of a running mean of squares, that begin at zero. With
+    `lr`, the first list is lr / (1 - beta1^t). If not `corrected`, both powers count as 0. Elements are 0-dim tensors
+    in the dtype of the update.
     """
     steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
     if not corrected:
@@ -77,10 +79,10 @@ def bias_corrections(
 
 
 def root(t: Tensor) -> Tensor:
-    """Returns the square root, correctly rounded."""
+    """Returns the square root of each element, correctly rounded to the dtype of `t`."""
     return t.to(widest(t.device)).sqrt().to(t.dtype)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Returns the widest float dtype of the device, which coefficients are computed in."""
+    """Returns the widest float dtype that the device supports; coefficients are computed in it."""
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64

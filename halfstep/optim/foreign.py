@@ -1,4 +1,4 @@
-"""Any optimizer on fp32 masters, which replace low-precision parameters while its own `step` runs."""
+"""Runs any optimizer's own `step` on fp32 masters, which replace the low-precision parameters while it runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from halfstep.torch_internals import mark_stepped
 
 
 class ForeignStepper:
-    """Runs an optimizer's own `step` with fp32 stand-ins and true fp32 gradients in its groups and state.
+    """Runs an optimizer's own `step` on fp32 stand-ins for its low-precision parameters, with unscaled fp32 gradients.
 
-    Such a step cannot be skipped on the device, so `step` reads `found` on the host, once, and does not call the
-    optimizer if the step is skipped.
+    The device cannot skip a call of the optimizer. So `step` reads `found` on the host, once, and does not call the
+    optimizer if `found` is true.
     """
 
     syncs = True
@@ -58,7 +58,7 @@ class ForeignStepper:
             return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
-        """Makes state by a step with the present gradients, as torch does; they and the learning rates must be zero."""
+        """Makes the optimizer's state by a step, as torch does; all gradients and learning rates must be zero."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [part_of(p.grad, p) for p in params if p.grad is not None]
         failed = self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu"))
@@ -66,12 +66,12 @@ class ForeignStepper:
             raise failed
 
     def close(self) -> None:
-        """Forgets the stand-ins."""
+        """Drops the fp32 stand-ins of the parameters."""
         self._stand_ins.clear()
 
     @contextmanager
     def _stood_in(self, params: list[Parameter]) -> Iterator[None]:
-        """Replaces low parameters by stand-ins in groups and state; at the end stores the stand-ins' values in them."""
+        """Replaces low parameters by fp32 stand-ins in a `with` block; at its end stores the new values in them."""
         swapped = {
             p: self._stand_in(p)
             for p in params
@@ -103,7 +103,10 @@ class ForeignStepper:
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
-        """Replaces parameters in the param groups and as keys of the state; the list and dict objects stay the same."""
+        """Replaces each key of `by` by its value in the param groups and as key of the state.
+
+        The `params` lists and the state dict stay the same objects.
+        """
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             group["params"][:] = [by.get(p, p) for p in group["params"]]
@@ -114,7 +117,10 @@ class ForeignStepper:
 
     @contextmanager
     def _true_gradients(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-        """Sets unscaled full gradients on the parameters that the optimizer sees; at the end puts the old ones back."""
+        """Sets unscaled gradients on the parameters that the optimizer sees; after the `with` block, the old ones.
+
+        A gradient is in the dtype of the parameter, fp32 for stand-ins.
+        """
         held: list[tuple[Parameter, Tensor | None, Tensor]] = []
         try:
             for p, grad in zip(params, grads, strict=True):

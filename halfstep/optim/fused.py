@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def fits(batch: Batch, options: Options) -> bool:
-    """Returns whether torch's kernels take these tensors: they walk over raw memory, so the weights must be dense."""
+    """Returns whether torch's fused kernels take the batch: they walk over raw memory, so weights must be dense."""
     if batch.device.type not in _DEVICES or batch.dtype not in _DTYPES:
         return False
     return batch.layout != "full" or all(is_dense(weight) for weight in batch.weights)

@@ -1,4 +1,4 @@
-"""True gradients for optimizers and their hooks, which know nothing of loss scales and low-precision weights."""
+"""True gradients, unscaled and fp32, for optimizers and hooks, which know nothing of loss scales and low weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
     """Within a `with` block, `p.grad` of each parameter is its gradient times `factor`, in fp32 if `p` is low.
 
-    At the end the old gradients come back, whatever was assigned to `p.grad` meanwhile, except where `p.grad` is None
-    by then: it was dropped on purpose.
+    At its end, `p.grad` is what it was before the block, whatever was assigned to it meanwhile. But if it was set to
+    None, it stays None, since that is taken as intended.
     """
     held: list[tuple[Parameter, Tensor | None]] = []
     try:

@@ -1,4 +1,4 @@
-"""Makes a habitual `optimizer.step()` raise, or sends it to the session that owns the step; schedulers still work."""
+"""Makes `optimizer.step()` raise, or call the session that makes the step in its place; LR schedulers still work."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def send_step(
 ) -> Callable[[], None]:
     """Makes `optimizer.step()` call `instead` with its arguments; returns a function that undoes this.
 
-    `prepare` makes the optimizer's first state. It is called in place of a step that only serves to make state, with
-    zero gradients and learning rates, before a state is read or loaded (`torch.distributed.checkpoint.state_dict`).
+    `prepare` makes the optimizer's first state. It is called in place of a step with zero gradients and learning rates,
+    which serves only to make state: `torch.distributed.checkpoint.state_dict` makes such a step before it reads or
+    loads a state.
 
-    LR schedulers wrap `optimizer.step` when they are made, and look for their wrapper on their first `step()`. A
-    scheduler made before the guard finds its mark on the guard. One made later wraps the guard, which therefore becomes
-    a pass-through when this is undone.
+    An LR scheduler wraps `optimizer.step` when it is made, and looks for the mark of its wrapper on its first `step()`.
+    If it was made before this call, it finds the mark on the new `step`. If it is made later, it wraps the new `step`,
+    which therefore passes all calls on to the old one after this is undone.
     """
     original = original_step(optimizer)
     released = False
@@ -64,7 +65,7 @@ def send_step(
 
 
 def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Puts `method` over that of an optimizer; returns a function that undoes this if `method` is still in place."""
+    """Sets `method` as attribute `name` of an optimizer; returns a function that undoes this if it is still set."""
     held = vars(optimizer).get(name)
     setattr(optimizer, name, method)
 
@@ -80,13 +81,16 @@ def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Cal
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` would only make its state; reads gradients on the host."""
+    """Returns whether a step would only make state: there is none, and gradients and learning rates are 0.
+
+    Reads the gradients on the host.
+    """
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return not optimizer.state and not any(map(float, rates)) and not any(bool(grad.any()) for grad in grads)
 
 
 def original_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the `step` that `optimizer` would run without a guard."""
+    """Returns the `step` that `optimizer` had before `send_step`; its present one if that was not called."""
     step: Callable[..., Any] = getattr(optimizer.step, _ORIGINAL, optimizer.step)
     return step

@@ -48,15 +48,16 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def run_pre_hooks(optimizer: Optimizer) -> None:
-    """Runs the global step pre-hooks and those of the instance, in torch's order, as for `step()` without arguments."""
+    """Runs the global step pre-hooks and the optimizer's own, in torch's order, as for `step()` without arguments."""
     for hook in chain(GLOBAL_STEP_PRE_HOOKS.values(), step_pre_hooks_of(optimizer).values()):
         hook(optimizer, (optimizer,), {})
 
 
 def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
-    """Runs the step post hooks of the instance and the global ones, in torch's order.
+    """Runs the optimizer's own step post hooks and the global ones, in torch's order.
 
-    The first hook that raises is the last to run, as in torch. Its exception is returned, because the step is made.
+    The first hook that raises is the last to run, as in torch. Its exception is returned, not raised, because the step
+    has already been made.
     """
     try:
         for hook in chain(step_post_hooks_of(optimizer).values(), GLOBAL_STEP_POST_HOOKS.values()):

@@ -1,4 +1,4 @@
-"""Updates a batch by an optimizer's row, with the first of several implementations that supports it."""
+"""Updates a batch of parameters with the first of several implementations that supports the batch and its optimizer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ _CHUNK_ELSEWHERE = 2**23
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute updates: its kernel for a row (None: it has none), the batches that it can take, and the call.
+    """A way to compute updates, for example with compiled loops.
+
+    `kernel` returns what computes the update of a row of the optimizer table, or None if this implementation has
+    nothing for that row. `fits` says whether it supports a batch.
 
     `run(kernel, batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of
     them bit for bit as they were if `found` (0-dim bool) is true. It first multiplies every gradient by `factor` (0-dim
-    fp32, or None for 1), rounded once to fp32. Unless `found`, it increments the step counts before the update and sets
-    the fresh flags to 0 after it. Nothing is read on the host.
+    fp32, or None for 1), rounded once to fp32. Unless `found`, it increments `batch.steps` before the update and sets
+    `batch.fresh` to 0 after it. Nothing is read on the host.
     """
 
     kernel: Callable[[OptimizerRow, Options], Any]
@@ -69,8 +72,8 @@ def update(
 def opened(core: Core) -> Run:
     """Returns the `run` of an implementation whose `core` supports only full weights and full, unscaled gradients.
 
-    It converts low weights to fp32 in scratch memory, part by part, updates them there, and stores them again. It also
-    keeps the step counts and fresh flags.
+    Part by part, that `run` converts low weights to fp32 in scratch memory, calls `core`, and stores the weights again.
+    It also updates `batch.steps` and `batch.fresh`.
     """
 
     def run(

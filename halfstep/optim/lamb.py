@@ -91,12 +91,12 @@ class LambOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The running means of the gradient and of its square."""
+        """The names of the running means of the gradient and of its square."""
         return "exp_avg", "exp_avg_sq"
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The further numbers that the update takes."""
+        """The betas and eps."""
         return self.beta1, self.beta2, self.eps
 
     @property
@@ -123,7 +123,7 @@ def options(group: Mapping[str, Any]) -> LambOptions:
 
 
 def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
-    """Yields new values by You et al. 2020, algorithm 2."""
+    """Yields the new weight and states of each parameter, by You et al. 2020, algorithm 2."""
     share = 1 - options.beta1 if options.averaging else 1.0
     means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = precise(options.lr, batch), options.weight_decay if options.decoupled else 0.0
@@ -139,7 +139,10 @@ def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
 
 
 def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions) -> Tensor:
-    """Returns lr * norm(w) / norm(u), or lr if a norm is 0 or not `adapts`, as a 0-dim tensor of the update's dtype."""
+    """Returns the factor of Adam's update `u`: lr * norm(w) / norm(u), or lr if a norm is 0 or not `options.adapts`.
+
+    It is a 0-dim tensor of the update's dtype.
+    """
     wide = widest(batch.device)
     trust = torch.ones((), dtype=wide, device=batch.device)
     if options.adapts:

@@ -65,12 +65,12 @@ class LionOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The momentum, the only state."""
+        """The name of the momentum, the only state."""
         return ("exp_avg",)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers that the kernels take, in the order of kernels/optimizers.h."""
+        """The betas, in the order in which the kernels take them (kernels/optimizers.h)."""
         return self.beta1, self.beta2
 
 
@@ -87,7 +87,7 @@ def options(group: Mapping[str, Any]) -> LionOptions:
 
 
 def eager(batch: Batch, options: LionOptions) -> Iterator[list[Tensor]]:
-    """Yields new values by Chen et al. 2023, algorithm 2."""
+    """Yields the new weight and momentum of each parameter, by Chen et al. 2023, algorithm 2."""
     lr = rounded(options.lr, batch)
     for w, g, (m,) in decayed(batch, options):
         mixed = m * options.beta1 + g * (1 - options.beta1)

@@ -29,8 +29,8 @@ class _Entry:
 class MasterStore:
     """The masters of one session, by Parameter.
 
-    A tracked Parameter is stored in `low`; bf16 is rounded half away from zero for every kind, so that `copy` and
-    `split` train bit-identically. Its `extra` is kept beside it: the fp32 master (`copy`), the int16 remainder
+    A tracked Parameter is stored in `low`; bf16 is rounded half away from zero for every kind of master, so that `copy`
+    and `split` train bit-identically. Its `extra` is kept beside it: the fp32 master (`copy`), the int16 remainder
     (`split`), or nothing (`none`). Parameters that are not tracked are their own master.
     """
 
@@ -102,9 +102,10 @@ class MasterStore:
 
     @torch.no_grad()
     def full(self, p: Parameter) -> Tensor:
-        """Returns the value of `p` in fp32 (untracked float64 and complex ones as they are), maybe the master itself.
+        """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype.
 
-        Adopts an in-place change of `p` first. Also works if `p` was cast.
+        The result may be the master itself, not a copy. An in-place change of `p` is adopted first. Also works after
+        `p` was cast to another dtype.
         """
         entry = self._entries.get(id(p))
         if entry is not None:
@@ -134,9 +135,9 @@ class MasterStore:
     def adopt(self, p: Parameter) -> None:
         """Accepts a stored weight that was changed from outside as the value of `p`.
 
-        With `copy`, elements whose master still rounds to the weight keep the master; the others take the weight.
-        `split` cannot tell them apart: remainders stay, at most half a unit in the last place of the weight, except
-        those of zeros and infinities, which become exact.
+        With `copy`, elements whose master still rounds to the weight keep the master; the others take the weight. With
+        `split`, changed elements are not known: all keep their remainder, at most half a unit in the last place of the
+        weight, except zeros and non-finite ones, whose remainder becomes 0.
         """
         if p not in self:
             return
@@ -163,8 +164,8 @@ class MasterStore:
     def load(self, p: Parameter, value: Tensor) -> Tensor:
         """Takes a checkpoint's entry as the value of `p` and returns the stored weight, in the dtype of `p`.
 
-        An fp32 entry replaces the value. An entry in the low format says nothing about the low bits: elements of `p`
-        that round to it keep their master, the others take the entry.
+        An fp32 entry replaces the value. An entry in the low format says nothing about what the low format rounds away:
+        elements of `p` that round to it keep their master, the others take the entry.
 
         torch then copies the returned weight into `p`, which already holds it. That counts as a change of `p`, and
         adopting it would lose the remainders of values that round to zero or infinity: call `loaded` after the copy.
@@ -175,7 +176,10 @@ class MasterStore:
         return p.detach()
 
     def loaded(self, p: Parameter) -> None:
-        """Treats one write to `p` since `load` as torch's copy of what `load` returned; more are a change of `p`."""
+        """Notes that torch has copied what `load` returned into `p`, so that this write does not count as a change.
+
+        If `p` was written more than once since `load`, it counts as changed.
+        """
         entry = self._entries.get(id(p))
         if entry is not None and version_of(p) == entry.version + 1:
             entry.version = version_of(p)
@@ -194,7 +198,8 @@ class MasterStore:
     def widened(self) -> Iterator[None]:
         """Stores tracked parameters in fp32 within a `with` block, and keeps the values that they have at its end.
 
-        Gradients are set aside meanwhile. The low storage comes back, because others hold its address.
+        Gradients are set aside meanwhile. At the end a parameter gets its old low-precision storage back, because other
+        code holds its address.
         """
         held = [(p, p.detach(), p.grad) for p in self]
         for p, _, _ in held:
@@ -214,8 +219,8 @@ class MasterStore:
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
         """Remembers that tracked weights now hold what the store or their update wrote.
 
-        The next `writes_to_come` counted in-place writes to each weight must write the same values, and do not count as
-        changes.
+        The next `writes_to_come` in-place writes that move the version counter of a weight do not count as changes;
+        they must write the same values.
         """
         for p in params:
             entry = self._entries.get(id(p))
@@ -237,11 +242,11 @@ class MasterStore:
         return p.dtype is self.low and (extra is None or extra.shape == p.shape)
 
     def _recovered(self, entry: _Entry) -> Tensor:
-        """Returns the fp32 value of a weight that something has cast; fp32 and float64 hold every low value exactly.
+        """Returns the fp32 value of a weight that was cast to another dtype.
 
-        A `copy` is still the value; after an in-place change, only for elements that round to the weight. A `split`
-        remainder is used for elements of the weight that are values of the low format. Other elements take the value
-        that the weight has now.
+        fp32 and float64 hold every low value exactly. The value is the master with `copy`, but after an in-place change
+        only where the master rounds to the weight. With `split` it is weight and remainder together where the weight is
+        a value of the low format. Elsewhere it is the weight as it is now.
         """
         p, extra = entry.param, entry.extra
         weight = p.detach()

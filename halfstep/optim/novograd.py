@@ -93,17 +93,17 @@ class NovoGradOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The running mean of the gradients, and the running norm."""
+        """The names of the running mean of the gradients and of the running norm."""
         return "exp_avg", "norm"
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The running norm."""
+        """The name of the running norm, which is one number for each weight."""
         return ("norm",)
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The further numbers that the update takes."""
+        """The betas and eps."""
         return self.beta1, self.beta2, self.eps
 
 
@@ -126,7 +126,10 @@ def options(group: Mapping[str, Any]) -> NovoGradOptions:
 
 
 def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
-    """Yields new values by Ginsburg et al. 2019, algorithm 1; without `reg_inside_moment`, divides after the mean."""
+    """Yields the new weight and states of each parameter, by Ginsburg et al. 2019, algorithm 1.
+
+    Without `reg_inside_moment`, the running mean is one of plain gradients, and is divided by the norm afterwards.
+    """
     share = 1 - options.beta1 if options.averaging else 1.0
     means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = rounded(options.lr, batch), options.weight_decay
@@ -144,7 +147,7 @@ def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
 
 
 def _followed(held: Tensor, g: Tensor, step: Tensor, options: NovoGradOptions) -> Tensor:
-    """Returns the running norm after the gradient `g`, given the norm `held` before it, which is 0 at first."""
+    """Returns the running norm after the gradient `g`, given the one before it, `held`, which is 0 before step 1."""
     wide = widest(g.device)
     mixed: Tensor
     before, beta = held.to(wide), options.beta2

@@ -1,4 +1,4 @@
-"""halfstep's own update of the optimizers in its table, with their state names; the device decides what is skipped."""
+"""halfstep's own update of the optimizers in its table; the device decides whether a step is skipped."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 class OnePassStepper:
     """Updates the parameters of an optimizer by its row of the table, without its `step` and without a host sync.
 
-    State has the optimizer's names and is fp32 for low-precision weights. As in torch, a parameter that no update has
-    reached has no state in `optimizer.state_dict()`, even after skipped steps; state that `prepare` made is included.
+    State has the names that the optimizer's own `step` uses, and is fp32 for low-precision weights. As in torch, a
+    parameter that no update has reached has no state in `optimizer.state_dict()`, even after skipped steps; state that
+    `prepare` made is included.
 
     Step hooks find true fp32 gradients in `p.grad`, and the update uses the gradients that pre-hooks leave there. Hooks
     run on every step, even a skipped one, because only the device knows whether it is skipped.
@@ -67,7 +68,7 @@ class OnePassStepper:
         Returns the exception that a post hook raised after the update, or None.
 
         Raises:
-            SessionError: this update cannot take a gradient, a state or a parameter; nothing was changed.
+            SessionError: a gradient, a state or a parameter does not fit the update; nothing was changed.
         """
         if has_hooks(self._optimizer):
             return self._step_with_hooks(params, grads, factor, found)
@@ -76,7 +77,7 @@ class OnePassStepper:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Makes first state for the parameters with a gradient; `state_dict()` includes it until the next step."""
+        """Makes the first state of the parameters with a gradient; `state_dict()` includes it until the next step."""
         optimizer = self._optimizer
         params = [p for p in self._members() if p.grad is not None]
         grads = [resolved(part_of(p.grad, p)) for p in params if p.grad is not None]
@@ -84,7 +85,10 @@ class OnePassStepper:
         self._prepared = True
 
     def close(self) -> None:
-        """Removes the hook, drops state that no update has reached, and moves step counts to where torch has them."""
+        """Removes the `state_dict` hook and state that no update has reached; puts step counts where torch has them.
+
+        That is on the CPU, unless the param group is `fused` or `capturable`.
+        """
         self._hook.remove()
         self._cache = None
         for p in self._unreached():
@@ -142,7 +146,10 @@ class OnePassStepper:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _by_group(self, params: list[Parameter], grads: list[Tensor]) -> list[list[Member]]:
-        """Returns the parameters that have elements, with their gradients, by param group; refuses bad gradients."""
+        """Returns a list of (parameter, gradient) for each param group; refuses bad gradients.
+
+        Parameters without elements are left out.
+        """
         name = type(self._optimizer).__name__
         check_gradients(params, grads, self._name_of)
         for p, grad in zip(params, grads, strict=True):
@@ -239,7 +246,7 @@ class OnePassStepper:
         return held[1]
 
     def fresh(self, p: Tensor) -> Tensor | None:
-        """Returns the flag that is 1 while the state of `p` has seen no update; None if there is no flag."""
+        """Returns a flag (0-dim fp32), 1 until an update has changed the state of `p`; None if there is no flag."""
         first, flag = self._fresh.get(p, (None, None))
         return flag if any(value is first for value in self._optimizer.state[p].values()) else None
 
@@ -273,8 +280,8 @@ def check_gradients(
     """Refuses gradients that do not fit their parameters.
 
     Raises:
-        SessionError: a gradient differs from its parameter in shape or device, or is a wrapper without plain storage;
-            the message names the parameter.
+        SessionError: a gradient differs from its parameter in shape or device, or is a tensor subclass without plain
+            storage; the message names the parameter.
     """
     for p, grad in zip(params, grads, strict=True):
         if type(grad) is not Tensor and is_wrapped(grad):
@@ -288,7 +295,7 @@ def check_gradients(
 
 
 def _wrapped(grad: Tensor, p: Parameter, name: str) -> str:
-    """Returns the error message for a gradient that is not stored as `p` is."""
+    """Returns the error message for a gradient of a tensor subclass that is not stored as `p` is, such as a DTensor."""
     if is_sharded(grad) and is_sharded(p):
         return (
             f"the gradient of {name} is placed over the processes as {grad.placements}, but the parameter as "

@@ -53,7 +53,7 @@ def own_step(
 
 
 def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, float | Tensor]) -> None:
-    """Raises a ValueError unless `betas` are in [0, 1) and all `others`, which have their names as keys, 0 or more."""
+    """Raises a ValueError unless `betas` are in [0, 1) and all numbers in `others`, a dict by name, are 0 or more."""
     for words, value in others.items():
         if not value >= 0:
             raise ValueError(f"{name}'s {words} must be 0 or more, not {value}")

@@ -25,12 +25,12 @@ class SgdOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The momentum, or no state if the momentum factor is 0."""
+        """The name of the momentum; empty if the momentum factor is 0."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers that the kernels take, in the order of kernels/optimizers.h."""
+        """Momentum, dampening and nesterov, in the order in which the kernels take them (kernels/optimizers.h)."""
         return self.momentum, self.dampening, self.nesterov
 
 
@@ -48,7 +48,7 @@ def options(group: Mapping[str, Any]) -> SgdOptions:
 
 
 def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
-    """Yields new values by Sutskever et al. 2013, in the form of torch's documentation."""
+    """Yields the new weight and momentum of each parameter, by Sutskever et al. 2013, as in torch's documentation."""
     lr = rounded(options.lr, batch)
     for i, (w, g, states) in enumerate(decayed(batch, options)):
         if not states:
@@ -60,9 +60,9 @@ def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
 
 
 def fused(options: SgdOptions) -> Kernel | None:
-    """Returns torch's fused kernel, or None with dampening, where its first momentum differs from that of torch's SGD.
+    """Returns torch's fused kernel; None with dampening, since the kernel's first momentum would then be wrong.
 
-    With a buffer of zeros, the kernel's first momentum is `(1 - dampening) * gradient`.
+    With a buffer of zeros it is `(1 - dampening) * gradient`; in torch's SGD it is the gradient.
     """
     return None if options.momentum and options.dampening else _fused
 

@@ -1,4 +1,4 @@
-"""The rows of a table that a sparse gradient reaches, updated as a small batch of their own."""
+"""The rows of a weight that a sparse gradient reaches, updated as a small batch of their own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Copies of some rows of a weight, as a batch, with the tables and the indices that they come from."""
+    """Copies of some rows of a weight and its master, as a batch.
+
+    `tables` are the tensors that the rows come from, and `index` says which of their rows they are.
+    """
 
     batch: Batch
     tables: list[Tensor]
     index: Tensor
 
     def write_back(self) -> None:
-        """Writes the updated rows back into their tables."""
+        """Writes the updated rows back into the weight and its master."""
         for table, rows in zip(self.tables, [*self.batch.weights, *self.batch.extras], strict=True):
             table.index_copy_(0, self.index, rows)
 
@@ -29,10 +32,10 @@ class SparseRows:
 def touched_rows(
     layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
 ) -> SparseRows | None:
-    """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches, or None if the update needs all.
+    """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches; None if `grad` must be made dense.
 
-    State, such as a momentum, and weight decay change every row. On devices other than the CPU the host does not know
-    the number of rows; a dense gradient avoids waiting for it.
+    This is so if there is state, such as a momentum, or weight decay, as both change every row. It is also so on
+    devices other than the CPU, where the host would have to wait for the number of rows.
     """
     if options.states or options.weight_decay or weight.device.type != "cpu" or grad.sparse_dim() != 1:
         return None

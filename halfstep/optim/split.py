@@ -2,8 +2,8 @@
 
 All functions work on the bits, so that infinities and NaNs survive, and none reads a value on the host.
 
-Rounding to nearest would turn the NaNs next to infinity into infinity, and the last NaNs into a zero of the other sign.
-A NaN weight must be NaN in the low format too, so `storable` replaces these NaNs by others.
+Rounding to nearest would turn the NaNs next to infinity into infinity, and the NaNs of largest magnitude into a zero of
+the other sign. A NaN weight must be NaN in the low format too, so `storable` replaces these NaNs by others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FIRST_NAN, _LAST_NAN = 0x7F808000, 0x7FFF7FFF  # of those whose rounded high ha
 def split(full: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the bf16 weight and the int16 remainder that `join` turns back into `full`, bit for bit.
 
-    Except for the NaNs that `storable` replaces. The weight is `full` rounded to nearest, ties away from zero; the
-    remainder is the low 16 bits of `full`, signed. Round-to-even has no such inverse: the tie above an even weight
-    would need the remainder +32768. `full` is fp32.
+    `full` is fp32; only the NaNs that `storable` replaces do not come back. The weight is `full` rounded to nearest,
+    ties away from zero; the remainder is the low 16 bits of `full`, signed. Round-to-even has no such inverse: the tie
+    above an even weight would need the remainder +32768.
 
     >>> weight, remainder = split(torch.tensor([1.0, 1.0 + 2.0**-8]))
     >>> weight.tolist(), remainder.tolist()
@@ -42,10 +42,10 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns fp32 `full` rounded to the low `dtype` as a master is: ties away from zero in bf16, to even in fp16.
+    """Returns fp32 `full` rounded to the low `dtype` as weights are: ties away from zero in bf16, to even in fp16.
 
-    In bf16 this is the weight of `split`, so that both kinds of master train alike. It differs from torch's cast on
-    exact ties above an even weight only (1 value in 131,072), by one place.
+    In bf16 this is the weight of `split`, so that both kinds of master train alike. It differs from torch's cast only
+    on exact ties above an even weight (1 value in 131,072), by one unit in the last place.
 
     >>> tie = torch.tensor([1.0 + 2.0**-8])
     >>> round_half_away(tie, torch.bfloat16).item(), tie.bfloat16().item()

@@ -27,11 +27,13 @@ LARGEST_COUNT = 2**63 - 1
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
     """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy it; returns a function that undoes this.
 
-    torch casts state to the dtype of the parameter, so that the moments of a low weight would lose bits. It also keeps
-    the tensors of the loaded dict, so that a later step would overwrite them. Low state of a low weight becomes fp32.
+    Without this, torch casts state to the dtype of the parameter, so that the moments of a low weight would lose bits.
+    It also keeps the tensors of the loaded dict, so that a later step would overwrite them. Low-precision state of a
+    low weight becomes fp32.
 
     A state that the optimizer cannot continue from raises a StateError before anything is changed. It is checked after
-    all pre-hooks, which may adapt it. If a load raises anything else, the previous state and options are put back.
+    all pre-hooks, because they may change it. If a load raises anything else, the previous state and options are put
+    back.
     """
     loading: list[StateDict] = []
 
@@ -66,7 +68,8 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
     """Makes `optimizer.load_state_dict` put the old state back if it raises; returns a function that undoes this.
 
-    The pre-hook `judge` runs after hooks that may adapt the state, and the post hook `mend` before those that read it.
+    The pre-hook `judge` checks the state, and is made to run last, after hooks that may change the state. The post hook
+    `mend` restores the saved bits, and is made to run first, before hooks that read the state.
     """
     load = optimizer.load_state_dict
     pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
@@ -236,7 +239,11 @@ def _wrong(
 
 
 def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
-    """Returns a message about the first state that has a wrong shape, or None."""
+    """Returns an error message for the first tensor in `entry`, the loaded state, that has a wrong shape; else None.
+
+    `made` and `expected` are the loaded and the present state in small shapes, after a trial step if one is possible. A
+    shape is wrong if it differs between them.
+    """
     for name, want in expected.items():
         if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):
             continue
@@ -260,7 +267,7 @@ def _require(what: str, part: Any, names: Iterable[str]) -> None:
 
 
 def _exact(loaded: Any, saved: Any, low: bool) -> Any:
-    """Returns copies of the `loaded` tensors; for a `low` weight, fp32 copies of the `saved` ones."""
+    """Returns a copy of the `loaded` state; for a `low` weight, its tensors are fp32 copies of those in `saved`."""
     if isinstance(loaded, dict) and isinstance(saved, dict):
         return {key: _exact(value, saved.get(key), low) for key, value in loaded.items()}
     if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):

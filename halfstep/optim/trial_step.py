@@ -1,4 +1,4 @@
-"""Tries in small shapes whether an optimizer can step from a state, since only the optimizer knows what it needs."""
+"""Tries on small tensors whether an optimizer can step from a state, since only the optimizer knows what it needs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def can_try_step(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> State:
-    """Returns the state that a step with the options of `group` makes of `state`, all in small shapes.
+    """Makes a step from `state` with the options of `group`, on small tensors; returns the state after it.
 
-    The step is made on a stand-in for `p`, with zeros, on the CPU, in fp32 (complex64 if `p` is complex). In the shapes
-    of the stand-in and of the state, every size except 0 and 1 is replaced by a small one: equal sizes stay equal, and
-    different sizes stay different.
+    The step is made on a stand-in for `p`, whose value and gradient are zeros, on the CPU, in fp32 (complex64 if `p` is
+    complex). In the shapes of the stand-in and of the state, every size except 0 and 1 is replaced by a small one:
+    equal sizes stay equal, and different sizes stay different.
 
     Raises:
         Exception: whatever the optimizer raises if it cannot step from `state`.
@@ -57,14 +57,14 @@ def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> Sta
 
 
 def small_state(p: Tensor, state: State) -> State:
-    """Returns `state` as `try_step` passes it to the optimizer, in small shapes."""
+    """Returns `state` as `try_step` passes it to the optimizer: small zeros in place of its tensors."""
     small = _Small()
     small.shape(p)
     return {key: small.value(key, value) for key, value in state.items()}
 
 
 class _Small:
-    """Small sizes in place of large ones, for one parameter."""
+    """Replaces the sizes in the shapes of one parameter and its state by small ones, equal sizes by equal ones."""
 
     def __init__(self) -> None:
         self._sizes = {0: 0, 1: 1}
@@ -73,7 +73,7 @@ class _Small:
         return tuple(self._sizes.setdefault(size, len(self._sizes)) for size in t.shape)
 
     def value(self, key: str, value: Any) -> Any:
-        """Returns small zeros for a tensor; a 0-dim tensor or a step count keeps its value."""
+        """Returns `value` with small zeros in place of its tensors; a 0-dim tensor or a step count keeps its value."""
         if isinstance(value, Mapping):
             return {name: self.value(name, one) for name, one in value.items()}
         if isinstance(value, list | tuple):

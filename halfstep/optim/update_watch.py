@@ -30,8 +30,8 @@ class UpdateWatch:
 
     For an optimizer with a row in halfstep's table, the update is computed separately from the step, from the same
     state and gradients (before step hooks change them), and is not added to the weight: so it also shows what the
-    stored format, or fp32, cannot hold. For other optimizers, and for those that need whole weights, the update is the
-    change of the fp32 value.
+    stored format, or fp32, cannot hold. For other optimizers, and for rows whose update needs whole weights (LAMB,
+    NovoGrad), it is the change of the fp32 value.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor) -> None:
@@ -43,7 +43,10 @@ class UpdateWatch:
 
     @torch.no_grad()
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
-        """Yields the updates that are known before a step with `grads` times `factor`, and prepares for `after`."""
+        """Yields the updates that can be computed before a step with `grads` times `factor`.
+
+        If the updates of this optimizer cannot be computed, yields nothing and copies the weights, which `after` needs.
+        """
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = {}
         row = row_of(self._optimizer)
@@ -62,7 +65,7 @@ class UpdateWatch:
 
     @torch.no_grad()
     def after(self) -> Iterator[Updates]:
-        """Yields the other updates, after the step."""
+        """Yields, after the step, the updates that `before` could not compute."""
         unrounded = self._stepper.unrounded if isinstance(self._stepper, ForeignStepper) else None
         for p, stored, full in self._held:
             value = self._store.full(p) if not unrounded or p not in unrounded else unrounded[p]
@@ -89,7 +92,7 @@ class UpdateWatch:
         factor: Tensor | None,
         coming: dict[Any, Coming],
     ) -> None:
-        """Adds `p` to the batch of parameters that are stored alike; makes and changes no state."""
+        """Adds `p` to the batch in `coming` of parameters that are stored alike; leaves optimizer state as it is."""
         layout = self._store.layout(p)
         weight = as_real(p.detach())
         key = (layout, p.device, weight.dtype, is_dense(weight))
@@ -137,7 +140,7 @@ class Coming:
 
     @property
     def stored(self) -> list[Tensor]:
-        """The weights as they are stored."""
+        """The weights as they are stored, maybe in low precision."""
         return self.batch.weights
 
     @torch.no_grad()
@@ -155,8 +158,8 @@ class Coming:
     def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (stored weight, update in float64) of one parameter, in parts that fit into a processor's cache.
 
-        This is the reference for the compiled loop. With `sample`, a larger weight yields only the elements that
-        `add_stats` reads.
+        This is the reference for the compiled loop of `add_updates`. Of a weight with more than `sample` elements, the
+        parts hold only those that `add_stats` would read.
         """
         alone = self._batch_of(index)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
@@ -165,7 +168,7 @@ class Coming:
             yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(self.row, part, self.options, self.factor))
 
     def _batch_of(self, index: int) -> Batch:
-        """Returns one parameter as a batch of its full weight, with the stored one as its `extras`."""
+        """Returns one parameter as a batch: its full weight as `weights`, its stored weight as `extras`."""
         batch, stored = self.batch, self.batch.weights[index]
         full = stored.float() if batch.layout == "low" else stored
         if batch.extras:
@@ -200,7 +203,8 @@ class Made:
 def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
     """Returns what an update adds to the one weight of a part, as float64; the part stays as it is.
 
-    The weight itself enters only its decay, so that an update far smaller than the weight is not rounded away.
+    The weight is used only for weight decay. The rest is computed on a weight of zero, so that an update far smaller
+    than the weight is not rounded away.
     """
     weight, dtype = part.weights[0], part.dtype
     grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor

@@ -1,1 +1,1 @@
-"""HOW 2, the range of gradients: loss scales, which scale each gradient carries, the test for non-finite values."""
+"""Keeps gradients in range: loss scales, which scale each gradient carries, and the test for non-finite gradients."""

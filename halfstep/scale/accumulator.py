@@ -67,9 +67,9 @@ class GradientAccumulator:
     apart; the new ones are unscaled and added to them. Gradients left over from an earlier step take part as they would
     in fp32. Nothing waits for the device.
 
-    If gradients are `reduced` over processes, none is unscaled and held apart, since a later pass may be the first to
-    reduce it. Gradients that `sums` reduces add up in fp32; the others add up in buckets of the parameters' own dtype,
-    as torch reduces them.
+    If `reduced()` is true, gradients are all-reduced over processes. Then none is unscaled and held apart, since a
+    later pass may be the first to reduce it. Gradients that `sums` all-reduces add up in fp32. The others add up in
+    buckets of the parameters' own dtype, as torch all-reduces them.
 
     `left_over` is True if the last backward pass added to the previous step's gradients, which were never zeroed.
     `params` is called each time, so that parameter groups added later take part. Call `before_backward` before each
@@ -186,7 +186,7 @@ class GradientAccumulator:
         return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true, absent)
 
     def consumed(self) -> None:
-        """Ends the step: a later backward pass adds to gradients left in `p.grad`, but their overflows are settled."""
+        """Ends the step: a later backward pass adds to gradients left in `p.grad`; past overflows no longer count."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class GradientAccumulator:
         self._forget()
 
     def _forget(self) -> None:
-        """Starts afresh: nothing is held, and a gradient that a caller put into `p.grad` counts as true."""
+        """Forgets scales, losses and overflows; a gradient that a caller put into `p.grad` counts as true."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
         self._scale, self._source, self._true = self._one, None, False
         self._mark = None
@@ -212,7 +212,7 @@ class GradientAccumulator:
         return [param for param in self.parameters() if param.grad is not None]
 
     def _carry(self, scale: Tensor) -> None:
-        """Notes that `p.grad` carries the present value of `scale`; its version counter shows a later change."""
+        """Notes that `p.grad` carries the present value of `scale`, whose version counter shows a later change."""
         if not self._is_carried(scale):
             if self._copied is None or self._copied[0] is not scale or self._copied[1] != version_of(scale):
                 self._copied = scale, version_of(scale), scale.clone()
@@ -227,7 +227,7 @@ class GradientAccumulator:
         return self._stale or same_loss or self._is_carried(scale) or self._reduced()
 
     def _join(self, held: list[Parameter], scale: Tensor) -> None:
-        """Makes the held gradients carry `scale`, so that backward can add to them in place."""
+        """Makes the gradients of `held` carry `scale`, so that the backward pass can add to them in place."""
         carried = self._is_carried(scale)
         reduced = self._reduced()
         summed = [param for param in held if param in self._sums] if reduced else held
@@ -242,14 +242,14 @@ class GradientAccumulator:
         self._carry(scale)
 
     def _hold(self, params: Iterable[Parameter]) -> None:
-        """Moves fp32 gradients out of `p.grad`, since the next pass puts low-precision ones there to be reduced."""
+        """Moves fp32 gradients out of `p.grad` into `sums`, to make room for low-precision ones of the next pass."""
         for param in self._widened.intersection(params):
             self._sums.hold(param)
             self._named.add(param)
             self._widened.discard(param)
 
     def _add_held(self) -> bool:
-        """Adds the gradients from `_hold` that the reduction has not added; returns whether there were any."""
+        """Adds to `p.grad` what `_hold` moved away and the all-reduce has not added; returns whether there was any."""
         left = self._sums.release(self._present)
         for param, held in left.items():
             new, param.grad = param.grad, None
@@ -262,7 +262,7 @@ class GradientAccumulator:
         self._widened.add(param)
 
     def _set_apart(self, held: list[Parameter]) -> None:
-        """Makes the held gradients true and takes them out of `p.grad` for the next backward."""
+        """Unscales the gradients of `held` in fp32 and takes them out of `p.grad` for the next backward pass."""
         self._drop_cleared_flags(held)
         if not self._true:
             self._make_true(held)
@@ -272,7 +272,7 @@ class GradientAccumulator:
                 param.grad = None
 
     def _add_apart(self, loss_id: int, scale: Tensor) -> None:
-        """Unscales the new gradients in fp32 and adds the stash to them."""
+        """Unscales the new gradients in fp32 and adds those that `_set_apart` took out of `p.grad`."""
         new = self._held()
         self._flag(loss_id, self._widen_and_multiply(new, _inverse(scale.detach())))
         with torch.no_grad():
@@ -289,7 +289,7 @@ class GradientAccumulator:
         self._stash.clear()
 
     def _make_true(self, held: list[Parameter]) -> None:
-        """Unscales the held gradients in fp32, and notes for each contributing loss whether they overflowed."""
+        """Unscales the gradients of `held` in fp32, and notes for each contributing loss whether they overflowed."""
         found = self._widen_and_multiply(held, _inverse(self._scale))
         for loss in self._losses:
             self._flag(loss, found)
@@ -312,7 +312,7 @@ class GradientAccumulator:
                     self._set_wide(param, grad.float())
 
     def _shrink(self, params: Iterable[Parameter]) -> None:
-        """Converts widened gradients back to the dtypes of their parameters."""
+        """Converts gradients that `_widen` made fp32 back to the dtypes of their parameters."""
         for param in self._widened.intersection(params):
             grad, param.grad = param.grad, None
             param.grad_dtype = param.dtype
@@ -321,10 +321,10 @@ class GradientAccumulator:
             self._widened.discard(param)
 
     def _narrow(self) -> None:
-        """Makes autograd produce gradients in the dtype of each widened parameter that no longer holds an fp32 one.
+        """Makes autograd produce gradients in a parameter's own dtype again if its fp32 gradient is gone.
 
-        `grad_dtype` names that dtype; if it were None, gradients would have the dtype that the operation returns, which
-        is fp32 for an LSTM.
+        `p.grad_dtype` is set to that dtype. If it were None, gradients would have the dtype that the operation returns,
+        which is fp32 for an LSTM.
         """
         for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
             param.grad_dtype = param.dtype
@@ -336,7 +336,7 @@ class GradientAccumulator:
         self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
 
     def _marked(self) -> tuple[int, int] | None:
-        """Returns id and version counter of the first gradient, which show whether somebody wrote to it."""
+        """Returns the id and version counter of the first gradient: one changes if it is replaced or written to."""
         return _mark_of(_first_gradient(self._params()))
 
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:
@@ -364,13 +364,13 @@ def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """Returns the reciprocal, correctly rounded."""
+    """Returns 1 / `scale` in fp32, correctly rounded."""
     return scale.double().reciprocal().float()
 
 
 @torch.no_grad()
 def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
-    """Multiplies the gradients by a 0-dim tensor, in place except for gradients that require a gradient themselves."""
+    """Multiplies the gradients of `params` by a 0-dim tensor, in place unless they require a gradient themselves."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         grad = param.grad

@@ -1,4 +1,4 @@
-"""Restores the buffers after a skipped step, because one infinite batch poisons running statistics for good."""
+"""Restores the models' buffers after a skipped step, because one infinite batch poisons running statistics for good."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SMALL = 2**16  # elements
 
 
 class BufferGuard:
-    """Remembers the buffers of `models` before a step's first training forward and puts them back if it is skipped.
+    """Copies the buffers of `models` before a step's first training forward, and puts them back if the step is skipped.
 
-    Every dense buffer of up to 65,536 elements is copied, whatever its dtype: version counters would miss
-    `running_mean` and `running_var`, which `native_batch_norm` writes without counting, and all writes through `.data`.
-    A larger one (a mask, a table of rotary frequencies) is copied in its first step and from then on only once its
-    version counter has moved. Nothing waits for the device. Buffers that are registered or replaced later are found. If
-    forward replaces a buffer, the new buffer gets the old value, provided that shape, dtype and device are the same.
+    Every dense buffer of up to 65,536 elements is copied, whatever its dtype. Version counters would not do: they miss
+    all writes through `.data`, and those of `native_batch_norm` to `running_mean` and `running_var`. A larger buffer (a
+    mask, a table of rotary frequencies) is copied in its first step and from then on only once its version counter has
+    moved. Nothing waits for the device. Buffers that are registered or replaced later are found. If forward replaces a
+    buffer, the new buffer gets the old value, provided that shape, dtype and device are the same.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -100,8 +100,8 @@ class _Slot:
 
     `alias` is a second tensor on the memory of the buffer last seen here, or None if that buffer is not guarded. It
     keeps the memory from being reused for another buffer, and does not share the buffer's version counter: BatchNorm
-    saves its statistics for backward, and a counted write between one optimizer's step and another loss's backward
-    would raise an error there. The op itself avoids that in the same way.
+    saves its statistics for backward, and a write that moves their version counter between one optimizer's step and
+    another loss's backward would raise an error there. BatchNorm's own op does not move the counter either.
     """
 
     __slots__ = ("alias", "buffers", "name")

@@ -201,10 +201,12 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
 
 
 def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Starts the momentum of fused SGD at zeros for parameters that have none, which is the same as no momentum.
+    """Sets the momentum of fused SGD to zeros for parameters that have none, which is the same as no momentum.
 
     Returns the parameters for which it is not the same, because of dampening: the kernel must see them without a
-    buffer. https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes the buffer with
+    buffer.
+
+    https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes a missing buffer with
     `empty_like`, and the kernel does not write to it if found_inf is set.
     """
     with_dampening = []

@@ -73,7 +73,7 @@ def overflowed(loss: Tensor) -> Tensor:
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """Returns the loss such that its gradients are NaN if it is not finite, and bit for bit unchanged if it is."""
+    """Returns the loss with bit for bit the same value and gradients if it is finite, and with NaN for both if not."""
     nothing = (loss - loss).detach()
     return loss * (nothing + 1)
 
@@ -92,7 +92,10 @@ def scaled(loss: Tensor, scale: Scale) -> Tensor:
 
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns the gradient divided by `scale` (None: undivided), in fp32 (float64 and complex stay), differentiably."""
+    """Returns the gradient divided by `scale` (not divided for None), as a differentiable operation.
+
+    The result is fp32; float64 and complex gradients keep their dtype.
+    """
     if gradient.dtype in LOW_DTYPES:
         gradient = gradient.float()
     return gradient if scale is None else gradient / scale.to(gradient.device)

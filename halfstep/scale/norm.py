@@ -54,9 +54,10 @@ class Clip:
 
 @dataclass(frozen=True)
 class Reader:
-    """One implementation of the read: `fits` says whether it supports the gradients, `read` reads them.
+    """One implementation of `read`: `fits` says whether it supports the gradients, `read` reads them.
 
-    `read` never waits for the device. It may keep in the Scratch what speeds up the next read of the same memory.
+    `read` returns the three tensors of a `Reading`, and never waits for the device. It may keep in the Scratch what
+    speeds up the next read of the same memory.
     """
 
     fits: Callable[[list[Tensor]], bool]
@@ -83,7 +84,10 @@ def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Sc
 
 @torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns norm, non-finite test and flags of any gradients, with torch operations, on the first one's device."""
+    """Returns the norm, the non-finite test and the flags of a `Reading`, for any gradients, with torch operations.
+
+    They are on the device of the first gradient.
+    """
     device = grads[0].device if grads else torch.device("cpu")
     flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -128,29 +132,29 @@ def elements(grad: Tensor) -> Tensor:
 
 
 def _norm_of_norms(norms: Tensor) -> Tensor:
-    """Returns the L2 norm of non-negative numbers; their squares cannot overflow."""
+    """Returns the L2 norm of non-negative numbers, scaled so that no square overflows."""
     unit = _units(norms.amax())
     scaled: Tensor = torch.linalg.vector_norm(norms / unit)
     return scaled * unit
 
 
 def _units(largest: Tensor) -> Tensor:
-    """Returns divisors, never zero, for numbers that will be squared, given the `largest` of the numbers."""
+    """Returns what to divide numbers by before they are squared: the `largest`, or 1 if that is 0 or not finite."""
     return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each piece's norm and whether it is finite, summed in a format that no finite element can overflow."""
+    """Returns the norm of each piece and whether it is finite, summed in a dtype that no finite elements overflow."""
     wide = torch.float32 if dtype is torch.float16 else torch.float64
     norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)
 
 
 def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each piece's norm and whether it is finite, from a pass over the extremes and one over the squares.
+    """Returns each piece's norm and whether it is finite, from a pass for the largest magnitude and one for squares.
 
-    Elements are divided by the piece's largest before they are squared: no square overflows, and none that matters
-    underflows.
+    Elements are divided by the piece's largest magnitude before they are squared: no square overflows, and none that
+    matters underflows.
     """
     wide = dtype if dtype is torch.float64 else torch.float32
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)

@@ -226,7 +226,7 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
 ) -> tuple[Any, Any, Any]:
     """Returns the `value`, `clean` and `left` that `adapt_` would set, but without clamping the scale.
 
-    `value` (the scale), `clean`, `left` and `found` are as there, but scalars of any array library;
+    `value` (the scale), `clean`, `left` and `found` are as in `adapt_`, but scalars of any array library;
     `select(condition, a, b)` is the `where` of that library, and `times` multiplies a scale by a number.
     """
     steps = select(found, clean * 0, clean + int(count))
