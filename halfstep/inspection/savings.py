@@ -66,7 +66,7 @@ def _full(step: Step) -> Iterator[Saving]:
 
 
 def _is_wide_backward(call: Call) -> bool:
-    """Returns whether a call is the backward of low attention, which halfstep computes in fp32 if that is faster."""
+    """Returns whether a call is the backward pass of low attention; halfstep runs that in fp32 if it is faster."""
     forward = call.note.forward
     return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and forward.dtype in LOW_DTYPES
 
@@ -86,7 +86,7 @@ def _cast_again(step: Step) -> Iterator[Saving]:
 
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
-    """Yields a saving for low products with sizes that are not multiples of `_ALIGNED`, which devices run fastest."""
+    """Yields a saving for low products with unaligned sizes: devices run multiples of `_ALIGNED` fastest."""
     known: dict[str, float] = {}
     for calls in step.heavy().values():
         low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
