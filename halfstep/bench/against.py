@@ -86,7 +86,7 @@ def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, o
 
 
 def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]]) -> None:
-    """Refuses a saved sweep that has none of these points, or has one of them with other settings.
+    """Refuses a saved sweep that has none of these points (model and workload), or one of them with other settings.
 
     Raises:
         WorkloadError: says what differs.
@@ -133,12 +133,12 @@ def _place(place: _Place) -> str:
 
 
 def compare(saved: BenchResult, result: BenchResult, *, rows: int = 1) -> tuple[BenchChange, ...]:
-    """Returns what changed since the saved result, for each row of `result` and each that worked in `saved`.
+    """Returns a change for each row of `result`, and for each other row that worked in `saved`.
 
-    A row's time is divided by that of a yardstick, a row that ran in turn with it in the same process: torch.amp in the
-    same format, or O0, if both results have it. So a machine that is slower today changes nothing. Without a yardstick
-    the time is in milliseconds. `rows` is how many rows are compared together: if nothing changed, none of them is
-    reported as slower or faster in 19 of 20 comparisons.
+    A row's time is divided by that of its yardstick, so that a machine that is slower today changes nothing. The
+    yardstick is another row that took steps in turn with it in the same process: torch.amp, if possible in the same
+    format, or else O0. Without a yardstick in both results, the time is in milliseconds. `rows` is how many rows are
+    compared together: if nothing changed, none of them is reported as slower or faster in 19 of 20 comparisons.
     """
     before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
@@ -183,7 +183,7 @@ def _finite(run: BenchRun) -> bool:
 
 
 def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
-    """Returns the name of the row whose step times divide those of row `name`; it is in both results."""
+    """Returns the name of the yardstick of row `name`, a row that both results have; None if they have no such row."""
     both = [key for key in now if key in before and key != name and len(now[key].times_ms) >= FEWEST]
     peers = [key for key in both if now[key].peer and not now[name].peer]
     alike = [key for key in peers if now[key].low == now[name].low]
@@ -192,7 +192,7 @@ def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
 
 
 def _ratios(rows: Rows, name: str, yardstick: str | None) -> list[float]:
-    """Returns the logarithms of a row's step times, divided by the yardstick's times in the same rounds."""
+    """Returns log(row's time / yardstick's time) for each step; without a yardstick the log of the milliseconds."""
     times = rows[name].times_ms
     if yardstick is None:
         return [math.log(each) for each in times]
@@ -209,7 +209,10 @@ class _Centre:
 
 
 def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
-    """Returns the mean over processes, or, if there are few of them, over the blocks of all steps."""
+    """Returns the mean of `values`; its error is from how much processes differ, or, if these are few, blocks of steps.
+
+    `processes` has for each process how many of the values came from it.
+    """
     parts = [values[a:b] for a, b in pairwise(accumulate(processes, initial=0))]
     centres = [mean(_blocks(part)) for part in parts if len(part) >= _BLOCK]
     if len(centres) >= _FEW:
@@ -219,7 +222,7 @@ def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
 
 
 def _blocks(values: Sequence[float]) -> list[float]:
-    """Returns the medians of consecutive blocks.
+    """Splits values of consecutive steps into at most `BLOCKS` blocks and returns the median of each.
 
     What slows a machine lasts for several steps, so neighbouring steps are not independent measurements; blocks are.
     """
@@ -229,7 +232,7 @@ def _blocks(values: Sequence[float]) -> list[float]:
 
 
 def _quantile(freedom: int, rows: int = 1) -> float:
-    """Returns how many standard errors bound all of `rows` chance differences, 95 times in 100.
+    """Returns how many standard errors none of `rows` chance differences exceeds, 95 times in 100.
 
     Student's t, expanded in the degrees of freedom (Abramowitz and Stegun, 26.7.5); within 5% from 6 degrees on.
 

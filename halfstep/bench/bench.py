@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained, how many steps and on which device; `tick` is called after each step with its description."""
+    """What is trained, for how many steps and on which device; `tick` is called after each step, with what was done."""
 
     workload: Workload
     steps: int
@@ -55,11 +55,12 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     memory: bool = True,
     progress: Progress = lambda what, done, total: None,
 ) -> BenchResult:
-    """Returns what `workload` measured under each entry: same weights, same batches, steps taken in turn.
+    """Trains `workload` under each entry of `rows`, from the same weights on the same batches, taking steps in turn.
 
-    An exception under one entry, in halfstep or in the workload, ends that entry with an error in its row; the others
-    go on. A `KeyboardInterrupt` ends the benchmark with what was measured so far. `memory` adds a short run of each
-    entry that counts peak bytes. `progress` is called with the current activity, the steps done and the total steps.
+    Returns the measurements. An exception under one entry, in halfstep or in the workload, ends that entry with an
+    error in its row; the others go on. A `KeyboardInterrupt` ends the benchmark with what was measured so far. `memory`
+    adds a short run of each entry that counts its peak bytes. `progress` is called with the current activity, the steps
+    done and the total steps.
 
     Raises:
         WorkloadError: no step or seed to run, or the workload fails before its first step.
@@ -184,7 +185,7 @@ def _running(lanes: Sequence[Lane]) -> list[Lane]:
 
 
 def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device, what: str) -> Batch | None:
-    """Returns the next batch on the device; None if no lane is left, or if the batch failed, which ends all lanes."""
+    """Returns the next batch on the device; None without lanes, or if the batch raises, which ends all lanes."""
     try:
         return _to_device(next_batch(batches), device) if lanes else None
     except Exception as error:  # whatever a user's workload raises

@@ -26,9 +26,9 @@ def matrix_products(
     seconds: float = 4.0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Rate, ...]:
-    """Returns the rate of a product of two square matrices for each size and format; the formats of a size take turns.
+    """Times a product of two square matrices for each size and format, the formats of a size in turn.
 
-    Takes about `seconds` for each size. `rate` is in GFLOP/s; a multiply-add counts as two operations.
+    Takes about `seconds` for each size. The rates returned are in GFLOP/s; a multiply-add counts as two operations.
     """
     found: list[Rate] = []
     for size in sizes or SIZES[device.type]:

@@ -66,7 +66,7 @@ class DeviceEnergy:
 
 
 def energy_meter(device: torch.device) -> DeviceEnergy | NoEnergy:
-    """Returns a context manager that measures the energy of a device, or one that measures nothing if it cannot."""
+    """Returns a context manager that measures a device's energy, or nothing if the device does not report it."""
     if device.type != "cuda":
         return NoEnergy()
     try:

@@ -61,7 +61,9 @@ class Remote:
         return self._answer()
 
     def step(self) -> dict[str, Any]:
-        """Makes a step in the process and returns its loss and time; after the last step, the memory, skips and scale.
+        """Makes a step in the process and returns its loss, time and energy.
+
+        The call after the last step makes no step and returns the peak memory, skipped steps and loss scale.
 
         Raises the same errors as `started`.
         """

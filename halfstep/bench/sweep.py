@@ -1,4 +1,4 @@
-"""Benchmarks over models and batch sizes: one process for each configuration; those of a point take steps in turn."""
+"""Benchmarks over points (model and batch size): one process for each row; the rows of a point take steps in turn."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Asked:
             yield name, load_model(name, {**self.settings, **size}, data=self.data)
 
     def words(self) -> dict[str, str]:
-        """Returns the request as text; a saved sweep whose text is equal can be continued."""
+        """Returns the request as text by name; a saved sweep with the same texts can be continued."""
         machine = read_machine(self.device)
         return {
             "models": ", ".join(self.models),
@@ -87,12 +87,12 @@ class Asked:
         }
 
     def failed(self, point: Point) -> bool:
-        """Tells whether a row failed for a reason that may be fixed by now: neither out of memory nor refused."""
+        """Tells whether to measure a point again: a row failed, but neither ran out of memory nor was refused."""
         refused = {row.name for row in self.rows if row.refused is not None}
         return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
-        """Returns the task for the process of one configuration."""
+        """Returns the task for the process that trains one row of a point."""
         return Task(
             model, {**self.settings, "batch": str(workload.batch)}, None if self.data is None else str(self.data),
             str(self.device), row.level, row.low.name, row.peer, row.emulated, row.compiled, self.seed, self.steps,
@@ -112,13 +112,13 @@ def sweep(
     keep: Callable[[Sweep], None] = lambda result: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Sweep:
-    """Returns the measurements of all configurations, including the points that `done` already has.
+    """Measures the points that `done` lacks or that failed for a reason that may be fixed by now; returns all points.
 
     `keep` is called with the sweep so far after each point, and `progress` with the current activity, the examples
     trained and the total examples. A `KeyboardInterrupt` ends the sweep with the points that are complete.
 
     Raises:
-        WorkloadError: nothing to measure, an unknown model or setting, or `done` is of a different request.
+        WorkloadError: nothing to measure, an unknown model or setting, or `done` was asked to measure something else.
         DataError: the data of a model is missing.
     """
     points, words = asked.points(), asked.words()
@@ -207,7 +207,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
 
 
 def _take(tally: Tally, said: dict[str, Any]) -> None:
-    """Records a step's loss and, if the step was timed, its time and energy."""
+    """Adds a step to a row's measurements: its loss and, if the step was timed, its time and energy."""
     loss, took, joules = said["loss"], said["ms"], said["joules"]
     tally.losses.append(loss)
     if took is not None:

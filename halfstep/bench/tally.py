@@ -52,12 +52,12 @@ class Tally:
             self.error = f"{where}{': ' if where else ''}{reason(error)}"
 
     def add_losses(self, losses: Sequence[float]) -> None:
-        """Adds the training losses of one seed, which may have ended early."""
+        """Adds the training losses of one seed's run, which may have ended early."""
         final = mean_of_last(losses)
         self.train_loss += [] if final is None else [final]
 
     def add_end(self, validation: dict[str, float], facts: Facts) -> None:
-        """Adds the validation metrics and the session's facts at the end of one seed."""
+        """Adds the validation metrics and the facts (skipped steps, loss scale, memory) at the end of one seed."""
         for name, value in validation.items():
             self.validation.setdefault(name, []).append(float(value))
         self.skipped.append(facts.skipped)
@@ -112,7 +112,10 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def foreseen(what: str) -> Iterator[None]:
-    """Returns a context manager that turns what a user's workload raises into one error; `what` names what failed."""
+    """Returns a context manager that turns exceptions of a user's workload, except halfstep's own, into WorkloadError.
+
+    `what` names what failed; the message begins with it.
+    """
     try:
         yield
     except HalfstepError:
@@ -159,5 +162,5 @@ def speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
 
 
 def notes(tallies: Sequence[Tally]) -> tuple[str, ...]:
-    """Returns the notes that explain these rows to a reader."""
+    """Returns the notes that a reader needs for these rows, such as what emulated means."""
     return tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies))

@@ -25,7 +25,7 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Skipped steps, the current scale, and the bytes held between steps by weights, gradients and so on."""
+    """Skipped steps, the current loss scale, and the bytes held between steps by weights, gradients and so on."""
 
     skipped: int
     scale: float
@@ -36,7 +36,7 @@ class Facts:
 class Entry:
     """One row of a benchmark: a level in a format, or torch.amp (`peer`) in a format.
 
-    `refused` is the reason if the row is not run. `compiled` means trained through torch.compile.
+    If the row is not run, `refused` says why. `compiled` says whether it trains through torch.compile.
     """
 
     level: str
@@ -120,7 +120,7 @@ class SessionVariant:
         return loss.detach()
 
     def observe(self) -> None:
-        """Does nothing, as a session counts its skipped steps by itself."""
+        """Does nothing: a session counts its skipped steps itself."""
 
     def facts(self) -> Facts:
         """Returns the session's skipped steps, scale and memory."""

@@ -23,7 +23,10 @@ def print_changes(changes: Sequence[BenchChange], file: Path, saved: Machine) ->
 
 
 def end(runs: Iterable[BenchRun], changes: Sequence[BenchChange] | None, *, complete: bool) -> None:
-    """Exits with the code for these rows and their changes since a saved result, None if there is no saved result."""
+    """Exits with 130 if not `complete`, 3 if a row is worse than saved, 1 if all rows failed or none can be judged.
+
+    `changes` are those since a saved result, None without one. Otherwise the function returns, for exit code 0.
+    """
     if not complete:
         raise typer.Exit(INTERRUPTED)
     if all(run.error is not None for run in runs):

@@ -170,7 +170,7 @@ def _side_by_side(
 
 
 def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
-    """Refuses options that were passed but have no effect."""
+    """Refuses options on the command line that are not in `taken`, the options that `workload` uses."""
     given = [
         name
         for name in context.params

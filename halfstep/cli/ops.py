@@ -19,7 +19,7 @@ Low = Annotated[str, typer.Option("--low", help="The low format: bf16 or fp16.")
 
 
 def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
-    """Print the op table: which op runs low, which in fp32, which in its widest input, and why."""
+    """Print the op table: which op runs low, which in fp32, which in the format of its widest input, and why."""
     chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
     lines = [line for line in op_lines(chosen) if text in line.op]
     if not lines:

@@ -28,7 +28,7 @@ Module = Annotated[bool, typer.Option("-m", help="Run a module, as python -m doe
 
 
 class ScriptRaised(BaseException):
-    """Carries an exception of the script past handlers that would report it as an error of this command."""
+    """Carries an exception of the user's script past handlers that would report it as an error of `halfstep run`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -119,7 +119,7 @@ class _Recorded:
         self._log: RunLog | None = None
 
     def sinks(self, rank: int) -> Sequence[Sink]:
-        """Returns a log in the process of rank 0, none in others; the log continues that of an earlier session."""
+        """Returns a session's sinks: in the process of rank 0 the log, which each session continues; else none."""
         if self._log is not None:
             self._log.close()
         self._log = RunLog(self._path) if rank == 0 else None

@@ -1,4 +1,4 @@
-"""Measures the facts by which sessions choose formats, and compares them with the table of processor classes."""
+"""Measures what sessions choose formats by, and compares it with halfstep's table of processor classes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bf16_is_fast(rates: Rates) -> bool:
 def fp16_is_fast(rates: Rates) -> bool:
     """Returns whether native fp16 is faster than emulation in every emulated kind of work.
 
-    All are required, since one slow kind slows the whole model.
+    One kind that is slower would slow the whole model.
     """
     return all(
         _against_fp32(rates, work, "fp16", NATIVE) > _FASTER * _against_fp32(rates, work, "fp16", EMULATED)
@@ -43,7 +43,7 @@ def _against_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
 
 
 def wide_backward(*, seconds: float) -> WideBackward:
-    """Measures, per head width, the longest sequence whose attention backward is faster in fp32 than in bf16."""
+    """Returns (head width, longest sequence whose attention backward is faster in fp32 than in bf16) pairs."""
     share = seconds / (len(_WIDTHS) * len(_LENGTHS))
     found = []
     for width in _WIDTHS:
@@ -58,7 +58,7 @@ def wide_backward(*, seconds: float) -> WideBackward:
 
 
 def _gain_of_wide(width: int, length: int, seconds: float) -> float:
-    """Returns the time of attention's backward pass in bf16 over its time in fp32, casts included."""
+    """Returns the time of attention's backward pass in bf16 divided by its time in fp32 with casts from and to bf16."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     shape = (1, _HEADS, length, width)
     made = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(4)]
@@ -83,7 +83,7 @@ def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor
 
 
 def compare(used: Processor, table: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
-    """Returns each choice as sessions use it, as the table has it, and as it was measured."""
+    """Returns for each choice of formats the value that sessions use, the one in the table, and the measured one."""
     measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
     said = zip(_said(used), _said(table), _said(measured), strict=True)
     return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)

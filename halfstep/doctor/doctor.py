@@ -69,8 +69,9 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
 
 
 def recommend(rates: Rates) -> tuple[str, str, str]:
-    """Returns the recommended level and format and the reason: the format whose products gain most; O0 if none gains.
+    """Returns the recommendation as (level, format, reason).
 
+    The format is the one in which matrix products and convolutions gain most; if none gains, the level is O0.
     bf16 is preferred to fp16, since it needs no loss scale, unless fp16 is faster by a factor of more than `_WORTH`.
     """
     gains = {low: _gain(rates, low) for low in ("bf16", "fp16")}
@@ -95,7 +96,7 @@ def recommend(rates: Rates) -> tuple[str, str, str]:
 
 
 def _gain(rates: Rates, low: str, *works: str) -> float:
-    """Returns a format's speed over fp32 in the work that gains least, of matrix products and convolutions."""
+    """Returns a format's least speed relative to fp32 in `works`, by default matrix products and convolutions."""
     found = [rates.get((work, low, NATIVE)) for work in works or (PRODUCT, CONVOLUTION)]
     return min(0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32 for rate in found)
 

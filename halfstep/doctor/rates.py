@@ -28,10 +28,10 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work to time: its name, its size in words, its fp32 operands, and the function to call on them.
+    """One kind of work to time: its name, its size as text, its fp32 operands, and the function to call on them.
 
-    `operations` is the floating-point operations per call; 0 if the rate is in bytes, and then `numbers` is how many
-    numbers are read, and as many written.
+    `operations` is the number of floating-point operations per call. If it is 0, the rate is in bytes per second, and
+    `numbers` is how many numbers a call reads; it writes as many.
     """
 
     name: str
@@ -103,7 +103,7 @@ def _measure_work(work: Work, device: torch.device, seconds: float) -> list[Rate
 
 
 def _ways(work: Work, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yields the format and way (native, emulated, TF32) of each call; fp32 first, as the others are relative to it."""
+    """Yields each (format, way) in which to time `work`; ways are native, emulated, TF32. Native fp32 comes first."""
     yield "fp32", NATIVE
     yield "fp64", NATIVE
     for low in _LOW:
@@ -164,7 +164,7 @@ def _rate(work: Work, fmt: str, how: str, times: list[float], base: list[float])
 
 
 def _copied(source: Tensor, dtype: torch.dtype) -> Callable[[], object]:
-    """Returns a function that copies numbers into memory allocated beforehand, in format `dtype`."""
+    """Returns a function that copies `source` into a tensor of `dtype`, which is allocated beforehand."""
     target = torch.empty_like(source, dtype=dtype)
     return lambda: target.copy_(source)
 

@@ -28,7 +28,7 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 
 def _threads(seconds: float) -> Setting:
-    """Times a matrix product with torch's number of threads, and with as many threads as available cores."""
+    """Returns torch's number of threads as a setting; a matrix product on all available cores shows what it costs."""
     taken, cores = torch.get_num_threads(), _cores()
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
@@ -60,7 +60,7 @@ def _cores() -> int:
 
 
 def _subnormals(seconds: float) -> Setting:
-    """Times the same operation on subnormal and on normal numbers."""
+    """Returns what the CPU does with subnormal numbers as a setting; its cost is timed against normal numbers."""
     tiny = torch.full((512, 512), _TINY, dtype=torch.float32, device="cpu")
     flushed = bool((tiny * 0.5 == 0).all())
     name, value = "subnormal numbers", "flushed to 0" if flushed else "kept"

@@ -1,4 +1,4 @@
-"""Finds custom operations that ran full. Their FLOPs are unknown, so the heavy ones are found by their time."""
+"""Finds custom operations that ran in fp32. Their FLOPs are unknown, so the heavy ones are found by their time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEAVY = 0.05  # of the step's time: what takes less is not looked at
 
 
 def custom_full(step: Step) -> Iterator[Saving]:
-    """Yields a saving for each custom operation that ran in fp32, counted with the products of its backward pass."""
+    """Yields a saving for each custom operation that ran in fp32 and, with its backward pass, took much of the step."""
     if step.plan.ops == "none":  # everything as written
         return
     groups: dict[tuple[str | None, Any], list[Call]] = defaultdict(list)
@@ -58,7 +58,7 @@ def _is_full(call: Call) -> bool:
 
 
 def _reason(step: Step, module: str | None, func: Any, call: Call) -> Reason:
-    """Returns why a custom operation ran full, what to do about it, and the edits if they are known to apply to it."""
+    """Returns why a custom operation ran in fp32, what to do about it, and the edits if they are sure to work."""
     kept = kept_full(step, module, call)
     name = None if schema_of(func).is_mutable else _function(func)  # casts are copies, and nobody reads what they hold
     listed = {op: category for category, op in step.plan.op_changes.listed()}.get(name or "")
@@ -88,13 +88,13 @@ def _function(func: Any) -> str | None:
 
 
 def _not_called(calls: Sequence[Call]) -> str | None:
-    """Returns why calls must not be repeated with low inputs; None if they may be repeated."""
+    """Returns why calls must not be repeated with low inputs to time them; None if they may be repeated."""
     names = (schema_of(call.func).name for call in calls if is_custom(call.func))
     foreign = next((name for name in names if name not in CUSTOM_OPERATIONS), None)
     return None if foreign is None else f"{foreign} is not defined in Python, and may read low inputs as fp32 memory"
 
 
 def _saved(calls: Sequence[Call], low: torch.dtype) -> float:
-    """Returns the seconds that the calls would save with low-precision inputs."""
+    """Returns the seconds that the calls would save in total with inputs in format `low`."""
     change = narrowed(torch.float32, low)
     return sum(gain_of_casts(call, low) if is_custom(call.func) else gain(call, change) for call in calls)

@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An operation of the step: what ran, where (`note`), and its cost.
+    """An operation of the step: what ran, the recorder's note of where it ran, and its cost.
 
     `parameter` is the name of the parameter that the operation reads, "" if it reads none. `args` and `kwargs`, with
     shapes in place of tensors, are kept for products, custom operations and operations that read a parameter.
@@ -72,9 +72,9 @@ class Call:
 
 
 class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records each operation with its place and cost.
+    """A dispatch mode that records each operation of a step with its place and cost.
 
-    At the places in `low_at`, a forward operation that mixes low and fp32 inputs gets its fp32 inputs cast to the low
+    At the places in `low_at`, the fp32 inputs of a forward operation that also has low inputs are cast to the low
     format.
     """
 
@@ -122,7 +122,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         return result
 
     def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Records which operation wrote a tensor and in which format, for `streams`."""
+        """Records which operation wrote the tensors in `made`, and passes forward operations on to `streams`."""
         changes = schema_of(func).is_mutable
         outputs = made or (tensors[:1] if changes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
@@ -133,7 +133,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
 
 
 def place_in(note: Note) -> Place:
-    """Returns the operation, module and line of a note."""
+    """Returns where an operation ran: its name, the module and the line of code."""
     return note.aten, note.module, note.line
 
 

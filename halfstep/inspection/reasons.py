@@ -32,7 +32,7 @@ AS_CALLED: Reason = (
 
 @dataclass(frozen=True)
 class Step:
-    """A measured step, with the session and module formats that decided its formats."""
+    """A measured step: its operations, the session that ran it, and the formats of each module under the plan."""
 
     meter: Meter
     session: Session
@@ -45,7 +45,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The total time of the step's operations."""
+        """The total seconds of the step's operations."""
         return sum(call.seconds for call in self.meter.calls)
 
     @cached_property
@@ -54,12 +54,12 @@ class Step:
         return {call.note: call for call in calls if is_custom(call.func) and not is_collective(call.func)}
 
     def custom_of(self, call: Call) -> Call | None:
-        """Returns the custom operation that a call runs, in its forward or backward pass; None for other calls."""
+        """Returns the custom operation to whose forward or backward pass a call belongs; None for other calls."""
         forward = call.note.forward
         return (self._custom.get(forward) if forward is not None else None) or self._custom.get(call.note)
 
     def heavy(self) -> dict[str | None, list[Call]]:
-        """Returns the products of each module that makes at least `_HEAVY` of the step's FLOPs."""
+        """Returns by module the products of each module that has at least the share `_HEAVY` of the step's FLOPs."""
         total = sum(call.flops for call in self.meter.calls)
         found: dict[str | None, list[Call]] = defaultdict(list)
         for call in self.meter.calls:
@@ -69,9 +69,10 @@ class Step:
 
 
 def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
-    """Returns the part of the plan that makes a product run full, what to do about it, and all edits that are needed.
+    """Returns what in the plan makes a product run in fp32, what to do about it, and all edits that are needed.
 
-    There are no edits if the model refuses them or the module stays full in spite of them. None if the plan is not why.
+    There are no edits if the edited plan does not fit the model or leaves the module in fp32. Returns None if nothing
+    in the plan is the reason.
     """
     plan, operator = step.plan, step.meter.operator(call.note)
     if plan.ops == "none":
@@ -100,7 +101,10 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
 
 
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
-    """Returns the rules that keep a module full, and the rules that would disagree with these once they are edited."""
+    """Returns all rules to edit so that a module runs low: those that keep it full, and those that must agree.
+
+    Two rules on one module must agree, so each rule that keeps a module of an edited rule full is edited, too.
+    """
     sites = [site for number, root in enumerate(step.session.runtime.roots) for site in find_sites(root, number)]
     number, name = in_model(module)
     here = {path: site for site in sites if site.model == int(number or 0) for path in site.names}
@@ -123,7 +127,7 @@ def _matches(rule: Rule, site: Site) -> bool:
 
 
 def _has_run_low(step: Step, module: str | None, edits: Sequence[Edit]) -> bool:
-    """Returns whether the edited plan is valid for the model and makes the module compute low."""
+    """Returns whether the plan with these edits fits the model and makes the module compute low."""
     session, (number, name) = step.session, in_model(module)
     try:
         plan = session.plan.edit(*edits)

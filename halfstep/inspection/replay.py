@@ -25,7 +25,7 @@ Change = Callable[[Shape], Shape]
 
 
 def gain(call: Call, change: Change) -> float:
-    """Returns the seconds that a call saves if `change` is applied to its tensors: the saving that 90% of runs reach.
+    """Returns the seconds that a call saves if `change` is applied to its tensors; 90% of its runs save at least these.
 
     The result is negative if fewer runs save time, so that noise does not count as a gain; 0 if the changed call fails.
     """
@@ -36,10 +36,12 @@ def gain(call: Call, change: Change) -> float:
 
 
 def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
-    """Returns the seconds, as in `gain`, that a custom operation saves if its inputs are cast as by an op change.
+    """Returns the seconds, as in `gain`, that a custom operation saves if its inputs are first cast to `dtype`.
+
+    The casts are those of an op change in the plan, and their time counts.
 
     Raises:
-        Exception: whatever the operation raises on random numbers or because of the format.
+        Exception: whatever the operation raises, for example because its inputs are random numbers or low.
     """
 
     def cast_first(*args: Any, **kwargs: Any) -> object:

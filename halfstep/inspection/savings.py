@@ -1,4 +1,4 @@
-"""Finds avoidable costs in a step: products that ran full, weights cast repeatedly, sizes that are not aligned."""
+"""Finds avoidable costs in a step: products in fp32, weights cast repeatedly, unaligned sizes, fp32 streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DOUBLE: Reason = (
 
 
 def savings(step: Step, again: Again) -> tuple[Saving, ...]:
-    """Returns what would save at least `_WORTH` of a step, the largest first; `again` measures the step once more."""
+    """Returns what would save at least the share `_WORTH` of a step, largest first; `again` measures it once more."""
     found = [saving for look in (_full, custom_full, _cast_again, _not_aligned) for saving in look(step)]
     found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
@@ -66,7 +66,7 @@ def _full(step: Step) -> Iterator[Saving]:
 
 
 def _is_wide_backward(call: Call) -> bool:
-    """Returns whether a call is the backward of low attention, which halfstep computes in fp32 if that is faster."""
+    """Returns whether a call is the backward pass of low attention; halfstep runs that in fp32 if it is faster."""
     forward = call.note.forward
     return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and forward.dtype in LOW_DTYPES
 
@@ -86,7 +86,7 @@ def _cast_again(step: Step) -> Iterator[Saving]:
 
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
-    """Yields a saving for low products with sizes that are not multiples of `_ALIGNED`, which devices run fastest."""
+    """Yields a saving for low products with unaligned sizes: devices run multiples of `_ALIGNED` fastest."""
     known: dict[str, float] = {}
     for calls in step.heavy().values():
         low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
@@ -99,7 +99,10 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
 
 
 def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
-    """Yields a saving for each fp32 input or buffer that keeps a stream wide, measured by a step without it."""
+    """Yields a saving for each fp32 input or buffer that makes later activations fp32, so that many modules cast them.
+
+    It is measured by steps in which the operations that mix the source with low values run low.
+    """
     if step.plan.param != "low":  # where weights are fp32 streams are
         return
     by_source: dict[str, list[Stream]] = defaultdict(list)
@@ -115,13 +118,13 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
 
 
 def _casting(step: Step, streams: Sequence[Stream]) -> float:
-    """Returns the total seconds of all casts in the modules that cast one of these streams."""
+    """Returns the total seconds of all casts in the modules that cast values of one of these fp32 streams."""
     modules = {name for stream in streams for name in stream.casts}
     return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
-    """Returns how many seconds a step saves without each source; steps with and without it take turns."""
+    """Returns by source the seconds that a step saves without its fp32 streams; steps with and without take turns."""
     saved: list[list[float]] = [[] for _ in sources]
     start = perf_counter()
     for turn in range(_ROUNDS if sources else 0):
@@ -134,7 +137,7 @@ def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
 
 
 def _less(now: Meter, then: Meter) -> float:
-    """Returns the seconds that `then` saves over `now` in the calls that differ; equal calls vary only by chance."""
+    """Returns how many seconds less `then` took than `now`, counting only calls that differ: others vary by chance."""
     kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
     took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
     return took[0] - took[1]

@@ -15,7 +15,7 @@ from halfstep.records import StepRecord, StepValues
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy of a step's numbers to the host; `done` is None if the numbers are on the host already."""
+    """A step's numbers, copied to the host; the copy is complete when the event `done` fires (None: it already is)."""
 
     step: int
     time: float
@@ -32,9 +32,10 @@ class _Copy:
 
 
 class AsyncReader:
-    """Turns StepRecords into StepValues without a sync: on a CPU at once, on a GPU when it has finished the step.
+    """Turns StepRecords, with tensors on a device, into StepValues, with numbers; no step waits for the device.
 
-    A step that is captured into a CUDA graph is left out, since replays of the graph make no records.
+    A step on a CPU is available at once, a step on a GPU when the GPU has finished it. A step that is captured into a
+    CUDA graph is left out, since replays of the graph make no records.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class AsyncReader:
         self._copies.append(_Copy(record.step, time.time(), host, done, has_norm, has_loss))
 
     def ready(self) -> Iterator[StepValues]:
-        """Yields each step whose numbers have arrived on the host, in order and once."""
+        """Yields the steps whose numbers have arrived on the host since the last call, in order."""
         while self._copies and (self._copies[0].done is None or self._copies[0].done.query()):
             yield self._copies.popleft().values()
 

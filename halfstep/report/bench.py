@@ -45,7 +45,7 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
 
 
 def _fitting(names: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Yields groups of headers, each with as many columns as fit into `width` beside the names."""
+    """Yields the column headers in groups; the columns of a group fit into `width` beside the column of row names."""
     group: list[str] = []
     taken = _width(names)
     for header, column in cells.items():

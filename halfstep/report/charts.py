@@ -30,7 +30,11 @@ def bars(
     axis: str,
     line: float | None = None,
 ) -> Chart:
-    """Returns a chart of grouped bars; `places` are one or two rows of axis labels, `line` is a height to mark."""
+    """Returns a chart of grouped bars: at each place on the x axis one bar for each name in `values`.
+
+    `places` are one or two rows of labels for the x axis, `axis` is the title of the y axis. A dotted line is drawn at
+    the height `line` (None: no line).
+    """
     traces = [
         {
             "type": "bar",
@@ -49,7 +53,7 @@ def bars(
 
 
 def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]]]) -> Chart:
-    """Returns a chart with a line for each (name, kind, values by step): names differ in colour, kinds in dashes."""
+    """Returns a chart of losses by step, with a line for each (name, kind, losses): colour by name, dashes by kind."""
     names, kinds = (list(dict.fromkeys(each[at] for each in given)) for at in (0, 1))
     traces = [
         {
@@ -68,7 +72,7 @@ def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]
 def curves(
     name: str, title: str, x: Sequence[float], rows: Mapping[str, Sequence[float | None]], axes: tuple[str, str]
 ) -> Chart:
-    """Returns a chart with a line for each row over `x`, in powers of two; `axes` are the titles of both axes."""
+    """Returns a chart with a line for each row: its values over `x`, on a logarithmic axis; `axes` are both titles."""
     traces = [
         {
             "type": "scatter", "mode": "lines+markers", "name": key, "x": list(x), "y": _drawn(row),

@@ -36,11 +36,11 @@ _SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 class Sums:
     """Statistics of all tensors of one kind, summed by module; `modules` names the rows, row 0 is the whole network.
 
-    `histogram` counts the true values (without the loss scale) by exponent, starting at `FIRST`. `shares` holds, by row
-    and column of steps, the counts in `MEASURES`, of values with the loss scale: nonzero values; lost values, which the
-    low format rounds to zero; values below the format's smallest normal value, lost ones included; all values; zeros;
-    and saturated values, beyond the format's largest (infinities and NaN included). An update is lost if adding it does
-    not change the stored weight. `largest` is the largest true magnitude.
+    `histogram` (row, exponent) counts the true values, without the loss scale, by exponent from `FIRST` on. `largest`
+    (row) is the largest true magnitude. `shares` (row, group of steps, measure) has the counts in `MEASURES`, of values
+    with the loss scale: nonzero values; lost values, which the low format rounds to zero; values below the format's
+    smallest normal value, lost ones included; all values; zeros; and saturated values, beyond the format's largest
+    (infinities and NaN included). An update is lost if adding it does not change the stored weight.
     """
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
@@ -51,7 +51,10 @@ class Sums:
     largest: Array = field(default_factory=lambda: np.zeros(0))
 
     def judge(self, limits: Limits, scale: float) -> Array:
-        """Returns for each row the shares of nonzero values that, times `scale`, are lost, subnormal and saturated."""
+        """Returns (row, 3): the shares of nonzero values that, times `scale`, are lost, subnormal and saturated.
+
+        `limits` are those of the format that the values are rounded to.
+        """
         low = np.arange(FIRST, FIRST + OCTAVES, dtype=np.float64)
         given = (self.histogram, self.largest)
         limits, edges = limits.times(1 / scale), (low, low + 1)
@@ -63,7 +66,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class AbsorbedAt:
-    """An absorbed overflow: its first observation, and all observed steps in which it occurred."""
+    """An absorbed overflow, one that a later operation made finite: its first observation, and all observed steps."""
 
     first: Observation
     steps: tuple[int, ...]
@@ -71,7 +74,10 @@ class AbsorbedAt:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Sums by kind of tensor, the first and last step of each column, and the absorbed overflows."""
+    """The sums of a run's observations by kind of tensor, and its absorbed overflows.
+
+    `columns` are the first and last step of each group of steps; a group is a column of a heat map.
+    """
 
     low: Format
     columns: tuple[tuple[int, int], ...]
@@ -82,9 +88,10 @@ class Gathered:
 def gather(
     observations: Iterable[Observation], steps: Sequence[int], low: Format, modules: Sequence[str] = ()
 ) -> Gathered:
-    """Returns the sums of observations at the given steps (sorted), judged by the range of `low`.
+    """Returns the sums of `observations`; the range of `low` decides which values count as lost, small or saturated.
 
-    Modules are in the order of `modules`; other modules follow in the order in which they were observed.
+    `steps` are the observed steps, sorted. The rows of the sums are in the order of `modules`; other modules follow in
+    the order in which they were observed.
     """
     groups = np.array_split(np.asarray(steps, dtype=np.int64), min(len(steps), COLUMNS)) if steps else []
     column = {int(step): index for index, group in enumerate(groups) for step in group}

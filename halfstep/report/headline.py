@@ -41,7 +41,7 @@ CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too 
 
 @dataclass(frozen=True)
 class Headline:
-    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the verdict in the text, or None."""
+    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the verdict that `text` tells, or None."""
 
     tone: str
     text: str
@@ -51,7 +51,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class _Course:
-    """The facts of a run that the rules use; `floor` is the smallest loss scale, None unless the scale is dynamic."""
+    """What the rules of `headline` know of a run; `floor` is a dynamic loss scale's minimum, None for other scales."""
 
     run: Run
     gathered: Gathered
@@ -72,7 +72,7 @@ class _Course:
 
 
 def headline(run: Run, gathered: Gathered, now: float) -> Headline:
-    """Returns how a run went, by the gravest rule that applies; `now` is the current time in seconds since 1970."""
+    """Returns how a run went, by the first of `_RULES` that applies; `now` is the time in seconds since 1970."""
     plan = run.plan or {}
     scale = plan.get("scale")
     course = _Course(
@@ -135,7 +135,7 @@ def _without_steps(course: _Course) -> Headline | None:
 
 
 def _stopped(course: _Course) -> Headline | None:
-    """Applies if the run made no step after its last verdict."""
+    """Returns the headline of a run that made no step after its last verdict; None for other runs."""
     if not course.verdicts or course.verdicts[-1].step < course.last:
         return None
     event = course.verdicts[-1]
@@ -150,7 +150,7 @@ def _stopped(course: _Course) -> Headline | None:
 
 
 def _diverged(course: _Course) -> Headline | None:
-    """Applies if the last losses are not finite although their steps were not skipped."""
+    """Returns the headline of a run whose last unskipped steps have losses that are not finite; None for other runs."""
     first = None
     for values in reversed([each for each in course.run.steps if each.loss is not None and not each.skipped]):
         assert values.loss is not None
@@ -161,7 +161,7 @@ def _diverged(course: _Course) -> Headline | None:
 
 
 def _stuck(course: _Course) -> Headline | None:
-    """Applies if the last steps were all skipped, more of them than a dynamic scale needs to come down."""
+    """Returns the headline of a run that ends with too many skipped steps in a row (see `_streak`); None for others."""
     streak = _streak(course)
     if not streak:
         return None
@@ -181,7 +181,7 @@ def _lives_at_floor(course: _Course) -> Headline | None:
 
 
 def _absorbed(course: _Course) -> Headline | None:
-    """Applies if an overflow was absorbed: results are wrong, but every value is finite."""
+    """Returns the headline of a run in which a later operation made an overflow finite, but wrong; None for others."""
     if not course.gathered.absorbed:
         return None
     worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))
@@ -240,7 +240,7 @@ def _lost_values(course: _Course) -> Headline | None:
 
 
 def _explained(course: _Course) -> Headline | None:
-    """Applies if the run continued after a verdict."""
+    """Returns the headline of a run that continued after a verdict; None for other runs."""
     causes = _causes(course)
     if not causes:
         return None
@@ -252,7 +252,7 @@ def _explained(course: _Course) -> Headline | None:
 
 
 def _ended(course: _Course) -> Headline:
-    """Describes how the log ends; applies if nothing is wrong with the run."""
+    """Returns the headline of a run with which nothing is wrong: how its log ends."""
     process, figures = course.run.processes[-1], f"{_skips(course)}{_lost(course)}"
     event = course.verdicts[-1] if course.verdicts else None
     if process.error == "KeyboardInterrupt":
@@ -296,7 +296,7 @@ def _sentence(course: _Course, event: Event) -> str:
 
 
 def _is_calibration(course: _Course, event: Event) -> bool:
-    """Whether a verdict only explains why a dynamic scale came down, which costs no more than a step."""
+    """Whether a verdict only explains why a dynamic loss scale was lowered, as is normal: it cost one skipped step."""
     assert isinstance(event.record, Verdict)
     streak = _streak(course)
     down = course.floor is not None and not (streak and event.step >= streak[0].step)
@@ -304,12 +304,12 @@ def _is_calibration(course: _Course, event: Event) -> bool:
 
 
 def _causes(course: _Course) -> list[Event]:
-    """Returns the verdicts on problems that a lower dynamic scale does not fix."""
+    """Returns the verdicts on problems that lowering a dynamic loss scale does not fix."""
     return [event for event in course.verdicts if not _is_calibration(course, event)]
 
 
 def _streak(course: _Course) -> list[StepValues]:
-    """Returns the skipped steps at the end of the run if a dynamic scale needs fewer to come down, else none."""
+    """Returns the skipped steps at the end of a run; none if a dynamic loss scale that comes down explains them."""
     steps = course.run.steps
     first = _streak_before(steps, steps[-1].step) if steps else None
     streak = [] if first is None else [values for values in steps if values.step >= first]
@@ -317,7 +317,7 @@ def _streak(course: _Course) -> list[StepValues]:
 
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
-    """Returns the first step of the row of skipped steps that ends with step `end`; None if that was not skipped."""
+    """Returns the number of the first of the consecutive skipped steps up to `end`; None if `end` was not skipped."""
     first = None
     for values in reversed([each for each in steps if each.step <= end]):
         if not values.skipped:
@@ -343,7 +343,7 @@ def _skips(course: _Course) -> str:
 
 
 def _lost(course: _Course) -> str:
-    """Returns the lost share of the gradients as text; in tensors stored low, lost values are among the zeros."""
+    """Returns the lost share of the gradients as text; for low gradients an upper bound, which counts all zeros."""
     kinds = course.gathered.kinds
     gradients = [kinds[kind] for kind in GRADIENTS if kind in kinds]
     if course.is_plain:
@@ -362,7 +362,7 @@ def _lost(course: _Course) -> str:
 
 
 def _share(sums: Sums, measure: str, of: str) -> Array:
-    """Returns for each row the count `measure` over the count `of`, over all steps; 0 if nothing was counted."""
+    """Returns for each row of `sums` the count `measure` divided by the count `of`, over all steps; 0 for no counts."""
     totals = sums.shares.sum(1)
     whole = totals[:, MEASURES.index(of)]
     share: Array = totals[:, MEASURES.index(measure)] / np.maximum(1, whole)
@@ -370,7 +370,7 @@ def _share(sums: Sums, measure: str, of: str) -> Array:
 
 
 def _mostly(sums: Sums, share: Array) -> str:
-    """Returns a note that names the module with the largest share; "" if there is only one module."""
+    """Returns a note that names the module with the largest `share` (one per row of `sums`); "" for a single module."""
     if len(share) < 3:
         return ""
     worst = 1 + int(share[1:].argmax())
@@ -378,7 +378,7 @@ def _mostly(sums: Sums, share: Array) -> str:
 
 
 def _pace(steps: Sequence[StepValues]) -> float:
-    """Returns the median time between steps in seconds."""
+    """Returns the median time between the last 100 steps, in seconds."""
     last = steps[-100:]
     return median([b.time - a.time for a, b in pairwise(last)] or [0.0])
 

@@ -20,9 +20,10 @@ _HERE = Path(__file__).parent
 
 
 def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
-    """Returns the page of a run as HTML, its values judged by `low`, by default the low format of the run's plan.
+    """Returns the page of a run as HTML.
 
-    `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
+    The range of `low` decides which values count as lost or saturated; by default it is the low format of the run's
+    plan. `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
 
     Raises:
         FormatError: `low` is not a known format.

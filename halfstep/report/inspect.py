@@ -46,7 +46,7 @@ def _cells(row: OpRow) -> tuple[str, ...]:
 
 
 def _short(formats: str) -> str:
-    """Returns formats with repeats counted: "7 bf16 -> 3 bf16"."""
+    """Returns the formats of inputs and outputs with repeats as counts: "bf16, bf16 -> bf16" as "2 bf16 -> bf16"."""
     return " -> ".join(_counted(side.split(", ")) for side in formats.split(" -> "))
 
 
@@ -59,7 +59,7 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _modules(found: Inspection) -> Iterator[str]:
-    """Yields the formats of modules and the reasons in `session.assignment`, one line for modules that are alike."""
+    """Yields a line for each group of modules with the same type, formats and reason: their names and all of these."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for each in found.modules:
         groups.setdefault((each.type, each.param, each.compute, each.output, each.reason), []).append(each.name)
@@ -69,7 +69,7 @@ def _modules(found: Inspection) -> Iterator[str]:
 
 
 def _kernels(found: Inspection) -> Iterator[str]:
-    """Yields how much of each kind of work ran on tensor cores, and the slowest kernels that did not."""
+    """Yields a line for each kind of work: how much of its time was on tensor cores, and the slowest other kernels."""
     for work in dict.fromkeys(row.work for row in found.kernels):
         rows = [row for row in found.kernels if row.work == work]
         rest = [row for row in rows if not row.tensor_cores]

@@ -29,7 +29,7 @@ def largest_rows(found: Sequence[Largest]) -> list[list[str]]:
 
 
 def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
-    """Returns for each model the first O0 row, to which batches are compared; it is compiled if all rows are."""
+    """Returns by model the first O0 row, whose batch the others are compared with; compiled only if all rows are."""
     return {each.model: each for each in reversed(found) if each.name.split()[0] == "O0"}
 
 
@@ -61,7 +61,7 @@ def largest_headline(found: Sequence[Largest]) -> str:
 
 
 def _without_o0(found: Sequence[Largest]) -> str:
-    """Returns the headline if no model has a batch at O0 to compare with."""
+    """Returns the headline for results in which no model has a batch at O0 to compare with."""
     best = max((each for each in found if each.batch), key=lambda each: each.batch or 0, default=None)
     if best is None:
         return "No batch fits at any level."

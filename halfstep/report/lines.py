@@ -37,7 +37,7 @@ Time = Annotated[float, msgspec.Meta(ge=0, lt=253402300800)]  # seconds since 19
 
 
 class Start(Struct, frozen=True, tag_field="type", tag="start"):
-    """A process opens the log: the first line of a log, repeated when a later process continues the log."""
+    """The line that a process writes when it opens the log: the first one, or a later one if it continues the log."""
 
     schema: int
     time: Time
@@ -46,7 +46,7 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
 
 
 class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
-    """A session begins: its plan, whether the low format is emulated, its modules, and where it runs.
+    """The line for a new session: its plan, whether its low format is emulated, its modules, and the machine.
 
     `process` is the rank if several processes train together.
     """
@@ -60,7 +60,7 @@ class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
 
 
 class End(Struct, frozen=True, tag_field="type", tag="end"):
-    """The log was closed; `error` is the class of the exception that ended the log's `with` block, or None."""
+    """The line for a closed log; `error` is the class of the exception that ended the log's `with` block, or None."""
 
     time: Time
     error: str | None = None
@@ -75,9 +75,10 @@ class Event:
 
 
 def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, Any] | None = None) -> type[Struct]:
-    """Returns the line type of a record class: its fields, with the types in `changed`; None leaves a field out.
+    """Returns the struct for lines that hold records of a class; `tag` is the `type` of such a line.
 
-    `absent` adds default values for fields that a line may lack, besides the defaults of the record class.
+    The struct has the fields of the class. `changed` has fields with another type; a field whose type is None is left
+    out. `absent` has default values for fields that a line may lack, besides the defaults of the class.
     """
     types = {name: kind for name, kind in (get_type_hints(record) | changed).items() if kind is not None}
     absent = {each.name: each.default for each in fields(record) if each.default is not MISSING} | (absent or {})
@@ -137,7 +138,7 @@ def decode(line: bytes) -> Line:
 
 
 def _entries(record: object) -> object:
-    """Returns the keys and values of a record's line."""
+    """Returns a record as a dict with the keys and values of its line; a record that is a line type, unchanged."""
     match record:
         case StepValues():
             return {"type": "step", **vars(record), "time": round(record.time, 3)}

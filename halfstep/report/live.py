@@ -66,7 +66,10 @@ class LiveLine(AbstractContextManager["LiveLine"]):
             self._draw(self._last)
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Prints verdicts, findings and, once for each place, absorbed overflows above the line."""
+        """Prints verdicts, findings and, the first time at each place, absorbed overflows, all above the line.
+
+        An absorbed overflow is one that a later operation made finite.
+        """
         text = ""
         if isinstance(record, (Verdict, Finding)):
             text = str(record)

@@ -153,7 +153,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Returns why the system refused a path; Python raises ValueError for paths that no system allows."""
+    """Returns why a file cannot be used, from the exception: it is a ValueError for paths that no system allows."""
     return str(getattr(error, "strerror", None) or error)
 
 

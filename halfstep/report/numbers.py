@@ -26,9 +26,10 @@ STEP_NUMBERS = ("loss", "grad_norm", "scale", "skipped")
 
 
 class NumbersSink(AbstractContextManager["NumbersSink"]):
-    """A sink for run loggers: loss, gradient norm, loss scale and skips as `halfstep/loss` etc., and observations.
+    """The base class of sinks that write a session's steps, observations, verdicts and findings to a run logger.
 
-    No step waits for the device. `close()` writes what is left. A failed write ends the logging, not the training.
+    The numbers of a step are named `halfstep/loss`, `halfstep/grad_norm`, `halfstep/scale` and `halfstep/skipped`. No
+    step waits for the device. `close()` writes what is left. A failed write ends the logging, not the training.
     A subclass defines `write_numbers`, `write_text` and `finish`, and lists in `errors` the exceptions they may raise.
     """
 
@@ -79,10 +80,10 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         raise NotImplementedError
 
     def write_observation(self, seen: Observation) -> None:
-        """Writes an observation's histogram, if the logger supports histograms; by default nothing."""
+        """Writes an observation's histogram, if the logger supports histograms; by default does nothing."""
 
     def finish(self) -> None:
-        """Closes the logger's files or waits for its threads; by default nothing."""
+        """Closes the logger's files or waits for its threads; by default does nothing."""
 
     def _write_step(self, values: StepValues) -> None:
         found = {f"halfstep/{name}": getattr(values, name) for name in STEP_NUMBERS}
@@ -112,7 +113,7 @@ def name_of(seen: Observation) -> str:
 
 
 def shares_of(seen: Observation, low: Format) -> dict[str, float]:
-    """Returns, by name, the shares of an observed tensor that format `low` rounds to zero and that exceed its range."""
+    """Returns the shares of values that `low` rounds to zero, as `lost/NAME`, and cannot hold, as `saturated/NAME`."""
     shares: dict[str, float] = {}
     if seen.stats.nonzero:
         lost = seen.lost_updates

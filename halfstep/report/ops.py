@@ -28,7 +28,11 @@ CHANGED = "changed by the plan"
 
 @dataclass(frozen=True)
 class OpLine:
-    """A row of the op table: category, why, whose list it is from, what the plan does, and who carries that out."""
+    """A row of the op table, as text.
+
+    `why` is the reason for the category, `source` says whose list the op is from (torch's, halfstep's or the plan's),
+    `action` is what the plan does with the op, and `cpu` and `cuda` say who does it there, torch or halfstep.
+    """
 
     op: str
     category: str
@@ -50,7 +54,7 @@ def op_lines(plan: Plan) -> list[OpLine]:
     """Returns the op table under a plan: its rows, and ops without a row that the plan treats specially.
 
     Raises:
-        PlanError: an op change names nothing that can be cast.
+        PlanError: an op change of the plan names an op that does not exist or cannot be cast.
     """
     actions = effective(plan)
     changed = _changed(plan)
@@ -78,7 +82,7 @@ def _line(row: ListedOp, actions: Mapping[str, Action], source: str) -> OpLine:
 
 
 def _changed(plan: Plan) -> dict[str, ListedOp]:
-    """Returns the rows of the ops that the plan changes, with the changes applied."""
+    """Returns by op the rows of the ops that the plan changes, with the changes applied."""
     if plan.ops == "none":
         return {}
     rows = {row.op: row for row in ROWS}

@@ -79,9 +79,10 @@ def page_of(
     processes: Sequence[ProcessRow] = (),
     now: float | None = None,
 ) -> Page:
-    """Returns the page of a run, its values judged by `low`, by default the low format of the run's plan.
+    """Returns the page of a run.
 
-    `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
+    The range of `low` decides which values count as lost or saturated; by default it is the low format of the run's
+    plan. `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
     `now` is the current time in seconds since 1970: a log without an end may be of a run that is still going on.
 
     Raises:
@@ -127,7 +128,7 @@ def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
 
 
 def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
-    """Returns the indices of at most `points` values that draw the same line: both ends and the extremes of groups.
+    """Returns at most `points` indices whose values draw the same line: both ends and each group's extremes.
 
     >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)
     array([0, 1, 3, 4, 7])
@@ -159,7 +160,7 @@ def _timeline(run: Run) -> dict[str, Any]:
 
 
 def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
-    """Returns the points of a line, and the steps in which the value was not finite."""
+    """Returns the points of the line for the field `name` of the steps, and the steps in which it was not finite."""
     given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
     number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
     finite = np.isfinite(value)
@@ -172,15 +173,16 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
-    """Returns the steps, or if there are more than `points`, that many of them at even distances."""
+    """Returns the steps; if there are more than `points`, only that many of them, evenly spaced."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), points)).astype(int)
     return [int(steps[place]) for place in places]
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
-    """Returns the exponent of the loss scale that the histogram shows first: the most frequent one of unskipped steps.
+    """Returns log2 of the loss scale that the histogram shows first: the most frequent scale of unskipped steps.
 
-    It is not the last scale, since a run that fails tries ever lower ones. Of equally frequent scales the later wins.
+    The last scale would not do, since a run that fails tries ever lower ones. Of equally frequent scales, the one that
+    was used last is taken.
     """
     made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
     tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
@@ -189,10 +191,10 @@ def _shift(steps: Sequence[StepValues]) -> int:
 
 
 def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
-    """Returns the observed kind of tensor and module closest to a verdict, None if there are none.
+    """Returns the kind of tensor and the module that the page shows first for a verdict; None if none fits.
 
-    A kind in which the module has values beyond the low format goes first, since a verdict names an operation, whose
-    result need not be the module's output.
+    The module is the observed one that is closest to the verdict's. Kinds in which that module has values beyond the
+    low format are preferred: a verdict names an operation, and the operation's result may not be the module's output.
     """
     if event is None or not isinstance(event.record, Verdict):
         return None
@@ -213,7 +215,7 @@ def _saturated(sums: Sums, module: str | None) -> bool:
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
-    """Returns the module called `name`, or else the closest module around or inside it, after its distance.
+    """Returns (distance, module) of the module called `name`, or else of the closest module around or inside it.
 
     >>> _nearest("h.1.attn", ["h", "h.1"]), _nearest("h", ["h.0", "h.1"]), _nearest("h.1", ["h.10"])
     ((1, 'h.1'), (100, 'h.0'), (10000, None))
@@ -229,7 +231,7 @@ def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _limits(limits: Limits) -> dict[str, Any]:
-    """Returns limits in the page's form: base-2 logarithms, and the largest value, None if it is unlimited."""
+    """Returns a format's limits for JavaScript: base-2 logarithms, and the largest value, None if unlimited."""
     endless = math.isinf(limits.top)
     return {
         "zero": math.log2(limits.zero),
@@ -261,7 +263,10 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
 
 
 def _totals(sums: Sums) -> dict[str, Any]:
-    """Returns the counts of each module over all steps, and the shares with the run's own loss scales."""
+    """Returns each module's counts over all steps, and its lost, subnormal, zero and saturated shares.
+
+    The shares are those under the loss scales that the run used.
+    """
     counted = sums.shares.sum(1)
     shares = _shares(counted)
     shares["subnormal"] = shares["small"] - shares["lost"]
@@ -273,7 +278,7 @@ def _totals(sums: Sums) -> dict[str, Any]:
 
 
 def _shares(counted: Array) -> dict[str, Array]:
-    """Returns shares from counts, whose last dimension is `MEASURES`; NaN if nothing was observed."""
+    """Returns shares by name from counts, whose last dimension is `MEASURES`; a share is NaN if nothing was counted."""
     by = dict(zip(MEASURES, np.moveaxis(counted, -1, 0), strict=True))
     with np.errstate(invalid="ignore"):
         return {
@@ -285,7 +290,7 @@ def _shares(counted: Array) -> dict[str, Array]:
 
 
 def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
-    """Returns numbers in the page's form: base64 of little-endian float64 or float32."""
+    """Returns numbers for JavaScript: base64 of little-endian float64 (`kind` "f8") or float32 ("f4")."""
     return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
 
 
@@ -312,7 +317,7 @@ def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
-    """Returns the edits as a line of code, "" if there are none, and the advice without that code.
+    """Splits the code of the edits from the advice: returns a line of code, "" without edits, and the other advice.
 
     >>> from halfstep.edits import FULL, Rule, Scaling
     >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)])

@@ -20,9 +20,10 @@ LevelRun = tuple[BenchResult, BenchRun]
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
     """Returns one sentence that recommends what to train with, and the figures over all results that support it.
 
-    Recommended is the fastest row whose loss stayed finite and, if it trained long enough to judge, near that of O0. It
-    is compared with the fastest O0, compiled or not. O3, which has no masters, comes last if it did not train so long.
-    Results in which memory ran out are counted, not compared. `losses` adds the final loss; only for a single result.
+    It recommends the fastest row whose loss stayed finite and, if the row trained long enough to judge, near O0's loss.
+    That row is compared with the fastest O0, compiled or not. O3, which has no masters, is the last choice if it
+    trained too short to judge. Results in which memory ran out are counted, not compared. `losses` adds the final loss;
+    only for a single result.
     """
     rows = _compared(results)
     if not rows:
@@ -46,9 +47,10 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
 
 
 def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
-    """Returns by name, O0 first, the rows that trained in every result in which any row can be compared with O0.
+    """Returns the comparable rows by name, O0 first: each as (result, run) pairs, one for each usable result.
 
-    Empty if no row can be compared.
+    A result is usable if any of its rows can be compared with O0. A row is comparable if it trained in all usable
+    results. The dict is empty if no row but O0 is comparable.
     """
     failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
@@ -71,7 +73,7 @@ def _beside(result: BenchResult, run: BenchRun) -> bool:
 
 
 def _without_o0(results: Sequence[BenchResult]) -> str:
-    """Returns the sentence if no row can be compared with O0, for example because O0 ran out of memory."""
+    """Returns the recommendation if no row can be compared with O0, for example because O0 ran out of memory."""
     runs = [run for result in results for run in result.runs if not run.peer]
     fulls = [_baseline(result) for result in results]
     speeds = {
@@ -86,7 +88,7 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
 
 
 def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
-    """Returns in how many results memory ran out, and for which of the two rows."""
+    """Returns as text in how many results the rows `best` and `full`, or one of them, ran out of memory."""
     out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
     whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
     counts = {who: out.count(names) for who, names in whose.items()}
@@ -94,7 +96,7 @@ def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
 
 
 def memory_share(result: BenchResult, run: BenchRun) -> float | None:
-    """Returns a run's peak memory divided by that of O0."""
+    """Returns a run's peak memory divided by that of O0; None if either is unknown."""
     full = _baseline(result)
     return None if full is None else _share(run, full)
 
@@ -104,12 +106,12 @@ def _share(run: BenchRun, full: BenchRun) -> float | None:
 
 
 def _baseline(result: BenchResult) -> BenchRun | None:
-    """Returns the first O0 row, to which speeds are compared; it is compiled if all rows are."""
+    """Returns the first O0 row, whose speed the others are compared with; compiled only if all rows are."""
     return next((run for run in result.runs if run.level == "O0"), None)
 
 
 def _learns(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run completed with finite losses, and, if it is long enough to judge, about as low as O0."""
+    """Tells whether a run completed, its losses finite and, if it was long enough to judge, about as low as O0's."""
     full, ends = _baseline(result), _ends(run)
     if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
@@ -148,7 +150,7 @@ def _units(result: BenchResult, run: BenchRun) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Returns the smallest and the largest value as text; only one if both read the same.
+    """Returns the smallest and the largest value as text; only one if both are the same when rounded.
 
     >>> _range([1.5, 2.25]), _range([0.5, 0.501])
     ('1.50 to 2.25', '0.50')

@@ -113,9 +113,10 @@ def _row(run: Run, process: int) -> ProcessRow:
 
 
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:
-    """Yields the step and place of each value that is not finite; within a step the most specific place first.
+    """Yields (step, place) of each value that is not finite; within a step the most specific place comes first.
 
-    Gradients are observed after their sum over the processes; losses and activations belong to one process.
+    A place in the gradients says nothing about this process, as they are observed after their sum over all processes;
+    losses and activations are the process's own.
     """
     for event in run.events:
         if isinstance(event.record, Verdict) and event.record.kind != Kind.ANOTHER_PROCESS:

@@ -120,7 +120,7 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
 
 
 def _losses(sweep: Sweep, model: str) -> Iterator[tuple[str, str, Sequence[float]]]:
-    """Yields for each run of a model its name, its batch size and the loss of each step."""
+    """Yields (name, batch size as text, loss of each step) for each run of a model."""
     for point, run in _seen(sweep):
         if point.model == model and run.losses:
             yield run.name, f"batch {point.batch}", run.losses

@@ -41,7 +41,7 @@ class Basic(nn.Module):
         self.shortcut = _shortcut(inside, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, inside, h, w) to (batch, width, h / stride, w / stride)."""
+        """Maps (batch, channels, h, w) to (batch, width, h / stride, w / stride)."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -62,7 +62,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inside, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, inside, h, w) to (batch, 4 * width, h / stride, w / stride)."""
+        """Maps (batch, channels, h, w) to (batch, 4 * width, h / stride, w / stride)."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -152,7 +152,7 @@ class CifarResNet(Workload):
         )
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns the factor: a linear warm-up over the first 10%, then a cosine from 1 to 0."""
+        """Returns the factor of `lr`: a linear warm-up over the first 10%, then a cosine from 1 to 0."""
         warm = max(1, steps // 10)
         return (step + 1) / warm if step < warm else 0.5 * (1 + cos(pi * (step - warm) / max(1, steps - warm)))
 
@@ -187,7 +187,7 @@ class CifarResNet(Workload):
 
 
 def normalize(pixels: Tensor) -> Tensor:
-    """Returns uint8 pixels (N, 3, H, W) as fp32, normalized by CIFAR-10's mean and deviation per channel."""
+    """Returns uint8 pixels (N, 3, H, W) as fp32, normalized by CIFAR-10's mean and standard deviation per channel."""
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     return (pixels.float() / 255 - mean) / std
 
@@ -273,7 +273,7 @@ def _read_pickle(path: Path) -> Split:
 
 
 def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:
-    """Returns both splits as tensors; `shape` is the shape of one image in the file."""
+    """Returns the training and test images as tensors; `shape` is the shape of one image in the file."""
     return Images(*_tensors(path, "train", train, shape), *_tensors(path, "test", test, shape))
 
 

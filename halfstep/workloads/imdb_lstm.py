@@ -50,7 +50,7 @@ class SentimentLSTM(nn.Module):
 
 
 class Reviews(NamedTuple):
-    """Word ids (N, length) int64 and labels (N,) fp32 of both splits, and the number of different ids."""
+    """Word ids (N, length) int64 and labels (N,) fp32 for training and for test, and the number of different ids."""
 
     x_train: Tensor
     y_train: Tensor
@@ -87,7 +87,7 @@ class ImdbLSTM(Workload):
         return torch.optim.Adam(model.parameters(), lr=self.lr, fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns the factor: a cosine from 1 to 0.05."""
+        """Returns the factor of `lr`: a cosine from 1 to 0.05."""
         return 0.05 + 0.475 * (1 + cos(pi * step / steps))
 
     def batches(self, seed: int) -> Iterator[Batch]:

@@ -17,8 +17,8 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 class Regression(Workload):
     """Two linear layers with a ReLU between them, trained by SGD on fixed random data.
 
-    Batch, widths, data, loss and optimizer are those of the talk. The talk's single `nn.Linear(D_in, D_out)` is
-    `layers=1`; each further layer is a hidden one of `d_in` units before it.
+    Batch, widths, data, loss and optimizer are those of the talk. The talk's model, a single
+    `nn.Linear(D_in, D_out)`, is `layers=1`; each further layer is a hidden layer of `d_in` units before it.
     """
 
     name: ClassVar[str] = "regression"

@@ -63,7 +63,7 @@ class Workload(ABC):
         return torch.optim.AdamW(model.parameters(), lr=self.lr, fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns the factor of `lr` at `step` (from 0) of `steps`."""
+        """Returns the factor by which `lr` is multiplied at `step` (from 0) of `steps`."""
         return 1.0
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
