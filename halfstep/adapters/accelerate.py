@@ -36,7 +36,7 @@ SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULT
 
 
 def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **settings: Any) -> Any:
-    """Returns the result of `accelerator.prepare(*args)`, with all models and optimizers in it trained under a plan.
+    """Calls `accelerator.prepare(*args)` and returns its result; the models and optimizers in it train under a plan.
 
     The loop does not change: `accelerator.backward`, `accumulate`, `clip_grad_norm_`, `optimizer.step`, `save_state`
     and `load_state` work as before. `plan` and `settings` are those of `halfstep.initialize`;
@@ -106,9 +106,9 @@ def attach(
 
 
 def take_over(accelerator: Accelerator, prepared: Any) -> None:
-    """Sends the steps of a prepared optimizer to the session; does nothing with other prepared objects.
+    """Makes an optimizer that the Accelerator prepared step through the session; leaves other objects as they are.
 
-    Also sets the scaler, which an optimizer that was prepared before the session was opened does not have yet.
+    Also sets the optimizer's scaler: an optimizer that was prepared before the session was opened has none yet.
     """
     if type(prepared) is AcceleratedOptimizer and isinstance(accelerator.scaler, SessionScaler):
         prepared.scaler = accelerator.scaler
@@ -116,18 +116,20 @@ def take_over(accelerator: Accelerator, prepared: Any) -> None:
 
 
 class SessionScaler:
-    """The scaler of an Accelerator: passes its calls to a session, and keeps each optimizer's last record."""
+    """The scaler of an Accelerator: passes its calls to a session, and keeps the last StepRecord of each optimizer."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.records: dict[Optimizer, StepRecord] = {}
 
     def scale(self, loss: Tensor) -> _Loss:
-        """Returns the loss as an object whose `backward` is that of the session."""
+        """Returns an object to use in place of the loss: its `backward()` is `session.backward(loss)`."""
         return _Loss(self.session, loss)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Makes the session's step of one optimizer; an optimizer that calls its closure several times steps itself.
+        """Calls `closure`, if any, and makes the session's step of one optimizer.
+
+        An optimizer that calls its closure several times per step, such as LBFGS, gets the closure in its own `step`.
 
         Raises:
             SetupError: the optimizer does not belong to the session.
@@ -146,10 +148,10 @@ class SessionScaler:
         self.records[optimizer] = self.session.step(optimizer)
 
     def update(self) -> None:
-        """Does nothing, since `step` has adapted the scale."""
+        """Does nothing, since `step` has already adapted the loss scale."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Does nothing, since gradients are already unscaled."""
+        """Does nothing, since the session unscales gradients at the end of each backward pass."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the session's state, which `save_state` writes."""
@@ -169,14 +171,14 @@ class _Loss:
 
 
 class SessionOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper of an optimizer, whose steps a session makes.
+    """Accelerate's wrapper around an optimizer, with steps made by a session.
 
-    Accelerate's own class counts a step as skipped if `step` was not called, which misses steps that are skipped on the
-    device.
+    It also reports steps that the session skipped on the device. Accelerate's own class reports a step as skipped only
+    if `step` of the wrapped optimizer was not called.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Makes the session's step, unless more backward passes are to be accumulated first."""
+        """Makes a step of the session; does nothing while Accelerate still accumulates gradients."""
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)
 

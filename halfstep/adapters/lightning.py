@@ -55,9 +55,10 @@ class Halfstep(Precision):
 
     `plan` and `settings` are those of `halfstep.initialize`. The session is open while a fit, validation, test or
     prediction runs; before and after, the model is an ordinary fp32 model (of rounded values, after O3). Checkpoints
-    are always fp32. With Fabric, call `setup` instead of `fabric.setup`, which does not pass optimizers to plugins, and
-    `close` at the end. A Trainer's loggers get, every `log_every_n_steps`, `halfstep/scale`, `halfstep/skipped` (steps
-    so far) and, above O0, `halfstep/grad_norm` (before clipping; numbered if there are several optimizers).
+    are always fp32. With Fabric, call the plugin's `setup` instead of `fabric.setup`, which does not pass optimizers to
+    plugins, and its `close` at the end. A Trainer's loggers get, every `log_every_n_steps`, `halfstep/scale`,
+    `halfstep/skipped` (how many steps were skipped so far) and, above O0, `halfstep/grad_norm` (before clipping;
+    numbered if there are several optimizers).
 
     Raises:
         TypeError: `halfstep.initialize` has no such setting.
@@ -134,7 +135,7 @@ class Halfstep(Precision):
             self._session = initialize(models, optimizers or None, self._plan, **settings)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Checks strategy and model; if a Trainer is about to wrap the model in DDP, opens the session first."""
+        """Checks strategy and model; opens the session early if a Trainer is about to wrap the model in DDP."""
         trainer = _trainer_of(module)
         if trainer is not None:
             strategy = trainer.strategy
@@ -263,10 +264,10 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
 
 
 def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
-    """Refuses low weights if Lightning has loaded fp32 values into them, which rounds these values.
+    """Refuses fp16 or bf16 weights if Lightning would write fp32 values into them, which would round the values.
 
-    With averaging callbacks they are always refused, with a checkpoint unless the plan trains them in their own format
-    (`trains_them`).
+    Callbacks that average weights write such values, and so does a checkpoint (`ckpt_path`). The checkpoint is allowed
+    if the plan trains the weights in the format that they have (`trains_them`).
     """
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)
@@ -279,7 +280,7 @@ def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> Non
 
 
 def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
-    """Makes averaging callbacks exchange fp32 weights with their averages; returns a stack that undoes this."""
+    """Makes callbacks that average weights read and write fp32 weights; closing the returned stack undoes this."""
     undo = ExitStack()
     averaging = _averaging_of(trainer) if session.plan.param == "low" else []
     if averaging and session.plan.master == "none":

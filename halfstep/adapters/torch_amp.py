@@ -18,7 +18,7 @@ class CudaAutocast(autocast):
     """The drop-in for `torch.cuda.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-        """Returns torch's own autocast in code that torch.compile traces."""
+        """Makes the drop-in, but in code that torch.compile traces returns torch's own autocast."""
         return super().__new__(cls, "cuda", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
@@ -29,7 +29,7 @@ class CpuAutocast(autocast):
     """The drop-in for `torch.cpu.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
-        """Returns torch's own autocast in code that torch.compile traces."""
+        """Makes the drop-in, but in code that torch.compile traces returns torch's own autocast."""
         return super().__new__(cls, "cpu", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
@@ -54,17 +54,20 @@ _TORCHS_FWD, _TORCHS_BWD = torch.amp.custom_fwd, torch.amp.custom_bwd
 
 
 def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
-    """`torch.amp.custom_fwd`, also for functions that are written for CUDA and called with CPU tensors only."""
+    """`torch.amp.custom_fwd`, which also works if a function for CUDA is called with CPU tensors only."""
     return _where_tensors_are(fwd, device_type, partial(_TORCHS_FWD, cast_inputs=cast_inputs))
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-    """`torch.amp.custom_bwd`, also for functions that are written for CUDA and called with CPU tensors only."""
+    """`torch.amp.custom_bwd`, which also works if a function for CUDA is called with CPU tensors only."""
     return _where_tensors_are(bwd, device_type, _TORCHS_BWD)
 
 
 def _where_tensors_are(function: Any, device_type: str, torchs: Callable[..., Any]) -> Any:
-    """Decorates as torch does, but a function for CUDA follows the CPU's autocast if its tensors are on the CPU."""
+    """Decorates a function as `torchs` does, which is torch's `custom_fwd` or `custom_bwd`.
+
+    A function for CUDA follows the CPU's autocast in calls with CPU tensors only.
+    """
     asked, on_cpu = torchs(device_type=device_type), torchs(device_type="cpu")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,9 +105,9 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 
 
 def install() -> Callable[[], None]:
-    """Replaces torch.amp's names with halfstep's, and returns a function that undoes it.
+    """Replaces autocast and GradScaler in torch's modules with halfstep's; returns a function that undoes it.
 
-    Names that were imported earlier are not affected.
+    `custom_fwd` and `custom_bwd` are replaced too. Names that a script imported earlier are not affected.
     """
     with ExitStack() as stack:
         for module, name, drop_in in PLACES:

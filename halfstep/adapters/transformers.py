@@ -51,7 +51,8 @@ class HalfstepMixin(_Mixed):
 
     `plan` and the settings in `halfstep`, a dict, are those of `halfstep.initialize`. The session is open while `train`
     runs; before and after, the model is an ordinary fp32 model. Checkpoints are always fp32. Logs have `halfstep/scale`
-    and `halfstep/skipped` (steps of this run so far) in addition to the Trainer's own `grad_norm`.
+    and `halfstep/skipped` (how many steps of this run were skipped so far) in addition to the Trainer's own
+    `grad_norm`.
 
     Raises:
         SetupError: halfstep does not support one of the TrainingArguments.
@@ -76,12 +77,12 @@ class HalfstepMixin(_Mixed):
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the scheduler as the Trainer does, for an optimizer whose steps the session makes."""
+        """Makes the optimizer step through the session, and makes the scheduler as the Trainer does."""
         take_over(self.accelerator, self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a training step as the Trainer does, if the optimizer is the session's.
+        """Checks that the session makes the optimizer's steps, and runs a training step as the Trainer does.
 
         Raises:
             SetupError: the session's optimizer was replaced by another.
@@ -96,7 +97,7 @@ class HalfstepMixin(_Mixed):
         return super().training_step(*args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the model as the Trainer does, widened to fp32 so that a checkpoint can be loaded into it."""
+        """Makes the model as the Trainer does, and widens low-precision weights to fp32 for a checkpoint to load."""
         return self._widened(super().call_model_init(*args, **kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +110,7 @@ class HalfstepMixin(_Mixed):
             self._close()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs as the Trainer does, adds scale and skips to a loss, and closes the session when training ends."""
+        """Logs as the Trainer does; adds loss scale and skipped steps to a loss, and closes the session at the end."""
         if "train_runtime" in logs:  # before the best weights are loaded, for which PEFT makes new parameters
             self._close()
         if "loss" in logs and self._record is not None:
@@ -118,7 +119,10 @@ class HalfstepMixin(_Mixed):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Saves as the Trainer does; the config of a whole model says float32 if some of its weights are fp32."""
+        """Saves as the Trainer does; the config of a whole model says float32 if some of its weights are fp32.
+
+        A whole model is one that is not saved as an adapter alone.
+        """
         super().save_model(output_dir, *args, **kwargs)
         folder = Path(output_dir or self.args.output_dir)
         whole = isinstance(self.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
@@ -132,7 +136,10 @@ class HalfstepMixin(_Mixed):
         return bool(low) or any(p.dtype is torch.float32 for p in self.model.parameters())
 
     def _widened(self, model: Any) -> Any:
-        """Returns a model with low weights widened to fp32, since checkpoints are loaded before the session opens."""
+        """Widens a model's fp16 and bf16 weights to fp32 for a checkpoint, which is loaded before the session opens.
+
+        Returns the model.
+        """
         if any(p.requires_grad and is_low(p) for p in model.parameters()):
             initialize(model, None, self._plan, **{**self._settings, "sinks": []}).close()
         return model

@@ -159,7 +159,12 @@ def _own(optimizer: Any) -> Any:
 
 
 def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns the low-precision models, unless they must be refused; always refuses wrapped models."""
+    """Returns those of the models that have fp16 or bf16 values.
+
+    Raises:
+        RuntimeError: a model is wrapped for data parallelism, or has such values. The values are allowed with
+            `allow_incoming_model_not_fp32`; with `hard_override` a warning is printed instead.
+    """
     loaded_low = []
     for model in models:
         if isinstance(model, nn.DataParallel) or type(model).__name__ == "DistributedDataParallel":

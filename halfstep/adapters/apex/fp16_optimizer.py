@@ -30,10 +30,10 @@ _ENTRIES = ("optimizer_state_dict", "fp32_from_fp16", "session")
 class FP16_Optimizer:  # apex's name
     """Steps the optimizer of a network cast to low precision, such as an `FP16Model`, with masters and a loss scale.
 
-    It opens a halfstep session over the optimizer's parameters. Low parameters must be all fp16 or all bf16; each gets
-    a master that starts from its value. fp32 parameters stay as they are. After `backward`, `p.grad` holds unscaled
-    fp32 gradients. The network itself runs as it was cast. With `verbose` skipped steps are printed, which waits for
-    the device at each step.
+    It opens a halfstep session over the optimizer's parameters. Those in low precision must be all fp16 or all bf16;
+    each gets an fp32 master, which starts with its value. fp32 parameters stay as they are. After `backward`, `p.grad`
+    holds unscaled fp32 gradients. The network itself runs as it was cast. With `verbose` skipped steps are printed,
+    which waits for the device at each step.
 
     Unlike apex, a static scale skips non-finite steps too, `state_dict` allows an exact resume, and closures work.
 
@@ -105,7 +105,7 @@ class FP16_Optimizer:  # apex's name
         return self.optimizer.param_groups
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # apex's name
-        """Zeroes the gradients, or drops them."""
+        """Sets the gradients to zero, or with `set_grads_to_None` to None."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
@@ -129,7 +129,8 @@ class FP16_Optimizer:  # apex's name
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips the unscaled gradients in place; returns their norm before clipping.
 
-        If the step will be skipped, the norm is infinite or NaN; apex returned -1, which waited for the device.
+        If a gradient is not finite, the norm is infinite or NaN. apex returned -1 in this case, for which it had to
+        wait for the device.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         return clip_grad_norm_(params, max_norm, norm_type)
@@ -142,7 +143,7 @@ class FP16_Optimizer:  # apex's name
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns optimizer state, fp32 weights, loss scale and counts."""
+        """Returns a dict of the optimizer's state, the fp32 weights, and the session's state (loss scale, counters)."""
         return {
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self._held.state_dict(),
@@ -167,7 +168,7 @@ class FP16_Optimizer:  # apex's name
         self._held.load_state_dict(state_dict["fp32_from_fp16"])
 
     def close(self) -> None:
-        """Restores the ordinary optimizer; the trained weights stay in their low dtype.
+        """Closes the session: the wrapped optimizer is then an ordinary one; the trained weights stay in fp16 or bf16.
 
         A DistributedDataParallel wrapper around the network no longer reduces gradients: wrap the network again.
         """

@@ -39,7 +39,7 @@ clip_grad_norm = clip_grad_norm_
 
 
 class tofp16(nn.Module):  # apex's name
-    """Casts its input to fp16, or to another `dtype`."""
+    """A module that casts its input to fp16, or to another `dtype`."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
@@ -51,9 +51,10 @@ class tofp16(nn.Module):  # apex's name
 
 
 class FP16Model(nn.Module):
-    """Runs a network in fp16 or another `dtype`, except affine batch norms in fp32; casts floating-point inputs.
+    """Casts a network to fp16 or another `dtype`, and casts the floating-point inputs of each call too.
 
-    Unlike apex, it leaves masks and token ids as they are, and takes keyword arguments.
+    Batch norms with `affine=True` are not cast, and so stay in fp32. Unlike in apex, masks and token ids are not cast,
+    and keyword arguments are allowed.
     """
 
     def __init__(self, network: nn.Module, dtype: torch.dtype = torch.float16) -> None:
@@ -62,7 +63,7 @@ class FP16Model(nn.Module):
         self.dtype = dtype
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Casts the inputs and returns the result of the network."""
+        """Casts the floating-point inputs and returns the output of the network."""
         return self.network(
             *(self._cast(value) for value in inputs), **{name: self._cast(value) for name, value in kwargs.items()}
         )
@@ -72,7 +73,7 @@ class FP16Model(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
-    """Casts affine batch norms in `module`, with their statistics, to fp32; returns `module`."""
+    """Casts batch norms with `affine=True` in `module` to fp32, running statistics included; returns `module`."""
     for each in module.modules():
         if isinstance(each, BatchNormBase) and each.affine:
             each.float()
@@ -80,7 +81,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # apex's name
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point parameters and buffers of `module` itself, not of its submodules."""
+    """Casts the floating-point parameters and buffers of `module` itself, not of its submodules, to `dtype`."""
     for p in module.parameters(recurse=False):
         if p.is_floating_point():
             p.data = p.data.to(dtype)
@@ -92,7 +93,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts a network except its affine batch norms, and returns it."""
+    """Casts a network to `dtype` in place, except batch norms with `affine=True`; returns the network."""
     for module in network.modules():
         if isinstance(module, BatchNormBase) and module.affine:
             continue
@@ -103,12 +104,17 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
-    """Casts a network to fp16 or `dtype`, except affine batch norms; returns it behind a cast of its input."""
+    """Casts a network to fp16 or `dtype`, except batch norms with `affine=True`, which become fp32.
+
+    Returns an nn.Sequential: a module that casts the input, then the network.
+    """
     return nn.Sequential(tofp16(dtype), BN_convert_float(network.to(dtype)))
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Parameter], list[Parameter]]:
-    """Returns a model's trainable parameters and their fp32 masters; with `flat_master` one joined master, in a list.
+    """Returns two lists: a model's trainable parameters, and their fp32 masters.
+
+    With `flat_master` the second list has one 1-D master, which joins the values of all parameters.
 
     Raises:
         SetupError: with `flat_master`, the parameters have several dtypes or devices, or there are none.
@@ -135,7 +141,7 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copies gradients from model parameters to masters, without unscaling them.
 
-    A parameter without gradient gives a master without gradient, or zeros in a flat master.
+    If a parameter has no gradient, its master gets None, or zeros in its part of a flat master.
     """
     if flat_master:
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
@@ -150,7 +156,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Parameter], master_params: Sequence[Parameter], flat_master: bool = False
 ) -> None:
-    """Copies the values of the masters to the model parameters, rounded to their dtypes."""
+    """Copies the values of the masters to the model parameters, rounded to the dtype of each parameter."""
     if flat_master:
         parts = torch.split(master_params[0], [p.numel() for p in model_params])
         for p, part in zip(model_params, parts, strict=True):

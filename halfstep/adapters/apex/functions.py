@@ -96,10 +96,11 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Handle:
-    """Casts all ops of this thread by O1's lists, in models and outside, until the result's `_deactivate` is called.
+    """Casts torch ops by O1's op lists, in and outside of models, until `_deactivate` of the result is called.
 
-    With `allow_banned` binary_cross_entropy runs in fp32; without, it refuses low-precision inputs. The other arguments
-    of apex's older API have no effect: `initialize` sets up loss scaling, and no low copies of weights are kept.
+    Affects only the thread that calls it. With `allow_banned` binary_cross_entropy runs in fp32; without, it refuses
+    low-precision inputs. The other arguments of apex's older API have no effect: `initialize` sets up loss scaling, and
+    no low-precision copies of weights are kept.
     """
     STATE.handle._deactivate()
     STATE.handle = Handle()
@@ -126,7 +127,7 @@ def _register(category: OpList, module: Any, name: str) -> None:
 
 
 def _spelled(module: Any, name: str) -> str:
-    """Returns the name of a function in a Plan: a torch op's name, or "module:function"."""
+    """Returns the name by which a Plan lists a function: the name of a torch op, or "module:function"."""
     if any(module is each for each in _TORCH):
         try:
             find(name)

@@ -79,7 +79,7 @@ def install(low: Format | torch.dtype | str | None = None) -> None:
 
 
 def sessions() -> list[Session]:
-    """Returns the open sessions of `amp.initialize`, which tell how a script trained."""
+    """Returns the sessions that calls of `amp.initialize` opened and that are still open."""
     return [trained.session for trained in STATE.sessions()]
 
 
@@ -90,7 +90,10 @@ def uninstall() -> None:
 
 
 def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
-    """Adds names to a module; creates a missing module and adds its name to `made`."""
+    """Adds `names`, a dict of names and values, to the module `name`.
+
+    If there is no such module, an empty one is put into `sys.modules`, and its name is added to `made`.
+    """
     parent, _, leaf = name.rpartition(".")
     module = None if parent in made else _real(name)
     if module is None:
@@ -105,7 +108,7 @@ def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
 
 
 def _real(name: str) -> ModuleType | None:
-    """Returns an installed module, or None if it cannot be imported."""
+    """Imports a module by name and returns it; None if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except Exception:

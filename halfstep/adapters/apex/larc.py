@@ -89,7 +89,7 @@ class LARC(Optimizer):
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Adapts the gradients by the local rates, and steps the wrapped optimizer; returns the closure's loss.
+        """Multiplies the gradients by the local rates, and steps the wrapped optimizer; returns the closure's loss.
 
         Raises:
             RuntimeError: a gradient is sparse; nothing was changed.
@@ -118,7 +118,10 @@ class LARC(Optimizer):
 
     @torch.no_grad()
     def _adapt(self, p: Tensor, grad: Tensor, lr: float | Tensor, decay: float) -> None:
-        """Adapts `grad` by the local rate, in place, without waiting for the device."""
+        """Replaces `grad`, in place, with `rate * (grad + decay * p)`, where `rate` is the local rate of `p`.
+
+        Does not wait for the device. If `p` or `grad` has norm 0, `grad` stays as it is.
+        """
         size, length = (torch.linalg.vector_norm(t.detach(), dtype=_wide(t)) for t in (p, grad))
         rate = self.trust_coefficient * size / (length + size * decay + self.eps)
         if self.clip:
@@ -128,7 +131,7 @@ class LARC(Optimizer):
 
 
 def _wide(t: Tensor) -> torch.dtype:
-    """Returns the dtype in which norms are computed: wide enough for fp16 and bf16 values not to overflow."""
+    """Returns the dtype in which norms of `t` are computed: wide enough for fp16 and bf16 values not to overflow."""
     if t.is_complex():
         return torch.complex128 if t.dtype is torch.complex128 else torch.complex64
     return torch.float64 if t.dtype is torch.float64 else torch.float32

@@ -19,7 +19,7 @@ CEILING = 2.0**24
 
 
 class LossScaler:
-    """A static loss scale. Its `has_overflow` checks the gradients; apex's always returned False.
+    """A static loss scale. Its `has_overflow` checks the gradients; in apex it always returned False.
 
     Raises:
         PlanError: the scale is not a positive number.
@@ -50,7 +50,7 @@ class LossScaler:
         self._scale.update(torch.tensor(bool(overflow)))
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        """Returns the gradients times the scale, for use as a backward hook."""
+        """Returns `grad_in`, the gradients of a module's inputs, times the scale; for use as a backward hook."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -61,7 +61,8 @@ class LossScaler:
 class DynamicLossScaler(LossScaler):
     """A loss scale, divided by `scale_factor` at an overflow and multiplied by it after `scale_window` clean steps.
 
-    The scale is at least 1, and at most 2**24 or `init_scale`, whichever is larger.
+    Clean steps are steps without overflow, counted in a row. The scale is at least 1, and at most 2**24 or
+    `init_scale`, whichever is larger.
 
     Raises:
         PlanError: an argument is out of range.
@@ -76,7 +77,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def dynamic_scaling(init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> Scaling:
-    """Returns the dynamic scaling that apex's arguments describe.
+    """Returns the Scaling for the arguments of `DynamicLossScaler`.
 
     Raises:
         PlanError: an argument is out of range.

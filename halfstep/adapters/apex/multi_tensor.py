@@ -49,7 +49,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
-    """Writes the first list times `scale` into the second list; sets the flag to 1 if an input is not finite."""
+    """Writes the first list times `scale` into the second; sets `noop_flag` to 1 if an input is not finite."""
     for given, out in _rows("multi_tensor_scale", tensor_lists, ("inputs", "outputs")):
         value = _wide(given)
         out.copy_(value * scale)
@@ -67,7 +67,7 @@ def multi_tensor_axpby(
 ) -> None:
     """Writes `a * x + b * y` into the third list, where x is the first list and y the second.
 
-    The flag is set to 1 if x (`arg_to_check` 0), y (1) or either (-1) has an element that is not finite.
+    `noop_flag` is set to 1 if x (`arg_to_check` 0), y (1) or either (-1) has an element that is not finite.
     """
     if arg_to_check not in (-1, 0, 1):
         raise SetupError(f"multi_tensor_axpby got arg_to_check={arg_to_check!r}; pass 0 for x, 1 for y, -1 for both")
@@ -83,9 +83,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the L2 norm of all elements (fp32, of shape (1,)) and the norm of each tensor (fp32, of shape (N,)).
+    """Returns two fp32 tensors: the L2 norm of all elements, shape (1,), and of each tensor in the list, shape (N,).
 
-    Without `per_tensor` the second result is empty. The flag is set to 1 if the norm is not finite.
+    Without `per_tensor` the second one is empty. `noop_flag` is set to 1 if the norm is not finite.
     """
     tensors = [t for (t,) in _rows("multi_tensor_l2norm", tensor_lists, ("tensors",))]
     device = tensors[0].device if tensors else noop_flag.device
@@ -111,11 +111,11 @@ def multi_tensor_sgd(  # noqa: PLR0913  # apex's
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Makes one step of SGD on lists of gradients, weights and momenta, unless the flag is 1.
+    """Makes one step of SGD on lists of gradients, weights and momenta, unless `noop_flag` is 1.
 
-    The new weights are also copied into a fourth list, if there is one, in its low-precision dtype. Gradients are
-    multiplied by `scale`. With `first_run` the momentum starts as the gradient. Weight decay is added to the gradient,
-    or with `wd_after_momentum` to the update.
+    If there is a fourth list, of copies of the weights in low precision, the new weights are written to it too.
+    Gradients are multiplied by `scale`. With `first_run` the momentum starts as the gradient. Weight decay is added to
+    the gradient, or with `wd_after_momentum` to the update.
     """
     names = ("gradients", "weights", "momenta", "low weights")[: 4 if len(tensor_lists) == 4 else 3]
     for grad, weight, held, *copies in _rows("multi_tensor_sgd", tensor_lists, names):
@@ -146,7 +146,7 @@ def multi_tensor_adam(  # noqa: PLR0913  # apex's
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Makes one step of Adam on lists of gradients, weights, means and mean squares, unless the flag is 1.
+    """Makes one step of Adam on lists of gradients, weights, means and mean squares, unless `noop_flag` is 1.
 
     `step` counts from 1. `mode` 0 adds weight decay to the gradient, 1 to the update (AdamW).
     """
@@ -196,7 +196,12 @@ def update_scale_hysteresis(  # noqa: PLR0913  # apex's
 
 
 def _rows(op: str, tensor_lists: Lists, names: Sequence[str]) -> list[tuple[Tensor, ...]]:
-    """Returns the tensors at each place of the lists, as a row; refuses lists of different lengths or shapes."""
+    """Returns one row per position in the lists: the tensors that the lists have there, such as (gradient, weight).
+
+    Raises:
+        SetupError: there are not as many lists as `names`, or the lists differ in length, or the tensors of a row
+            in shape.
+    """
     lengths = [len(each) for each in tensor_lists]
     if len(lengths) != len(names) or len(set(lengths)) > 1:
         raise SetupError(
@@ -221,7 +226,7 @@ def _flag(noop_flag: Tensor, value: Tensor) -> None:
 
 
 def _store(noop_flag: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Writes new values into tensors; if the flag is 1, every tensor keeps its old value."""
+    """For each pair (tensor, new value), writes the value into the tensor, unless `noop_flag` is 1."""
     for held, value in pairs:
         skip = (noop_flag != 0).any().to(held.device)
         held.copy_(torch.where(skip, held, value.to(held.dtype)))

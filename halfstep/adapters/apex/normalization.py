@@ -86,7 +86,7 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Returns the layer norm without weights."""
+    """Returns the layer norm of the input, without weight and bias."""
     return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
 
 
@@ -94,7 +94,7 @@ def fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns the layer norm in the dtype of the input."""
+    """Returns the layer norm of the input, with weight and bias, in the dtype of the input."""
     return _normalized(functional.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
 
 
@@ -102,31 +102,31 @@ def mixed_dtype_fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Returns the layer norm in the dtype of the weights."""
+    """Returns the layer norm of the input, with weight and bias, in the dtype of the weight."""
     return _normalized(functional.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """Returns the RMS norm without a weight."""
+    """Returns the RMS norm of the input, without a weight."""
     return functional.rms_norm(input, _shape(normalized_shape), None, eps)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Returns the RMS norm in the dtype of the input."""
+    """Returns the RMS norm of the input, times the weight, in the dtype of the input."""
     return _normalized(functional.rms_norm, input, (weight,), normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Returns the RMS norm in the dtype of the weight."""
+    """Returns the RMS norm of the input, times the weight, in the dtype of the weight."""
     return _normalized(functional.rms_norm, input, (weight,), normalized_shape, eps, weight.dtype)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
-    """Returns the RMS norm; `weight` may be None."""
+    """Returns the RMS norm of the input, times the weight unless `weight` is None, in the dtype of the input."""
     if weight is None:
         return fused_rms_norm(input, normalized_shape, eps)
     return fused_rms_norm_affine(input, weight, normalized_shape, eps)
@@ -140,7 +140,7 @@ def _normalized(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Computes a norm in the wider dtype of input and weights, and rounds it once to `dtype`."""
+    """Returns `norm` of the input in `dtype`; computes it in the wider dtype of input and weights, and rounds once."""
     if input.dtype is weights[0].dtype:
         out = norm(input, _shape(normalized_shape), *weights, eps)
     else:

@@ -18,7 +18,7 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
 
 
 class _Fused(Optimizer):
-    """The base of all optimizers here: `set_grad_none` is the default of `zero_grad(set_to_none)`."""
+    """The base of all optimizers here: `set_grad_none` is the default of `set_to_none` in `zero_grad`."""
 
     def __init__(self, *args: Any, set_grad_none: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,7 +33,7 @@ class _Fused(Optimizer):
 
 
 class FusedAdam(_Fused, Adam):
-    """apex's Adam: AdamW unless `adam_w_mode=False`; `bias_correction=False` uses the moments uncorrected."""
+    """apex's Adam: AdamW unless `adam_w_mode=False`; `bias_correction=False` leaves the moments uncorrected."""
 
     updates_as = Adam
 
@@ -107,7 +107,7 @@ class FusedSGD(_Fused, SGD):
 
 
 class FusedLAMB(_Fused, Lamb):
-    """`halfstep.optim.lamb.Lamb` with apex's arguments; `max_grad_norm` limits the norm over all groups together."""
+    """`halfstep.optim.lamb.Lamb` with apex's arguments; `max_grad_norm` limits the gradient norm over all groups."""
 
     updates_as = Lamb
 

@@ -28,7 +28,7 @@ _BYTES_PER_ELEMENT = 4  # of fp32, in which apex counted its messages
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with apex's arguments; averages over all processes, on the model's device.
+    """torch's DistributedDataParallel with apex's arguments: averages gradients over all processes.
 
     `message_size`, in elements, sets the size of torch's buckets. `delay_allreduce`, which apex required for models
     with unused parameters, becomes `find_unused_parameters`. `retain_allreduce_buffers`, `allreduce_trigger_params`,
@@ -37,7 +37,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Raises:
         ValueError: `shared_param` is set, which apex no longer takes either.
-        SetupError: `gradient_average` or `allreduce_always_fp32` asks for gradients that torch does not compute, or
+        SetupError: `gradient_average` is False or `allreduce_always_fp32` is True, which torch does not support, or
             `message_size` is not a positive number.
     """
 
@@ -92,8 +92,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 class Reducer:
     """Averages gradients over all processes when a training loop calls `reduce()`.
 
-    `module_or_grads_list` is a module or a list of gradients. The parameters of a module are broadcast from process 0
-    at once; `reduce()` then averages their gradients.
+    `module_or_grads_list` is a module or a list of gradients. For a module, the Reducer broadcasts the parameters from
+    process 0 when it is created, and `reduce()` averages the gradients of these parameters.
 
     Raises:
         TypeError: `module_or_grads_list` is neither a module nor a list of tensors.
@@ -127,9 +127,9 @@ class Reducer:
 def flat_dist_call(
     tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Applies `call`, such as `dist.all_reduce`, in place to the tensors, joined into one per dtype.
+    """Joins tensors into one per dtype, applies `call`, such as `dist.all_reduce`, and copies the results back.
 
-    `call` gets the joined tensor, then `extra_args`. After `dist.all_reduce` the sums are divided by the world size.
+    `call` gets a joined tensor, then `extra_args`. After `dist.all_reduce` the sums are divided by the world size.
     """
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         alike = [t for t in tensors if t.dtype is dtype]

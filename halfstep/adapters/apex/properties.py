@@ -104,7 +104,7 @@ class Properties:
         self.options[name] = checked
 
     def lines(self) -> list[str]:
-        """Returns the lines that apex printed of the options, one per option."""
+        """Returns the lines in which apex printed the options, one line per option."""
         return [f"{name:22} : {value}" for name, value in self.options.items()]
 
 
@@ -146,7 +146,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _contradiction(opt_level: str, name: str, value: Any) -> str | None:
-    """Returns why an option cannot be overridden at a level; None if it can."""
+    """Returns a message that says why a level does not allow this value of an option; None if it does."""
     if name == "patch_torch_functions" and value and opt_level != "O1":
         return "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'."
     if opt_level != "O1":
@@ -179,7 +179,9 @@ def make_plan(
     scaling: Scaling,
     changes: Iterable[OpChange],
 ) -> Plan:
-    """Returns the Plan for these properties; `low` is O1's low-precision format, `changes` the registered functions.
+    """Returns the Plan for these properties; `low` is the low-precision format at O1.
+
+    `changes` are the changes to op lists that scripts made by registering functions.
 
     Raises:
         ValueError: `cast_model_outputs` is neither fp32 nor the low format.
@@ -218,7 +220,9 @@ def _output(dtype: torch.dtype | None, low: torch.dtype) -> PlanOutput:
 
 
 def make_scaling(loss_scale: str | float, least: float | None, most: float) -> Scaling:
-    """Returns the Scaling for a `loss_scale` of apex; `least` and `most` bound a dynamic scale.
+    """Returns the Scaling for the argument `loss_scale` of `initialize`, "dynamic" or a number.
+
+    `least` and `most` bound a dynamic scale; if `least` is None, the bound is the smallest scale that halfstep allows.
 
     Raises:
         PlanError: `least` is above `most`, or one of them is out of range.

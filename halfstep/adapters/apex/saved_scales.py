@@ -14,9 +14,10 @@ _PREFIX = "loss_scaler"
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns each loss scale and the clean steps since its last change, in the layout of apex's checkpoints.
+    """Returns, for each loss, its scale and the number of steps without overflow since the scale last changed.
 
-    There are no entries before `initialize` or with `enabled=False`. They go into `destination`, if it is passed.
+    The layout is that of apex's checkpoints. The entries are added to `destination`, if it is passed. There are none
+    before `initialize` or with `enabled=False`.
     """
     found: dict[str, Any] = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(getattr(STATE, "loss_scalers", [])):
@@ -27,7 +28,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Restores the loss scales from a result of `state_dict`, of halfstep or of apex.
 
-    A static scale stays as `initialize` set it. If the numbers of loss scales differ, a warning is printed.
+    A static scale stays as `initialize` set it. If the state has more or fewer loss scales than `initialize` made, a
+    warning is printed.
 
     Raises:
         RuntimeError: `initialize` was not called, or a key is not the name of a loss scale.
@@ -58,7 +60,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _entries(state_dict: Any) -> dict[int, tuple[float, int]]:
-    """Returns the scale and the clean steps of each loss, by the number of the loss."""
+    """Checks the layout of a state; returns a dict from a loss's number to its scale and steps without overflow."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"amp.load_state_dict got {type(state_dict).__name__}; pass the result of amp.state_dict()")
     unknown = [str(key) for key in state_dict if not re.fullmatch(_PREFIX + r"\d+", str(key))]

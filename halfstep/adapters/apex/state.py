@@ -66,11 +66,11 @@ class AmpState:
         AmpState.__init__(self)
 
     def sessions(self) -> list[Trained]:
-        """Returns each call of `initialize` whose session is still open."""
+        """Returns the calls of `initialize` whose sessions are still open."""
         return [trained for trained in self._trained if not trained.session.closed]
 
     def castings(self) -> list[Casting]:
-        """Returns the castings that cast ops by list now: of each session at O1, and of `init`."""
+        """Returns the Castings in use, which cast torch ops by op list: those of sessions at O1, and that of `init`."""
         own = [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
         return own if self.handle.casting is None else [*own, self.handle.casting]
 
@@ -95,7 +95,11 @@ class AmpState:
 
 @dataclass(frozen=True, eq=False)
 class _Coming:
-    """The skipped flag of a step, and its losses' scales before and after it, being copied to the host."""
+    """Numbers of a step that are being copied to the host: whether it was skipped, and scales before and after it.
+
+    `numbers` holds 1 if the step was skipped (else 0), the scale of each loss in `loss_ids` before the step, and then
+    each scale after it.
+    """
 
     numbers: Tensor
     loss_ids: tuple[int, ...]
@@ -124,12 +128,15 @@ class Trained:
         session.watchers.append(self)
 
     def carry(self, scale: Tensor) -> None:
-        """Does nothing."""
+        """Does nothing; a watcher of a session must have this method."""
 
     def after_step(
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
-        """Records whether a step was skipped, and the scale of each of its losses before and after the step."""
+        """Records whether a step was skipped, and the scale of each of its losses before and after the step.
+
+        Prints the overflows of this and earlier steps whose numbers have reached the host.
+        """
         if STATE.verbosity > 0 and scales and not _is_capturing(record.skipped):
             now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
             numbers = [number.to(record.skipped.device) for number in (record.skipped.float(), *scales.values(), *now)]
@@ -138,7 +145,7 @@ class Trained:
             self._say(self._coming.popleft())
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing; a watcher of a session must have this method."""
 
     def end(self) -> None:
         """Closes the session, and removes apex's attributes from the optimizers."""
@@ -178,7 +185,7 @@ class Trained:
 
 
 def _nothing() -> None:
-    """Does nothing."""
+    """Does nothing, in place of the methods with which apex made masters; scripts that resume call these methods."""
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -186,7 +193,10 @@ def _is_capturing(t: Tensor) -> bool:
 
 
 def _sent(numbers: Tensor, loss_ids: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], torch.cuda.Event | None]:
-    """Sends numbers to the host without waiting for them."""
+    """Starts a copy of numbers to the host; returns the copy, `loss_ids`, and a CUDA event that marks its end.
+
+    Numbers that are not on a CUDA device are returned as they are, with None for the event.
+    """
     if numbers.device.type != "cuda":
         return numbers, loss_ids, None
     host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
@@ -232,7 +242,7 @@ class LossScaler:
 
 
 class Handle:
-    """The result of apex's `init`: `is_active` tells whether casts are on, `_deactivate` ends those of `casting`."""
+    """The result of apex's `init`: `is_active` tells whether casts are on, `_deactivate` ends the casts of `init`."""
 
     def __init__(self, casting: Casting | None = None) -> None:
         self.casting = casting
@@ -288,7 +298,7 @@ def maybe_print(message: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[nn.Parameter]:
-    """Yields the parameters of an optimizer: the model's own, with unscaled fp32 gradients after `scale_loss`."""
+    """Yields an optimizer's parameters, those of the model; after `scale_loss` their gradients are unscaled fp32."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -18,7 +18,7 @@ Original = Callable[..., Any]
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer; `parent` is the call during which it was made.
+    """One call of a layer; `parent` is the call of the layer around it, None for the outermost.
 
     The cast of an input to the layer's compute format, and a loss that the layer adds, are recorded as separate calls.
     """
@@ -42,13 +42,16 @@ Around = Callable[[Call, Original], Any]
 
 
 def as_it_is(call: Call, original: Original) -> Any:
-    """Runs the original function of a call with the arguments of the call."""
+    """Returns the result of `original`, the layer's own `call`, on the arguments of a recorded call."""
     return original(*call.args, **(call.kwargs or {}))
 
 
 @contextmanager
 def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call]]:
-    """Runs every call of a layer through `around`; yields the list of calls, in the order in which they return."""
+    """Within the context, makes every call of a layer in the model run as `around(call, original)`.
+
+    `original` is the layer's own `call`. Yields the list of recorded calls, in the order in which they return.
+    """
     calls: list[Call] = []
     stack: list[Call] = []
 
@@ -99,7 +102,7 @@ def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call
 
 @contextmanager
 def in_fp32(layer: Any) -> Iterator[None]:
-    """Makes a layer and every layer inside it compute in fp32; weights keep the format in which they are stored."""
+    """Within the context, makes a layer and every layer inside it compute in fp32; weights keep their stored format."""
     held = [(each, each._dtype_policy) for each in layer._flatten_layers() if computes_low(each)]
     for each, _ in held:
         policy = keras.DTypePolicy("float32")

@@ -27,7 +27,7 @@ def finite_but_for_masks(values: Any) -> bool:
 
 
 def figures(values: Any) -> str:
-    """Describes floating-point numbers: the largest finite magnitude, and how many are infinite or NaN."""
+    """Returns a text on the numbers in tensors: the largest finite magnitude, and how many are infinite or NaN."""
     found = _floating(values)
     numbers = np.concatenate([each.ravel() for each in found]) if found else np.zeros(0)
     finite = np.isfinite(numbers)

@@ -33,7 +33,7 @@ def find_broken(
     Runs the batch again layer by layer, as in training. `scale` is the loss scale of the failing step. If the model is
     not compiled, pass `loss`, a function of `y` and the model's output. Losses that layers add are included. Weights,
     statistics and random states are not changed. A failure inside the loop of a recurrent layer is reported for that
-    layer, and an overflow in the cast of an input for the layer that casts it.
+    layer. An overflow in the cast of an input is reported for the layer that casts it.
 
     Raises:
         SetupError: the model has no loss, and none was passed.
@@ -72,10 +72,10 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
 
 
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
-    """Returns the verdict of `find_broken` on a compiled model; on torch, with the operation that `blame` names.
+    """Returns the verdict of `find_broken` on a compiled model; on torch it also has the operation that `blame` finds.
 
-    The layer that `blame` names is used only if it is inside the layer that `find_broken` names, which counts a cast
-    between two layers as part of the second.
+    The two may name different layers: `find_broken` counts a cast between two layers as part of the second. The layer
+    of `blame` is used only if it is inside the layer of `find_broken`.
     """
 
     def loss() -> Any:
@@ -115,7 +115,7 @@ def _in_forward(calls: Sequence[Call], passes: Callable[[Any], bool] = finite) -
 
 
 def _of_call(broken: Call) -> Verdict:
-    """Returns the verdict on a call whose outputs are not finite though its inputs are."""
+    """Returns the verdict on a call whose inputs are finite, but whose outputs are not."""
     cure = Rule(broken.path, FULL)
     if broken.gives == "casts":
         low = keras.backend.standardize_dtype(broken.outputs.dtype)
@@ -175,7 +175,10 @@ def _in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Ve
 
 @dataclass(frozen=True)
 class _Gradient:
-    """The first non-finite gradient: `at` is the call where it appears, `maker` the call whose code makes it."""
+    """The first non-finite gradient of a backward pass, described by `seen`.
+
+    `at` is the layer call where the gradient appears; `maker` is the call whose code computes it.
+    """
 
     at: Call
     maker: Call
@@ -206,10 +209,10 @@ def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float)
 
 
 def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Iterator[tuple[Call, bool, Sequence[Any]]]:
-    """Yields each call twice, in the order of the backward pass.
+    """Yields (call, is_end, gradients) twice for each layer call, in the order of the backward pass.
 
-    First at the end of the call, with the gradients of its outputs; then at its start, with the gradients of its inputs
-    and weights. The bool tells whether it is the end.
+    The first time `is_end` is True, and the gradients are those of the call's outputs. The second time, at the start of
+    the call, they are those of its inputs and weights.
     """
     marks: list[tuple[Call, bool, list[int]]] = []  # which tapped tensors lie there
 
@@ -237,9 +240,9 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
 
 
 def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
-    """Returns the result of `run` while a layer and all layers inside it compute in fp32.
+    """Calls `run`, a test, while a layer and all layers inside it compute in fp32; returns its result.
 
-    False if they compute in fp32 anyway, None if `run` fails.
+    Returns False without a call if all of them compute in fp32 anyway, and None if `run` raises an error.
     """
     if not any(computes_low(each) for each in layer._flatten_layers()):
         return False

@@ -79,7 +79,10 @@ def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype
 
 
 def built_models(others: tuple[keras.Model, ...]) -> list[str]:
-    """Returns the names, quoted and sorted, of models that are built and in use, except `others`."""
+    """Returns the names, quoted and sorted, of built models that still exist, except `others`.
+
+    Models that are part of another model are left out.
+    """
     if not _built(others):
         return []
     gc.collect()  # what was deleted, and waits for it
@@ -97,12 +100,12 @@ def _built(others: tuple[keras.Model, ...]) -> list[str]:
 
 
 def rules_seen() -> None:
-    """Records that `apply_plan` has checked the rules of the global policy, so that there is no warning of them."""
+    """Records that `apply_plan` has checked the global policy's rules, so that `tell_unseen_rules` does not warn."""
     vars(keras.config.dtype_policy()).pop(_UNSEEN, None)
 
 
 def tell_unseen_rules(variables: Sequence[Any]) -> None:
-    """Warns of rules of the global policy that match none of the layers to which the variables belong."""
+    """Warns, once, of rules of the global policy that match none of the layers that own `variables`."""
     unseen: list[Rule] = vars(keras.config.dtype_policy()).pop(_UNSEEN, [])
     parts = [v.path.split("/")[:-1] for v in variables]
     paths = {"/".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
@@ -165,7 +168,7 @@ def policy_of(plan: Plan) -> Policy:
 
 
 def _regex(rule: Rule) -> str:
-    """Returns a regular expression for the paths of layers that a rule matches: "model/block/layer"."""
+    """Returns a regular expression for the paths ("model/block/layer") of the layers that a rule matches."""
     if rule.pattern.startswith(TYPE_PREFIX):
         words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", rule.pattern.removeprefix(TYPE_PREFIX))
         words = re.sub(r"([A-Z])([A-Z][a-z])", r"\1_\2", words).lower()

@@ -72,8 +72,8 @@ class StepLog:
 
         If the optimizer made several steps since the last call, one row stands for all, skipped if any of them was.
         Steps are numbered by the optimizer, skipped ones included. `loss` is the unscaled loss, `gradients` are those
-        of the scaled loss, in the order of `model.trainable_variables`. A stateless loop passes its variables after the
-        step.
+        of the scaled loss, in the order of `model.trainable_variables`. A stateless loop passes the values after the
+        step as `optimizer_variables` and `trainable_variables`.
         """
         carried, skips, last = self.scale, self._skipped, self.number
         self.number, self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
@@ -93,7 +93,7 @@ class StepLog:
         return (self.number + 1) % self._every == 0
 
     def _read(self, values: Sequence[Any]) -> tuple[int, float, int, float]:
-        """Returns the number of steps, the scale, the number of skipped steps, and the last gradient norm."""
+        """Returns steps, scale, skipped steps and the last gradient norm, from values of the optimizer's variables."""
         optimizer = self._optimizer
         by_id = {id(v): value for v, value in zip(optimizer.variables, values, strict=True)}
         applied = next(v for v in optimizer.inner_optimizer.variables if v.name == "iteration")  # accumulating ones too
@@ -174,7 +174,7 @@ class LogCallback(keras.callbacks.Callback):
         self._batch = batch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Resets the sums of losses, as Keras does at each epoch."""
+        """Resets the sums from which the loss of each step is computed, as Keras does at each epoch."""
         self._sums = (0.0, 0.0)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -190,7 +190,10 @@ class LogCallback(keras.callbacks.Callback):
             self._blame(carried)
 
     def _loss(self) -> float | None:
-        """Returns the loss of the last step, from the change of the sums in Keras's mean of the epoch."""
+        """Returns the loss of the last step, computed from the change in the sums of Keras's mean loss.
+
+        None if it cannot be computed, such as after a loss in the same epoch that was not finite.
+        """
         mean = next((each for each in self.model.metrics if each.name == "loss"), None)
         if mean is None:
             return None

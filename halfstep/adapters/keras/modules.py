@@ -18,11 +18,11 @@ from halfstep.torch_internals import buffers_of
 def as_modules(model: keras.Model) -> Any:
     """Makes torch find each layer of a built model as a module, under the layer's Keras name; returns the model.
 
-    Keras registers a layer as a module only if it is an attribute of another layer, and running statistics as
-    parameters. After this call, `halfstep.initialize`, `check`, `blame` and `whatif` name layers as `apply_plan` does,
-    rules match them, the model can be copied to try cures, and running statistics are buffers, which a skipped step
-    leaves unchanged. Weights, `state_dict` and what Keras saves are not affected. Call it after `model.to(device)`;
-    idempotent.
+    Keras itself registers a layer as a module only if the layer is an attribute of another layer, and it registers
+    running statistics as parameters. After this call, `halfstep.initialize`, `check`, `blame` and `whatif` name layers
+    as `apply_plan` does, rules match them, the model can be copied to try cures, and running statistics are buffers,
+    which a skipped step leaves unchanged. Weights, `state_dict` and what Keras saves are not affected. Call it after
+    `model.to(device)`; idempotent.
 
     Raises:
         SetupError: Keras runs on another backend, or the model is not built.
@@ -69,7 +69,7 @@ def _layers(model: keras.Model) -> list[Any]:
 
 
 def _make_buffers(layer: Any) -> None:
-    """Turns those parameters of a layer into buffers that no gradient ever changes, such as running statistics."""
+    """Turns the parameters of a layer that no gradient ever changes, such as running statistics, into buffers."""
     held = layer.torch_params
     frozen = {id(v) for each in _layers(layer) if not each.trainable for v in each.weights}  # for a time
     for variable in layer.variables:
@@ -80,8 +80,8 @@ def _make_buffers(layer: Any) -> None:
 def _named_children(layer: Any) -> Iterator[tuple[str, nn.Module]]:
     """Replaces torch's `named_children`: yields layers by their Keras names, then modules that are not layers.
 
-    The module of the variables is left out if all of them belong to layers below, which have them too: else a rule on
-    one of these layers would also match the variables of the others.
+    Keras holds the variables of a layer in one ParameterDict. It is left out if all of them belong to sublayers, which
+    yield them too: otherwise a rule on one sublayer would also match the variables of the others.
     """
     below = named_children(layer)
     yield from below
@@ -113,7 +113,7 @@ def _named(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields parameters or buffers as torch does, but names variables after their layers."""
+    """Yields names and tensors as `of_torch` does, but a variable is named by its layer's path and its own name."""
     names = {id(v.value): f"{path}.{v.name}" for path, each in layers_of(layer) for v in own_variables(each)}
     for name, tensor in of_torch(layer, prefix, recurse, remove_duplicate):
         known = names.get(id(tensor))
@@ -121,7 +121,10 @@ def _named(
 
 
 def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
-    """Copies a model by its configuration: Keras's trackers cannot be copied, and pickling needs registered classes."""
+    """Copies a model, for `copy.deepcopy`: makes another from its configuration, and copies the weights to it.
+
+    Python cannot copy the trackers that Keras puts on layers, and pickling needs registered classes.
+    """
     twin = keras.models.clone_model(layer)
     for copied, own in zip(_layers(twin), _layers(layer), strict=True):
         copied.name = own.name  # a layer inside of another would get a new one

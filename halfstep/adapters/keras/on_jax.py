@@ -12,17 +12,21 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Steps unless a gradient overflowed, and adapts the scale; waits for the device, since branches may not assign."""
+    """Applies the gradients unless `found` says that one overflowed, and adapts the loss scale.
+
+    Waits for the device to know `found`, since a branch in JAX must not assign variables.
+    """
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
     optimizer.adapt(found, norm)
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of `run(tap)` with respect to the tensors that `run` passes to `tap`, and to the variables.
+    """Returns two lists of gradients of `run(tap)`: with respect to the tensors passed to `tap`, and to the variables.
 
-    `run` is called in a `StatelessScope`, so that its assignments do not last. It must not open another one, which
-    would hide variables. Zeros are added to each tapped tensor; their gradient is that of the tensor.
+    `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its assignments
+    do not last. It must not open another one, which would hide variables. Zeros are added to each tapped tensor; the
+    gradient of these zeros is that of the tensor.
     """
     zeros: list[Any] = []
 
@@ -43,12 +47,12 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns None, since halfstep sees only the operations of torch."""
+    """Returns None: only on the torch backend can halfstep find the operation that fails."""
     return None
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Passes each batch that `fit` draws to `take` as well; does nothing if Keras makes several steps per call."""
+    """Makes `fit` pass each batch to `take` before its step; does nothing if Keras makes several steps per call."""
     if model.steps_per_execution > 1:
         return
     step = model.train_function
@@ -62,14 +66,14 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients unchanged, since they are already those of all devices together."""
+    """Returns the gradients unchanged, since they are already combined over all devices."""
     return grads
 
 
 def sync(model: Any) -> None:
-    """Writes the state that `fit` holds to the variables of the model and its optimizer."""
+    """Writes the state that `fit` keeps outside of the model to the variables of the model and its optimizer."""
     model.jax_state_sync()
 
 
 def rewrite_graphs() -> None:
-    """Does nothing, since there are no graphs other than those of Keras's layers."""
+    """Does nothing: only TensorFlow can rewrite graphs."""

@@ -13,9 +13,10 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Steps unless a gradient of any replica overflowed, and adapts the scale.
+    """Applies the gradients unless one overflowed in any replica, and adapts the loss scale.
 
-    Replicas sum their gradients only within the step, so each must know before the step whether any of them overflowed.
+    `found` and `norm` are those of this replica. Replicas sum their gradients only within the step, so each must know
+    before the step whether any of them overflowed.
 
     Raises:
         SetupError: called outside `strategy.run`.
@@ -44,10 +45,10 @@ def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: A
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of `run(tap)` with respect to the tensors that `run` passes to `tap`, and to the variables.
+    """Returns two lists of gradients of `run(tap)`: with respect to the tensors passed to `tap`, and to the variables.
 
-    `run` is called in a `StatelessScope`, so that its assignments do not last. It must not open another one, which
-    would hide variables.
+    `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its assignments
+    do not last. It must not open another one, which would hide variables.
     """
     tapped: list[Any] = []
     with tf.GradientTape() as tape:
@@ -64,12 +65,12 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns None, since halfstep sees only the operations of torch."""
+    """Returns None: only on the torch backend can halfstep find the operation that fails."""
     return None
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Passes each batch that `fit` draws to `take` as well.
+    """Makes `fit` pass each batch to `take` before its step.
 
     Does nothing if Keras makes several steps per call, or trains several replicas.
     """
@@ -88,7 +89,7 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients that the step applies: summed over replicas, and for an embedding one row per index."""
+    """Returns the gradients as the step applies them: summed over replicas, with one row per index for embeddings."""
     found = [g for g in grads if g is not None]
     context = tf.distribute.get_replica_context()
     if context is not None and context.num_replicas_in_sync > 1:
@@ -97,7 +98,10 @@ def summed(grads: Sequence[Any]) -> Sequence[Any]:
 
 
 def _rows(grad: tf.IndexedSlices) -> Any:
-    """Returns the rows of a gradient, summed by index; sorts them, since XLA refuses sizes that depend on data."""
+    """Returns the rows of a gradient with the rows of each index summed, then rows of zeros up to the original number.
+
+    Sorts the rows for this, since XLA refuses tensors whose size depends on values.
+    """
     order = tf.argsort(grad.indices)
     indices = tf.gather(grad.indices, order)
     is_next = tf.cast(indices[1:] != indices[:-1], tf.int32)

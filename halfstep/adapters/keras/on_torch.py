@@ -17,17 +17,20 @@ from halfstep.records import Verdict
 
 @torch.no_grad()
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Steps unless a gradient overflowed, and adapts the scale; waits for the device, as Keras's own branches do."""
+    """Applies the gradients unless `found` says that one overflowed, and adapts the loss scale.
+
+    Waits for the device to know `found`, as Keras's own branches do on torch.
+    """
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
     optimizer.adapt(found, norm)
 
 
 def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of `run(tap)` with respect to the tensors that `run` passes to `tap`, and to the variables.
+    """Returns two lists of gradients of `run(tap)`: with respect to the tensors passed to `tap`, and to the variables.
 
-    `run` is called in a `StatelessScope`, so that its assignments do not last. It must not open another one, which
-    would hide variables.
+    `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its assignments
+    do not last. It must not open another one, which would hide variables.
     """
     tapped: list[torch.Tensor] = []
 
@@ -43,9 +46,9 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns which operation makes the first non-finite value of a loss or its gradients.
+    """Returns the verdict of `blame`: which operation makes the first non-finite value of a loss or its gradients.
 
-    The model runs under its own policies. None if the operation cannot be seen.
+    The model computes in the formats of its Keras policies. Returns None if the operation cannot be found.
     """
     try:
         with seen_as_modules(model), initialize(model, plan="O0") as session:
@@ -55,7 +58,7 @@ def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Passes each batch that `fit` draws to `take` as well; does nothing if Keras makes several steps per call."""
+    """Makes `fit` pass each batch to `take` before its step; does nothing if Keras makes several steps per call."""
     if model.steps_per_execution > 1:
         return
     step = model.train_function
@@ -69,7 +72,7 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients unchanged, since they are already those of all devices together."""
+    """Returns the gradients unchanged, since they are already combined over all devices."""
     return grads
 
 
@@ -78,4 +81,4 @@ def sync(model: Any) -> None:
 
 
 def rewrite_graphs() -> None:
-    """Does nothing, since there are no graphs other than those of Keras's layers."""
+    """Does nothing: only TensorFlow can rewrite graphs."""

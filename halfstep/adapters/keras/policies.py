@@ -51,7 +51,7 @@ def _give(layer: Any, name: str) -> None:
 
 
 def _without_plan(layer: Any) -> Any:
-    """Returns the policy that a layer had before `apply_plan`, or got from other code since."""
+    """Returns a layer's policy before `apply_plan`, or the policy that other code has set on the layer since."""
     given, before = vars(layer).get(_GIVEN, (None, None))
     return before if layer._dtype_policy is given else layer._dtype_policy
 
@@ -70,9 +70,9 @@ def describe(model: keras.Model, plan: Plan) -> Assignment:
 
 
 def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the dotted path and the layer for each layer of a model that computes; the model itself is first, as "".
+    """Yields (dotted path, layer) for each layer of a model except input layers; ("", model) is the first.
 
-    Layers inside layers of the types `opaque` are left out.
+    Layers inside a layer of one of the types `opaque` are left out.
     """
     seen: set[int] = set()
 
@@ -88,14 +88,14 @@ def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[
 
 
 def children_of(layer: Any) -> list[Any]:
-    """Returns the direct sublayers of a layer that compute, which input layers do not."""
+    """Returns the direct sublayers of a layer, except input layers, which compute nothing."""
     is_model = isinstance(layer, keras.Model)
     found = layer.layers if is_model else layer._flatten_layers(include_self=False, recursive=False)
     return [child for child in found if not isinstance(child, keras.layers.InputLayer)]
 
 
 def named_children(layer: Any) -> list[tuple[str, Any]]:
-    """Returns the direct sublayers of a layer by unique names: a second `name` is `name_1`, as Keras counts."""
+    """Returns (name, sublayer) for the direct sublayers of a layer; a second one called `name` becomes `name_1`."""
     named: dict[str, Any] = {}
     children = children_of(layer)
     taken = {child.name for child in children}
@@ -115,7 +115,7 @@ def own_variables(layer: Any) -> list[Any]:
 
 
 class LayerSite(Site):
-    """A layer of a Keras model, as rules see it."""
+    """A layer of a Keras model, with the names by which the rules of a plan match it."""
 
     @property
     def type_names(self) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class LayerSite(Site):
 
 @dataclass(frozen=True)
 class _Decision:
-    """Which policy a layer gets, by name, and why."""
+    """The policy that a layer gets, by name, and why it gets this one."""
 
     layer: Any
     policy: str
@@ -150,9 +150,10 @@ class _Decision:
 
 
 def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
-    """Returns which policy each layer gets, by path.
+    """Returns a dict from the path of each layer to the policy that it gets.
 
-    The first that applies decides: a rule on the layer, the layer's own dtype, a rule on a layer around it, the plan.
+    The first of these that applies decides: a rule on the layer, the layer's own dtype, a rule on a layer around it,
+    the plan's default.
     """
     default = policy_name(plan, policy_of(plan))
     if not model.built:
@@ -173,7 +174,7 @@ def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
 
 
 def _names(path: str, layer: Any) -> tuple[str, ...]:
-    """Returns the names by which rules find a layer: its path, and the same with a name that others may have."""
+    """Returns the names by which rules find a layer: its unique path, and the one with its Keras name if different."""
     above = path.rpartition(".")[0]
     named = f"{above}.{layer.name}".removeprefix(".") if path else path
     return (path,) if named == path else (path, named)
@@ -205,7 +206,7 @@ def _check_not_compiled(decided: Mapping[str, _Decision]) -> None:
 
 
 def _check_takes(model: keras.Model, plan: Plan, decided: Mapping[str, _Decision]) -> None:
-    """Refuses a model that was made under another global policy, which every layer would keep."""
+    """Refuses a model that was made under another global policy, since its layers would keep that policy."""
     kept = {path: each.policy for path, each in decided.items() if each.why == _OWN}
     low = next((policy for policy in kept.values() if policy != "float32"), None)
     if low is not None and ("" in kept or len(kept) == len(decided) - 1):

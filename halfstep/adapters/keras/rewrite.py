@@ -19,8 +19,8 @@ def enable_mixed_precision_graph_rewrite(
 ) -> LossScaleOptimizer:
     """Makes models that are built from now on compute in fp16 with fp32 variables, and returns the wrapped optimizer.
 
-    It is `set_plan(level("O1", "fp16"))` and `LossScaleOptimizer`. On TensorFlow, graphs without Keras layers are
-    rewritten too, if TensorFlow has a rewrite for the device. Models in `others` are not affected.
+    Does the same as `set_plan(level("O1", "fp16"))` and `LossScaleOptimizer(optimizer)`. On TensorFlow, graphs without
+    Keras layers are rewritten too, if TensorFlow has a rewrite for the device. Models in `others` are not affected.
 
     Raises:
         SetupError: a model that is not in `others` is already built, or the optimizer is already built, scales the loss

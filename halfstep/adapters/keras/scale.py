@@ -25,8 +25,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     `scaling` is a Scaling, "dynamic", a number, or "none", which only skips. Pass this optimizer to
     `model.compile(optimizer=...)`; `fit` does the rest. A custom loop calls `scale_loss`, computes gradients, and calls
     `apply`, or `unscale` and `apply_unscaled` to read or change unscaled gradients in between. The scale and its
-    counters are variables of the optimizer, saved and loaded with it. Under a strategy with several replicas, all skip
-    a step that overflowed in any of them.
+    counters are variables of the optimizer, saved and loaded with it. Under a strategy with several replicas, all
+    replicas skip a step that overflowed in any of them.
 
     Raises:
         SetupError: `inner_optimizer` is not a Keras optimizer, or scales the loss itself.
@@ -55,7 +55,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._seen = local()  # what `unscale` has found; each replica runs in a thread
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Creates the variables, including those of the wrapped optimizer."""
+        """Creates the variables of this optimizer and of the wrapped one; `var_list` are the weights to train."""
         super().build(var_list)
         counter = {"shape": (), "dtype": "int", "aggregation": "none"}
         hysteresis = keras.initializers.Constant(self.scaling.hysteresis)
@@ -157,7 +157,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
-        """Makes an optimizer from a config."""
+        """Makes an optimizer from a config that `get_config` returned."""
         made: LossScaleOptimizer = super().from_config(
             config | {"scaling": Scaling(**config["scaling"])}, custom_objects
         )

@@ -97,14 +97,14 @@ class Conversion:
         self.watch = CallWatch(self._called)
 
     def built(self, optimizer: Optimizer) -> None:
-        """Records an optimizer, whose `__init__` may still be running."""
+        """Records an optimizer that the script makes; the optimizer's `__init__` may still be running."""
         if self.brings is None and not isinstance(optimizer, ByHand):
             self._optimizers.append(weakref.ref(optimizer))
             self._unopened.callback(send_step(optimizer, partial(self._step_unopened, weakref.ref(optimizer))))
             self.watch.start()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        """Makes a step that starts without a session; if its closure opens a session, that session makes the step."""
+        """Makes a step that starts without a session; if the closure opens a session, that session makes the step."""
         own = optimizer()
         assert own is not None  # it steps
         closure = args[0] if args else kwargs.get("closure")
@@ -139,7 +139,7 @@ class Conversion:
             _LOG.warning(notice + (FOR_APEX.format(low=low) if for_apex else ""))
 
     def _called(self, module: nn.Module) -> None:
-        """Opens the session if this module is trained and no session has it yet."""
+        """Opens the session if the script trains `module`, which is about to be called, and no session has it yet."""
         if module in self._known:
             return
         own = list(module.parameters())
@@ -158,7 +158,11 @@ class Conversion:
         return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
 
     def _open(self, optimizers: Sequence[Optimizer], called: nn.Module) -> None:
-        """Opens the session for these optimizers, and closes an open one first."""
+        """Closes the open session, and opens one for these optimizers and the models that they train.
+
+        Keeps the open session if its optimizers are still those in use. `called` is the module that is about to be
+        called.
+        """
         self.watch.stop()
         self._unopened.close()
         kept, replaced = newest(optimizers)
@@ -174,7 +178,7 @@ class Conversion:
                 self._undo.callback(forbid_step(optimizer, REPLACED.format(level=plan.name)))
 
     def _open_by_hand(self, module: nn.Module) -> None:
-        """Opens the session for a model without optimizer, together with such models found before."""
+        """Opens the session for a module that is trained without an optimizer, and for such modules found before."""
         if self._plan.param == "low":
             self._refused = self._refused or type(module).__name__
             return
@@ -214,7 +218,7 @@ class Conversion:
             session.observe()
 
     def _check(self, roots: Sequence[nn.Module]) -> None:
-        """Refuses wrapped models if the plan stores weights in low precision."""
+        """Refuses models inside DistributedDataParallel if the plan stores weights in low precision."""
         wrapped = [each for root in roots for each in root.modules() if isinstance(each, DistributedDataParallel)]
         if wrapped and self._plan.param == "low":
             raise SetupError(WRAPPED.format(model=type(wrapped[0].module).__name__, level=self._plan.name))
@@ -223,7 +227,10 @@ class Conversion:
         self._skipped = record.skipped
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
-        """Runs a backward pass under the session's loss scale, and leaves unscaled gradients in every leaf."""
+        """Runs a backward pass under the session's loss scale, after which all leaf tensors have unscaled gradients.
+
+        `original` is torch's own function, called with `kwargs`.
+        """
         session = self._current()
         outputs, directions = paired(tensors, grad_tensors)
         if session is None or outputs is None:
@@ -240,7 +247,7 @@ class Conversion:
             self._skip_by_hand(self._by_hand)
 
     def _skip_by_hand(self, by_hand: ByHand) -> None:
-        """Lets the session test the gradients; zeroes them if it skips, so that an update by hand is a no-op."""
+        """Lets the session check the gradients; zeroes them if it skips, so that an update by hand changes nothing."""
         by_hand.step()
         if self._skipped is not None:
             with torch.no_grad():
@@ -249,7 +256,7 @@ class Conversion:
                         p.grad.masked_fill_(self._skipped.to(p.grad.device), 0.0)
 
     def grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Returns unscaled gradients, from a backward pass under the session's loss scale."""
+        """Returns gradients as torch's own `grad` (`original`) does, computed with the loss scale and then unscaled."""
         session = self._current()
         given = kwargs.get("grad_outputs")
         if session is None or session.plan.ops == "none" or paired(outputs, given)[0] is None:
@@ -261,7 +268,13 @@ class Conversion:
             self._inside = False
 
     def _current(self) -> Session | None:
-        """Returns the session that a backward pass goes through, or None."""
+        """Returns the session that a backward pass goes through; None if torch alone runs the pass.
+
+        Before that, copies weights that the script changed to the masters.
+
+        Raises:
+            SetupError: the script trains a model without an optimizer, which the plan does not allow.
+        """
         if self._inside:
             return None
         if self._session is not None and self._session.closed:
@@ -273,13 +286,13 @@ class Conversion:
         return self._session
 
     def _adopt(self) -> None:
-        """Copies to the masters what the script may have written to `p.data` since the last step, unseen by hooks."""
+        """Copies to the masters what the script has written to `p.data` since the last step, which no hook can see."""
         session = self._session
         if session is not None and session.plan.param == "low" and not session.closed:
             session.adopt_weights()
 
     def end(self) -> None:
-        """Closes the session; if the script opened one itself, records the status of that one."""
+        """Closes the session; if the script opened a session itself, sets `trained` to the status of that session."""
         self.close()
         own = None if self._own is None else self._own()
         if own is not None and own.optimizers:

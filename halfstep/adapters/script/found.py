@@ -51,10 +51,10 @@ def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optim
 
 
 def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]:
-    """Returns the outermost modules that own any of these parameters, in the order of the first one each owns.
+    """Returns the outermost modules that own any of these parameters, sorted by the first parameter that each owns.
 
-    Only the garbage collector knows all modules: registration hooks miss copied and unpickled modules. The collector
-    does not list frozen objects (`gc.freeze`), so `called` is always among the candidates.
+    They are found with the garbage collector: registration hooks miss copied and unpickled modules. The collector does
+    not list frozen objects (`gc.freeze`), so `called`, the module being called, is always considered.
     """
     places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
     kinds = ((each, type(each)) for each in gc.get_objects())

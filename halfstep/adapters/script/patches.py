@@ -68,7 +68,10 @@ class CallWatch:
 
 
 def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
-    """Patches torch to call `listener`, and installs the drop-ins for torch.amp and apex; returns the undo function."""
+    """Patches torch to call `listener`, and installs the drop-ins for torch.amp and apex.
+
+    `apex_low` is the low-precision format of the drop-in for apex. Returns a function that undoes all of this.
+    """
     with ExitStack() as stack:
         stack.callback(torch_amp.install())
         stack.callback(_put(amp, "initialize", lambda run: _before_apex_amp(run, listener)))
@@ -139,7 +142,10 @@ def _session_made(made: Any, listener: Conversion) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Returns whether torch or halfstep itself, as in checkpointing, makes an autocast region."""
+    """Returns whether code of torch or halfstep, such as checkpointing, made an autocast region, and not the script.
+
+    `frame` is the frame that called the constructor.
+    """
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))

@@ -62,8 +62,8 @@ def run(  # noqa: PLR0913  # what the command has
 
     If the script itself uses mixed precision, `plan` has no effect, and `low` is only the format of the stand-in for
     apex. When the session opens, `sinks` is called with the rank of the process to make its sinks. With `observe` the
-    session observes tensors at every 50th step. `ended` is called at the end, also after an error; by then torch and
-    the script's models are as they were before.
+    session observes tensors at every 50th step. `ended` is called with the Ran at the end, also after an error; by then
+    torch and the script's models are as they were before.
 
     Raises:
         ScriptError: there is no such script.
@@ -101,7 +101,7 @@ def run(  # noqa: PLR0913  # what the command has
 
 
 def _run_file(path: Path) -> None:
-    """Runs a script in a `__main__` like python's own; runpy would change `sys.argv[0]` to the full path."""
+    """Runs a script in a `__main__` module like that of `python`; runpy would change `sys.argv[0]` to the full path."""
     if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(str(path), run_name="__main__")
         return
@@ -147,7 +147,7 @@ def _first_in_path(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _as_main(script: str, arguments: Sequence[str], *, module: bool) -> Iterator[None]:
-    """Sets `sys.argv` and the first entry of `sys.path` for the script, as `python` does."""
+    """Within the context, sets `sys.argv` and the first entry of `sys.path` for the script, as `python` does."""
     before = sys.argv
     sys.argv = [script, *arguments]
     try:
@@ -158,7 +158,7 @@ def _as_main(script: str, arguments: Sequence[str], *, module: bool) -> Iterator
 
 
 def own(error: BaseException) -> BaseException:
-    """Removes the frames of halfstep and runpy from the tracebacks of an exception and its causes; returns it."""
+    """Removes the frames of halfstep and runpy from the tracebacks of `error` and its causes; returns `error`."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
