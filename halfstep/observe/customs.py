@@ -12,7 +12,7 @@ from halfstep.torch_internals import leaf_of, running_node, saved_by, sequence_n
 
 
 class Customs:
-    """The custom autograd nodes of graphs, found from the nodes that get their gradient from them."""
+    """Finds the custom autograd node, if any, from which the running node of a backward pass got its gradient."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], tuple[str, int]] = {}
@@ -30,12 +30,12 @@ class Customs:
             seen.update(map(_key, following))
 
     def before_running(self) -> tuple[str, int] | None:
-        """Returns name and number of the custom node that passed the running node its gradient; None if none did."""
+        """Returns name and sequence number of the custom node that the running node got its gradient from, or None."""
         return self._before.get(_key(running_node()))
 
 
 def is_saved(tensor: Tensor) -> bool:
-    """Tells whether the running node of a backward pass keeps a tensor from the forward pass."""
+    """Tells whether a tensor is among those that the running node of a backward pass saved in the forward pass."""
     with without_modes():
         return storage_of(tensor) in {storage_of(each) for each in saved_by(running_node())}
 
