@@ -35,7 +35,7 @@ def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
 
 
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
-    """Returns the edits under which nothing is absorbed at that place any more; if there are none, also the reason."""
+    """Returns edits under which the overflow is no longer absorbed; if there are none, also the reason."""
     try:
         for edits, plan in edited(rehearsal.plan, _candidates(rehearsal, recorder, absorbed)):
             if _cures(rehearsal, plan, _place(recorder, absorbed)):
@@ -67,7 +67,7 @@ def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
 
 
 def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
-    """Yields rules that keep the overflow's module, or one around it, in fp32; then an edit that denies the op."""
+    """Yields rules that keep the module that overflowed, or one around it, in fp32; then an edit that denies the op."""
     yield from rules_around(absorbed.origin.module, rehearsal.roots)
     operator = recorder.operator(absorbed.origin)
     if is_op(operator):

@@ -59,10 +59,11 @@ _CLOSE = 0.5  # of the loss in fp32: how far the loss under a cure may differ fr
 
 @dataclass
 class _Run:
-    """One run of the closure: its loss, what was recorded, and the origin of the non-finite values (None: all finite).
+    """One run of the closure: its loss, what was recorded, and the failure that was `found` (None: all is finite).
 
-    `scale` is the loss scale of the run that found it, `lower` the scale that a dynamic one has to come down to before
-    all is finite (None: no lower one is needed). `has_room` says that a trial stays clear of the limits of its formats.
+    `scale` is the loss scale at which the closure failed, or ran without a failure. `lower` is the lower scale to which
+    a dynamic one would have to come down before all is finite (None: none is needed, or none was found). `has_room` is
+    False if values come so close to the limits of their formats that the next batch may overflow.
     """
 
     loss: float
@@ -142,9 +143,10 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
 
 
 def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> _Run:
-    """Runs the closure under a recorder, and tries lower scales on its graph if its backward pass overflowed.
+    """Runs the closure under a recorder; if its backward pass overflows, repeats that pass at lower loss scales.
 
-    If no scale passes, the failure at the lowest one is reported: a dynamic scale would come down and cure any other.
+    If no scale down to `least` passes, the failure at `least` is reported: a dynamic scale would come down and cure a
+    failure that occurs only at higher ones.
     """
     recorder = recorder or OpRecorder(rehearsal.roots)
     with rehearsal.recording(recorder):
@@ -168,7 +170,10 @@ def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, record
 
 
 def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
-    """Returns the origin of the last non-finite value before the closure raised `error`; raises it if there is none."""
+    """Returns the diagnosis of the last non-finite value before the closure raised `error`.
+
+    Raises `error` if there is no such value.
+    """
     origin = last_origin(recorder)
     if origin is None:
         raise error
@@ -176,7 +181,7 @@ def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale:
 
 
 def _look(rehearsal: Rehearsal, recorder: OpRecorder, loss: Tensor, scale: float) -> Diagnosis | None:
-    """Runs the backward pass and diagnoses its gradients; None if all are finite."""
+    """Runs the backward pass of a loss and returns the diagnosis of its gradients; None if all are finite."""
     with rehearsal.gradients(loss, scale) as gradients:
         return _of_sinks(rehearsal, recorder, gradients, scale)
 
@@ -187,7 +192,7 @@ def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor
 
 
 def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
-    """Halves the scale, down to `least`, until the gradients of the same graph are finite; returns it, or None."""
+    """Halves the scale, down to `least`, until the gradients of the graph are finite; returns that scale, or None."""
     while scale > least:
         scale = max(scale / 2, least)
         if _is_finite_at(rehearsal, loss, scale):
@@ -196,7 +201,10 @@ def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: floa
 
 
 def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
-    """Halves the scale and reruns a closure that calls `grad` until all is finite; returns that scale, or None."""
+    """Halves the scale and reruns the closure until all is finite; returns that scale, or None.
+
+    This helps a closure that calls `session.grad`, because the scale then affects the loss too.
+    """
     while scale > 1:
         scale = max(scale / 2, 1.0)
         rehearsal.rewind()
@@ -216,7 +224,10 @@ def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
 
 
 def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Reports what was looked at, if the closure's numbers are all finite."""
+    """Reports on a closure whose numbers are all finite.
+
+    Returns a verdict if the last step failed on gradients left over from an earlier one, otherwise None.
+    """
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
     _LOG.info(
@@ -273,7 +284,7 @@ def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
 
 
 def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
-    """Returns the name and size of the largest weight if the low format cannot hold it; None if all weights fit."""
+    """Returns name and magnitude of the largest weight if it exceeds the low format; None if all weights fit."""
     named = [(name, rehearsal.full(p).detach()) for root in rehearsal.roots for name, p in root.named_parameters()]
     sizes = [(name, float(p.abs().max())) for name, p in named if p.is_floating_point() and p.numel()]
     largest = max(sizes, key=lambda each: each[1], default=("", 0.0))
@@ -281,7 +292,10 @@ def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
 
 
 def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
-    """Returns the largest halved loss scale below 1 that passes. It loses small gradients, so edits come first."""
+    """Returns the largest loss scale below 1, found by halving, at which the closure's numbers are finite, or None.
+
+    Such a scale loses small gradients, so edits are tried first.
+    """
     if not found.may_be_scale or rehearsal.plan.ops == "none":
         return None
     rehearsal.rewind()
@@ -310,11 +324,14 @@ class _Search:
     left: int = _TRIES
 
     def narrow(self, found: Diagnosis) -> _Cure | None:
-        """Returns edits that leave part of the model low; if one place is cured and another fails, edits for both."""
+        """Returns edits that cure the failure and leave part of the model low, or None.
+
+        If edits cure one place and another place fails then, returns edits for both.
+        """
         return self._within(found, self._narrow(found), (), _FAULTS)
 
     def whole(self, found: Diagnosis) -> _Cure | None:
-        """Returns the edit that makes the whole model full, if it cures the failure."""
+        """Returns the edit that keeps the whole model full, if it cures the failure; otherwise None."""
         run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
         return None if run is None or run.found is not None else self._cure(WHOLE, run)
 
@@ -343,7 +360,7 @@ class _Search:
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
     def _cure(self, edits: tuple[Edit, ...], run: _Run) -> _Cure:
-        """Adds the loss scale that the edited run would come down to, so that no steps are skipped to reach it."""
+        """Returns the edits and the loss scale that their run came down to, so that no step is skipped to reach it."""
         scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
         return _Cure(scaled, run.loss, run.has_room)
 
@@ -361,10 +378,10 @@ class _Search:
 
 
 def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
-    """Runs the closure on copies of the models under a plan, at its present loss scale or one it will come down to.
+    """Runs the closure on copies of the models under a plan; returns the run, or the reason why that is impossible.
 
-    Returns the reason if it cannot be tried: the models cannot be copied, the closure calls others, or the plan does
-    not fit.
+    The loss scale is the present one, or one that a dynamic scale will come down to. The run is impossible if the
+    models cannot be copied, the closure calls other models, or the plan does not fit.
     """
     rehearsal.rewind()
     try:

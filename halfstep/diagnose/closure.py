@@ -46,7 +46,10 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Yields the leaves that the loss's backward pass writes to, gradients cleared; restores those not in `params`."""
+    """Yields the leaves whose gradients a loss's backward pass writes: `params`, and others that the loss depends on.
+
+    Clears the gradients of the others, and restores them at the end.
+    """
     leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}
     kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
@@ -60,7 +63,10 @@ def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tenso
 
 
 class Inputs:
-    """Tells whether the first module that each run of a closure calls gets the same tensors, hence the same batch."""
+    """Compares the inputs of the first module that each run of a closure calls.
+
+    `same` says that they were equal in all runs, which therefore got the same batch.
+    """
 
     def __init__(self) -> None:
         self.same = True

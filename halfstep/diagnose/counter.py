@@ -23,11 +23,11 @@ _Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it 
 
 @dataclass
 class _Streak:
-    """The skips of one set of optimizers on one loss.
+    """The skipped steps of one set of optimizers on one loss.
 
-    `length` counts the last skips in a row. The next `left_out` steps are ignored, then `pause` steps the next time.
-    `near` holds the last skips, as counts of `steps`, that followed a step made and came at a scale that had just
-    grown from its floor.
+    `length` is how many of the latest steps were skipped in a row. The next `left_out` steps raise no alarm; `pause` is
+    how many will raise none the next time. `near` holds the numbers, counted by `steps`, of the latest skips that
+    followed a step made and came at a scale that had just grown from its floor.
     """
 
     length: int = 0
@@ -45,7 +45,7 @@ class _Streak:
 class Counter:
     """Counts skipped steps in a row, separately per set of optimizers and per loss, without waiting for the device.
 
-    `WINDOW` steps are examined together, when the next one comes or once their values have arrived on the host.
+    Steps are examined `WINDOW` at a time, during the first later step that finds their values on the host.
     """
 
     def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:
@@ -56,11 +56,12 @@ class Counter:
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
-        """Counts a step of `parts`; returns which optimizers and loss, if any, need a look in the steps read so far.
+        """Counts a step of the optimizers `parts`; returns which optimizers and loss, if any, should be looked into.
 
-        They do if `WINDOW` steps in a row were skipped, or one was skipped with its loss scale at the floor, or one in
-        twenty was skipped each time the scale had grown from the floor. `skipped` and the `scales` of the losses are
-        0-dim tensors. A step captured by a CUDA graph does not count: the values read would be those of its replays.
+        They should if, in the steps examined so far, `WINDOW` steps in a row were skipped, or one was skipped with its
+        loss scale at the floor, or one in twenty was skipped each time the scale had grown from the floor. `skipped`
+        and the `scales` of the losses are 0-dim tensors. A step captured by a CUDA graph does not count: the values
+        read would be those of its replays.
         """
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             self._steps, self._coming = [], None
@@ -78,12 +79,12 @@ class Counter:
         return found
 
     def rest(self, watched: Watched) -> None:
-        """Ignores the next steps of the optimizers and loss `watched`, twice as many each time."""
+        """Raises no alarm for the next steps of the optimizers and loss in `watched`, twice as many at each call."""
         run = self._runs[watched]
         run.left_out, run.pause = run.pause, min(2 * run.pause, _LONGEST_PAUSE)
 
     def lives_at_floor(self, watched: Watched) -> bool:
-        """Tells whether the loss scale of the loss `watched` overflows whenever it has grown from its floor."""
+        """Tells whether the loss scale of the loss in `watched` overflows whenever it has grown from its floor."""
         return watched in self._runs and self._runs[watched].lives_at_floor
 
     def _look(self, steps: Sequence[_Step]) -> Watched | None:

@@ -37,9 +37,10 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 
 
 def rules_around(module: str | None, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns rules that keep a module full, with and without its output, then those around it, but not the model.
+    """Returns rules that keep a module full, then rules for each module around it, except the model itself.
 
-    Modules that share a parameter get the same rule.
+    There are two candidates for each module: one that returns low values, then one whose output stays fp32. Modules
+    that share a parameter get the same rule.
     """
     edits: list[tuple[Edit, ...]] = []
     for name in filter(None, _upwards(module)):
@@ -58,7 +59,10 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns the candidates that leave part of the model low; for an operation outside the model, a denied op."""
+    """Returns the candidates that leave part of the model low.
+
+    For an operation that no module called, the only candidate, if any, denies the operation.
+    """
     if found.module is None:
         in_forward = found.kind in _OF_FORMATS and found.phase != AFTER_BACKWARD
         known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
@@ -79,7 +83,7 @@ def is_whole(edits: tuple[Edit, ...]) -> bool:
 
 
 def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that run the code of the model itself in fp32 and its parts low as before, if that code failed."""
+    """Returns edits that run the model's own code in fp32 and its parts low as before; [] if that code did not fail."""
     if plan.ops == "none" or found.kind not in _OF_FORMATS or _upwards(found.module) != [""]:
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
@@ -91,10 +95,10 @@ def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
-    """Returns the smallest edit if fp32 is known, without a trial, to have a finite result; otherwise none.
+    """Returns the smallest edit that is known to cure a failure without a trial, or ().
 
-    If the result exceeds the low format, it must leave its module in fp32. An edit that the plan already has is no
-    cure.
+    That is known if the operation's fp32 result is finite. If that result exceeds the low format, the edit must also
+    let it leave its module in fp32. An edit that the plan already has is no cure.
     """
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
     if found.exact is None and not found.stored_overflow and not rounded:
@@ -115,9 +119,10 @@ def _differs(plan: Plan, other: Plan) -> bool:
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
-    """Returns the scaling to use instead of one that was too high; `lower` passes, or is `estimated` to pass.
+    """Returns the scaling to use instead of one whose loss scale was too high.
 
-    For an estimate the scaling is dynamic, so that it can come down further: later operations may need a lower scale.
+    `lower` is a loss scale that passes, or that is only `estimated` to pass. For an estimate the new scaling is
+    dynamic, so that it can come down further: later operations may need a lower scale.
     """
     if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)

@@ -53,7 +53,10 @@ class Diagnosis:
 
     @property
     def explodes(self) -> bool:
-        """Whether a recurrence grows out of proportion: in fp32 its loss is huge, or a later operation overflows."""
+        """Whether a recurrence grows without limit.
+
+        In fp32 the loss is then huge, or an operation that depends on the recurrence overflows.
+        """
         if not self.is_forward_overflow or self.runs < _RUNS or self.low is None or self.full_loss is None:
             return False
         if self.full is None:
@@ -73,7 +76,7 @@ class Diagnosis:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a weight has outgrown the low format, or the loss has outgrown even squares of its values."""
+        """Whether a weight exceeds the low format, or the loss has outgrown even that format's maximum squared."""
         if self.grown is not None or not self.loss_has_grown:
             return self.grown is not None
         assert self.full_loss is not None
@@ -102,7 +105,7 @@ class Diagnosis:
 
     @property
     def in_full(self) -> Diagnosis | None:
-        """How the closure failed in fp32, if it failed in another place: then there is a second fault."""
+        """How the closure failed in fp32, if it did in another place (a second fault); otherwise None."""
         if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
             return None
         if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
@@ -211,7 +214,10 @@ def _is_own(note: Note | None) -> bool:
 
 
 def _is_around(one: str, other: str) -> bool:
-    """Tells whether two names are of the same module, or one module contains the other; a hook's cast can blur this."""
+    """Tells whether two names are of the same module, or of two modules one of which contains the other.
+
+    A cast in a hook can make a failure appear in the one instead of the other.
+    """
     shorter, longer = sorted((one, other), key=len)
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
@@ -221,7 +227,7 @@ def _place(note: Note) -> tuple[str, str | None, str | None, str]:
 
 
 def _comes_from(note: Note, place: tuple[str, str | None, str | None, str]) -> bool:
-    """Tells whether an operation depends on the result of an earlier one at `place`."""
+    """Tells whether an operation depends on the result of an earlier one at `place` (name, module, line, phase)."""
     waiting, seen = [note], {note.index}
     while waiting:
         sources = [each for each in waiting.pop().sources if each is not None and each.index not in seen]

@@ -18,9 +18,10 @@ _CONSTANT = (
 
 
 def degree(note: Note) -> float:
-    """Returns k such that a result is proportional to scale**k: 1 for a gradient, 0 if the scale does not change it.
+    """Returns k such that a result is proportional to loss_scale**k.
 
-    A sum has the largest k of its terms. An operation that is not listed has the largest k of its arguments.
+    k is 1 for a gradient and 0 for a result that does not depend on the scale. A sum has the largest k of its terms. An
+    operation that is not listed has the largest k of its arguments.
     """
     known: dict[int, float] = {}
     waiting = [note]
@@ -36,7 +37,7 @@ def degree(note: Note) -> float:
 
 
 def _behind(note: Note) -> list[Note]:
-    """Returns the earlier operations that a result depends on, as far as the backward pass goes."""
+    """Returns the operations that wrote the arguments of `note`; [] outside of a backward pass and where it begins."""
     if note.root or note.phase != "backward":
         return []
     return [each for each in note.sources if each is not None and each.index < note.index]

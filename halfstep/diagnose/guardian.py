@@ -59,12 +59,13 @@ _LOG = logging.getLogger("halfstep")
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """A recorder whose own errors end the recording, but never the step that it watches.
 
-    `spent` is the total cost of model calls since the last backward pass. `ended` is True once the recorder failed or
-    there were `too_many` operations. `carried` holds the loss scale of each backward pass and the index of the note at
-    which the pass may begin.
+    `spent` adds up a cost for each model call since the last backward pass. `ended` is True once the recorder failed or
+    there were `too_many` operations. `carried` holds, for each backward pass, the index of the note at which the pass
+    may begin, and its loss scale.
 
-    While it waits for a forward, it records what is computed with gradients on, because combined weights and masks may
-    be computed there. `waiting` becomes False if that is too much, as in a loop that prepares a data set.
+    While it waits for a forward, it also records what is computed with gradients on, because combined weights and masks
+    may be computed there. `waiting` becomes False if there are too many such operations, as in a loop that prepares a
+    data set.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -120,7 +121,7 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         return float(begun[-1] if begun else otherwise)
 
     def forget(self) -> None:
-        """Ends the recording until it is switched on again, and drops what was recorded."""
+        """Drops what was recorded, and records nothing until the recorder is switched on again."""
         super().forget()
         self.carried = []
 
@@ -134,8 +135,8 @@ class Armed:
 
     It is on the stack of modes from the start: if it were pushed inside a call of a compiled model, it would miss the
     loss. `lost` is True if the caller's own modes or threads removed it early. `passed` is True if a forward without
-    gradients came first, which was not recorded. If forwards continue without a backward pass until `patience` or the
-    recording ends, it gives up: the step is long, or none is coming because the caller was interrupted.
+    gradients came first, which was not recorded. It gives up if the recording ends, or if the cost of forwards without
+    a backward pass exceeds `patience`: the step is long, or none is coming because the caller was interrupted.
     """
 
     def __init__(self, runtime: Runtime, patience: int, give_up: Callable[[], None]) -> None:
@@ -212,10 +213,10 @@ class Guardian:
         scales: Mapping[int, Tensor],
         stopping: Sequence[int] = (),
     ) -> None:
-        """Checks the counters, or a recorded step.
+        """Counts a step for the alarm, or examines it if it was recorded.
 
-        `parts` have stepped, on gradients of the losses in `scales`, which maps the id of each loss to its scale. The
-        processes in `stopping` have told all others that they have an error to raise.
+        The optimizers `parts` have stepped, on gradients of the losses in `scales`, which maps the id of each loss to
+        its scale. The processes in `stopping` have told all others that they have an error to raise.
 
         Raises:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
@@ -234,7 +235,10 @@ class Guardian:
     def _after_recorded(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> None:
-        """Examines the step that is waited for; steps of others may affect it, and stay recorded for a while."""
+        """Examines the recorded step if it is the one that the recorder waits for.
+
+        Steps of other optimizers may affect that one, so they stay recorded for a while.
+        """
         waited_for, loss_id = self._about
         if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
             self._conclude(record, parts, scales)
@@ -300,7 +304,10 @@ class Guardian:
     def _explain(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
-        """Returns the verdict on a recorded step and a phrase on what a lower loss scale would do; None if normal."""
+        """Returns the verdict on a recorded step and a phrase on what a lower loss scale would do.
+
+        Returns None if the skip is normal, or if its cause was not recorded.
+        """
         recorder, runtime = armed.recorder, self._runtime
         losses = [record.loss] if record.loss is not None else []
         gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
@@ -321,9 +328,9 @@ class Guardian:
     def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
         """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do.
 
-        None if the scale will come down and that cures this step, or may cure that of another process: so that all
-        processes stop at the same step, none does before the lowest scale of the step, `shared` by all, is at its
-        floor.
+        Returns None if the loss scale will come down and that cures this failure. If the processes communicated in the
+        step, `shared` is its lowest loss scale: None is also returned until that scale is at its floor, because it may
+        still cure the failure of another process, and all processes have to stop at the same step.
         """
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries it")
@@ -352,7 +359,7 @@ class Guardian:
         return verdict, f": the loss scale is too high, and {limit}"
 
     def _of_rhythm(self, found: Diagnosis, scale: float) -> tuple[Verdict, str]:
-        """Returns the verdict on a scale that passes at its floor and soon grows back to one that does not pass."""
+        """Returns the verdict on a loss scale that passes at its floor and soon grows back to one that overflows."""
         scaling = self._runtime.plan.scale
         found = replace(found, lower_scale=self._floor)
         cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
@@ -407,7 +414,7 @@ class _Lower:
 
     @staticmethod
     def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
-        """Returns what follows from the true result, which is proportional to a power of the scale."""
+        """Estimates lower loss scales from the true result, which is proportional to a power of the scale."""
         power = degree(found.note) if found.note is not None else 0.0
         if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
             return _Lower(False)

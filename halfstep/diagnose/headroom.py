@@ -18,7 +18,7 @@ _CASTS = ("_to_copy", "copy_")
 
 
 class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """A recorder that also keeps the largest magnitude that casts to `low` wrote in the forward pass."""
+    """A recorder that also keeps, as `largest`, the largest magnitude cast to `low` in the forward pass."""
 
     def __init__(self, roots: Sequence[nn.Module], low: Format) -> None:
         super().__init__(roots)
@@ -42,5 +42,5 @@ class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's clas
 
 
 def keeps_scale(scaling: Scaling, scale: float) -> bool:
-    """Tells whether a loss scale that passes leaves a dynamic scale room above its floor."""
+    """Tells whether a loss scale that passes is well above the floor of a dynamic scaling; True for a static one."""
     return not scaling.adapts or scale >= min(OF_FLOOR * scaling.min, scaling.max)

@@ -23,7 +23,7 @@ from halfstep.torch_internals import hooks_of, parameters_of
 
 
 class Rehearsal:
-    """Runs a closure on a session's models; made by `rehearsing`, which restores everything when it ends.
+    """Runs a closure on a session's models; made by `rehearsing`, which at its end undoes what the runs changed.
 
     `params` are the trainable parameters; `inputs` tells whether all runs got the same inputs. Inside `at_scale(scale)`
     a closure's `session.grad` uses that loss scale; inside `recording(recorder)` a recorder sees the operations.
@@ -53,7 +53,10 @@ class Rehearsal:
 
     @contextmanager
     def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
-        """Runs the backward pass at a loss scale (None: unscaled), yields all gradients; restores those of others."""
+        """Runs the backward pass at a loss scale (None: unscaled) and yields all gradients.
+
+        Gradients of tensors other than the models' parameters are restored at the end.
+        """
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:
                 leaf.grad = None

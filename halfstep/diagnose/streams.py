@@ -1,4 +1,4 @@
-"""Finds where an fp32 input or buffer makes all later values fp32, so that each product casts them; nothing breaks."""
+"""Finds fp32 inputs and buffers that make all later values fp32, so that each product casts them; nothing breaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDED = ("add", "add_", "sub", "sub_", "rsub")
 
 @dataclass(frozen=True)
 class Outside:
-    """The source of fp32 values that no low operation computed."""
+    """The origin of fp32 values that no low operation computed: an input, or the buffer `name`."""
 
     kind: str
     name: str = ""
@@ -31,7 +31,11 @@ class Outside:
 
 @dataclass
 class Stream:
-    """The operation that first combined low and fp32 values, the source of the fp32 values, and who cast since."""
+    """A chain of fp32 values that began when an operation combined low and fp32 values.
+
+    `note` is that operation, `source` is where its fp32 values came from, and `casts` has the modules that have cast
+    the chain's values since.
+    """
 
     note: Note
     source: Outside
@@ -53,7 +57,7 @@ class Stream:
 
 
 class Streams:
-    """Follows fp32 values through a traced forward, from the operations where they widen low results."""
+    """Follows fp32 values through a traced forward, from the operations in which they turned low values into fp32."""
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator

@@ -303,7 +303,10 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
 
 
 def _about_gradient(name: str, *, called: bool) -> str:
-    """Returns the advice on an operation's gradient; `called`: a custom backward or a hook called the operation."""
+    """Returns the advice on an operation whose gradient is not finite.
+
+    `called` says that a custom backward or a hook called the operation itself.
+    """
     if called:
         return (
             f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain (an "
@@ -317,7 +320,7 @@ def _about_gradient(name: str, *, called: bool) -> str:
 
 
 def _brought_in(note: Note, name: str) -> str:
-    """Returns the advice if the code itself brought the number in, so that no operation computed it; else ""."""
+    """Returns the advice on a number that the code passed in and that no operation computed; "" if there is none."""
     if note.unseen:
         return f"the backward of {name} computes this outside of torch, or sets it: see what it does at these inputs"
     own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]

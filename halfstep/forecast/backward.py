@@ -111,7 +111,7 @@ def _show(grads: Sequence[Tensor | None], see: Callable[[Tensor], None]) -> None
 
 
 class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """A mode that passes each fp32 product computed by a module of the model to `see`, with the module's name."""
+    """A mode that calls `see(name, result)` for each fp32 product, with the name of the module that computes it."""
 
     def __init__(self, model: nn.Module, see: Callable[[str, Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

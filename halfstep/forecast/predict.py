@@ -30,11 +30,12 @@ Group = tuple[str, str]  # a module's name and a tensor kind
 
 @dataclass(frozen=True)
 class Scouted:
-    """The facts that one step before the measurement gathers.
+    """What one step before the measurement finds out.
 
-    `low` says which tensors are stored low; tensors it does not name count as low. `largest_gradient` is the largest
-    low gradient, also among those inside modules; `inside` is its ratio to the largest one among the named tensors.
-    `full_modules` names the modules that compute full; `ceiling` is the largest scale that the loss's format holds.
+    `low` says whether a tensor is stored low; tensors that it does not name count as low. `full_modules` names the
+    modules that compute full. `largest_gradient` is the largest magnitude in a low gradient, also between operations
+    inside modules. `inside` is its ratio to the largest one in the gradients of weights and of modules' outputs.
+    `ceiling` is the largest loss scale that the loss's format holds.
     """
 
     low: Mapping[TensorName, bool] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Scouted:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The rows of a `WhatIf`, its scales, and the largest result of a product in each module that computes low."""
+    """The rows and scales of a `WhatIf`, and the largest magnitude of a product in each module that computes low."""
 
     rows: tuple[Rounded, ...]
     scales: tuple[ScaleRange, ...]
@@ -66,7 +67,7 @@ def predict(
     """Runs training steps in fp32 and returns what rounding all their results to each format would do.
 
     If there is an optimizer, the weights change; nothing is restored. Gradients are multiplied by `loss_scale` before
-    rounding, by default by a constant scale that suits the scouted gradients.
+    rounding, by default by a constant that suits the largest gradient in `scouted`.
 
     Raises:
         SessionError: the closure returns no loss or one that is not finite in fp32, no gradient reaches a tensor stored
@@ -84,10 +85,10 @@ def predict(
 
 
 def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int) -> None:
-    """Runs a step in fp32, then its backward pass once more in each format; keeps the fp32 gradients.
+    """Runs a step in fp32, then its backward pass once more in each format; leaves the fp32 gradients in `grad`.
 
-    The additional passes start with the format's scale, round the gradient at each module's output, and round the
-    products in between.
+    Each of the additional passes starts with the format's loss scale. It rounds the gradient at each module's output,
+    and the products in between.
     """
     params = list(model.parameters())
     with ExitStack() as undo:
@@ -127,7 +128,7 @@ def _backward_again(loss: Tensor, scale: float) -> None:
 
 
 class RoundingTotals:
-    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` are the loss scales per format."""
+    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` maps each format to its loss scale."""
 
     def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
         self.formats = tuple(scales)
@@ -145,7 +146,7 @@ class RoundingTotals:
 
     @contextmanager
     def backward_in(self, fmt: Format, nodes: Nodes) -> Iterator[float]:
-        """Treats gradients seen inside as those of a backward pass in `fmt`; yields the scale to start with."""
+        """Makes `see` take gradients inside the `with` as those of a backward pass in `fmt`; yields its loss scale."""
         self._backward_in = RoundedBackward(nodes, fmt)
         try:
             with self._backward_in:
@@ -154,9 +155,10 @@ class RoundingTotals:
             self._backward_in = None
 
     def see(self, place: TensorName, tensor: Tensor) -> Tensor | None:
-        """Counts one tensor; in a backward pass in a format, returns the gradient rounded to that format.
+        """Counts the effects of rounding one tensor to each format.
 
-        If a group has low and full tensors, only the low ones count.
+        Inside `backward_in`, counts the effects for its format only and returns the gradient rounded to that format. If
+        a module has low and full tensors of one kind, only the low ones count.
         """
         group: Group = place[:2]
         low = self._scouted.low.get(place, True)  # a tensor that the scout has not seen counts as low
@@ -260,9 +262,9 @@ class _Sum:
         self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
-        """Counts the effects of rounding fp32 values and returns them rounded; with `fmt` None they stay as they are.
+        """Counts the zeros and overflows after rounding fp32 values to `fmt` (None: no rounding); returns the result.
 
-        `arrived` says that non-finite values had been saturated before they got here.
+        `arrived` says that non-finite values are overflows from earlier in the same pass, which count too.
         """
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()
@@ -273,7 +275,10 @@ class _Sum:
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None) -> None:
-        """Adds up the energy of values and of rounding errors; values beyond the format count as its largest value."""
+        """Adds up the energy (sum of squares) of values and of their rounding errors.
+
+        A value beyond the format counts as rounded to the largest value of the format.
+        """
         if not math.isfinite(_largest(values)):
             values = torch.where(values.isfinite(), values, 0.0)  # infinities of masks do not count as loss
         self._signal += torch.linalg.vector_norm(values, dtype=torch.float64).square()
@@ -302,9 +307,10 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float) -> float | None:
-    """Returns the smallest power of two up to `largest` at which each tensor's SNR is 20 dB or more; None if none is.
+    """Returns the smallest power of two up to `largest` at which each gradient's SNR is 20 dB or more; None if none is.
 
-    Computed from the exponents in fp32 only, under the assumption that errors are uniform within a rounding step.
+    The SNR is computed from exponents in fp32 only, under the assumption that errors are uniform within a rounding
+    step.
     """
     needed = SMALLEST_SCALE
     for stats in gradients:
@@ -344,7 +350,7 @@ def expected_snr_db(stats: TensorStats, fmt: Format, scale: float) -> float:
 
 
 def _limit(fmt: Format, amax: float) -> float:
-    """Returns the scale at which a gradient reaches the largest value of a format."""
+    """Returns the loss scale at which a gradient of magnitude `amax` reaches the largest value of a format."""
     return fmt.max / amax if amax else math.inf
 
 
@@ -353,7 +359,10 @@ def _power_below(value: float) -> float:
 
 
 def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
-    """Returns a power of two with headroom; 1 if the format has fp32's exponents and that leaves headroom."""
+    """Returns the loss scale to use: a power of two that leaves headroom below `limit`, at most `ceiling`.
+
+    It is 1 if the format has fp32's exponents and 1 leaves headroom.
+    """
     if fmt.exponent_bits == FP32.exponent_bits and limit >= HEADROOM:
         return 1.0
     return max(min(_power_below(limit / HEADROOM), ceiling), SMALLEST_SCALE)

@@ -31,7 +31,7 @@ See = Callable[[TensorName, Tensor], Tensor | None]
 
 
 def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
-    """Runs the closure and the backward pass of its loss, passes every tensor to `see`, returns the loss, detached.
+    """Runs the closure and the backward pass of its loss, passes every tensor to `see`, and returns the loss, detached.
 
     Raises:
         SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.

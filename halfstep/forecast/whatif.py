@@ -182,7 +182,7 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
 
 
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
-    """Returns what one step under `plan` stores low: each tensor whose values all fit the low format exactly.
+    """Runs one step under `plan` and returns which tensors are low: those whose values all fit the low format exactly.
 
     The values tell more than the dtype: a gradient that is computed low and passed on as fp32 was rounded. The same
     holds for the gradient of a loss that a module computes low and returns as fp32.
@@ -241,9 +241,10 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 def _follow(
     low: dict[TensorName, bool], low_losses: Sequence[TensorName], stored_low: Collection[TensorName] | None
 ) -> None:
-    """Completes `low`: adds the gradients of low losses, and sets weights and weight gradients consistently.
+    """Completes `low`, which says for each tensor whether it is stored low.
 
-    `stored_low` has the weights that the plan stores low; None if the plan stores no weights low.
+    Adds the gradients of the losses `low_losses`, and gives each weight and its gradient the same value. `stored_low`
+    has the weights that the plan stores low; None if the plan stores no weights low.
     """
     low.update((place._replace(kind="activation_grad"), True) for place in low_losses)
     for place in [place for place in low if place.kind == "weight"]:
@@ -296,9 +297,10 @@ def _about_absorbed(
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:
-    """Returns the rules that keep a module full, or its parent if the parent uses the module's weights itself.
+    """Returns the rules that keep a module full, and the advice in words.
 
-    Modules that share a parameter with that module get the same rule.
+    If the module's parent uses the module's weights itself, the rules keep the parent full instead. Modules that share
+    a parameter get the same rule. There are no rules if they would keep the whole model full.
     """
     name = module
     while name:

@@ -27,10 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Absorbed(Generic[T]):
-    """An overflow at `origin` that the operation at `by` turned into finite values that differ from fp32.
+    """An overflow in the operation `origin` that the operation `by` turned into finite values that differ from fp32.
 
-    `values` are the fp32 values of the elements that became infinite at `origin`, in a result of `dtype`. `got` is an
-    element of the result of `by`, `want` the same element in fp32, and `off` the relative difference of its row.
+    `values` are the fp32 values of the elements that became infinite in the result of `origin`, whose dtype is `dtype`.
+    `got` is an element of the result of `by`, and `want` its value in fp32. `off` is the relative error of the row
+    (along the last dimension) which that element is in.
     """
 
     origin: T
@@ -54,7 +55,11 @@ class Absorbed(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Origin(Generic[T]):
-    """The caller's object for the operation that overflowed, the fp32 values that became infinite, and the format."""
+    """An operation that overflowed.
+
+    `of` is the caller's object for it. `values` are the fp32 values of the elements that became infinite in its result,
+    whose dtype is `dtype`.
+    """
 
     of: T
     values: Tensor
@@ -63,7 +68,10 @@ class _Origin(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Shadow(Generic[T]):
-    """The fp32 values of a piece of memory; `reference` keeps the identity of that memory from being reused."""
+    """The fp32 values of all elements of a storage.
+
+    `reference` keeps the identity of the storage from being reused after it is freed.
+    """
 
     reference: StorageWeakRef
     values: Tensor
@@ -80,13 +88,14 @@ class _Shadow(Generic[T]):
 
 
 class OverflowTrail(Generic[T]):
-    """Follows the fp32 values of what overflowed in a forward pass until an operation absorbs the overflow.
+    """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
 
-    An operation is computed again in fp32 if its low result is not finite or an argument has a trail. Elements that are
-    finite only in fp32 get a trail; infinities that fp32 has too (masks, log of 0) do not. `found` has what was
-    absorbed, once for each origin. A trail ends at operations that draw random numbers, have no fp32 kernel or return
-    integers. Tensors of torch.func and sparse, nested and distributed tensors have no trail. Each low result is
-    examined, which waits for the device.
+    A trail is the fp32 values that are kept for a tensor some of whose elements are finite only in fp32. Infinities
+    that fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if its low result is not
+    finite or an argument has a trail. `found` lists the absorbed overflows, one for each operation at which a trail
+    began. A trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Tensors of
+    torch.func and sparse, nested and distributed tensors have no trail. Each low result is examined, which waits for
+    the device.
     """
 
     def __init__(self) -> None:
@@ -94,7 +103,10 @@ class OverflowTrail(Generic[T]):
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
-        """Runs an operation for a dispatch mode and returns its result; `here` returns an object that identifies it."""
+        """Runs an operation for a dispatch mode and returns its result.
+
+        `here()` returns the caller's object for the operation.
+        """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         backward = in_backward()
         blind = backward or is_view(func) or is_uninitialised(func) or is_collective(func)
@@ -122,7 +134,10 @@ class OverflowTrail(Generic[T]):
     def _again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Returns an operation's results in fp32, with `values` for the arguments of these ids; [] on failure."""
+        """Returns an operation's results, computed again in fp32; [] if that fails.
+
+        `values` maps the id of an argument to the tensor to use in its place.
+        """
         if torch.Tag.nondeterministic_seeded in func.tags:
             return []
         args, kwargs = widened(func, (tuple(args), dict(kwargs)), values, torch.float32)
@@ -173,7 +188,7 @@ class OverflowTrail(Generic[T]):
         shadow.of(out).copy_(values)
 
     def _overwrite(self, out: Tensor) -> None:
-        """Ends the trails in the memory of a result that has no trail itself."""
+        """Ends the trail of the elements of `out`, if any: the fp32 values kept for them become those of `out`."""
         shadow = self._shadow(out)
         if shadow is not None:
             shadow.of(out).copy_(out)
@@ -196,9 +211,11 @@ def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 
 
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
-    """Returns an element, its fp32 value, and its row's relative error; None if all rows are within the tolerance.
+    """Returns the worst element in the worst row of `out`, its value in fp32, and the row's relative error.
 
-    Rows are along the last dimension. Only elements that an overflow has `touched` count, and rounding does not.
+    The worst row has the largest relative error, its worst element the largest difference to fp32. Returns None if no
+    row's error exceeds `TOLERANCE`. Rows are along the last dimension, and `exact` is the result in fp32. Only the
+    elements marked in `touched`, which an overflow changed, count. Rounding is no error.
     """
     if not bool(touched.any()):
         return None

@@ -33,7 +33,8 @@ def make_probe(
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`.
 
-    `absorbed` puts a mode above the one that emulates a format; None if absorbed overflows are not requested.
+    `absorbed` is the function that puts a mode above the one that emulates a format, to look for absorbed overflows;
+    None if they are not requested.
 
     Raises:
         ObserveError: an invalid setting, a pattern that matches no module, or no module has such a tensor.
@@ -89,7 +90,10 @@ def _patterns(modules: str | Iterable[str]) -> list[Rule]:
 
 
 def _chosen(roots: Sequence[nn.Module], patterns: Sequence[Rule]) -> dict[str, nn.Module]:
-    """Returns the modules by name, each once, in model order; with several models, names start with the number."""
+    """Returns the modules that the patterns match and all inside them by name, each once, in model order.
+
+    If there are several models, names begin with the number of the model: "1.encoder.attn".
+    """
     sites = [site for index, root in enumerate(roots) for site in find_sites(root, index)]
     wanted: set[int] = set()
     for pattern in patterns:

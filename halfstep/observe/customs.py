@@ -11,7 +11,7 @@ from halfstep.torch_internals import is_users_function, leaf_of, running_node, s
 
 
 class Customs:
-    """The custom autograd nodes of graphs, found from the nodes that get their gradient from them."""
+    """Finds the custom autograd node, if any, from which the running node of a backward pass got its gradient."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], tuple[str, int]] = {}
@@ -29,7 +29,7 @@ class Customs:
             seen.update(map(_key, following))
 
     def before_running(self) -> tuple[str, int] | None:
-        """Returns name and number of the custom node that passed the running node its gradient; None if none did."""
+        """Returns name and sequence number of the custom node that the running node got its gradient from, or None."""
         return self._before.get(_key(running_node()))
 
 

@@ -36,12 +36,13 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Hooks on modules from `put_on` to `remove`, which call `saw` with the outputs of passes that need gradients.
+    """Hooks on modules from `put_on` to `remove`, which pass the outputs of forward passes with gradients to `saw`.
 
-    `saw(module, found)` gets the floating-point and complex tensors of an output, and `saw_grad(module, place,
-    gradient)` the gradient of each, if it arrives while the hooks are on. A pass without gradients (evaluation) is
-    ignored. What a checkpoint computes again in the backward pass is reported once: the first time that gradients are
-    on. A module that returns the tensors of a module inside it is left out. Nothing is reported while `active` is
+    `saw(name, found)` gets the module's name and, for each floating-point or complex tensor in its output, its place
+    there (such as "hidden.0") and the tensor. `saw_grad(name, place, gradient)` gets the gradient of each of these
+    tensors, if it arrives while the hooks are on. A pass without gradients (evaluation) is ignored. What a checkpoint
+    computes again in the backward pass is reported once: the first time that gradients are on. A tensor that a module
+    returns unchanged from a module inside it is reported for the inner one only. Nothing is reported while `active` is
     False.
     """
 
@@ -96,7 +97,7 @@ class StepHooks:
                     self._watch(name, place, t)
 
     def _is_repeated(self, name: str) -> bool:
-        """Tells whether a checkpoint recomputes a module seen before: in the forward pass, or in another checkpoint."""
+        """Tells whether a checkpoint recomputes the module `name` after its output has been reported."""
         task = backward_task()
         if task == -1:  # no backward pass is under way
             self._forward.add(name)
@@ -116,7 +117,7 @@ class StepHooks:
             self._handles.append(handle)
 
     def _is_known(self, t: Tensor) -> bool:
-        """Tells whether `t` is a tensor that the previous module returned, unchanged since."""
+        """Tells whether `t` is a tensor of the output that was reported last, and has not been written to since."""
         return any(held() is t and version == version_of(t) for held, version in self._newest)
 
 

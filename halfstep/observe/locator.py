@@ -1,7 +1,7 @@
 """Finds from the stack where an operation was called: the module, the line of user code, and the torch function.
 
-It reads the stack instead of using hooks: a hook that returns a value changes the model, one that raises stays on, and
-neither sees the part of a forward that a checkpoint runs again in the backward pass.
+It reads the stack instead of using hooks: a hook that returns a value changes the model, a hook that raises is not
+removed, and no hook sees the part of a forward that a checkpoint runs again in the backward pass.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 class Place:
     """The place from which an operation was called.
 
-    `module` is a dotted name, None outside of every module. `line` is "file.py:12 in forward", None if no line of user
-    code is on the stack (only C++, in a backward pass). `call` distinguishes the calls that one line of Python makes;
-    all operations of one C++ function have the same `call`. `function` is the torch function written in Python that
-    called the operation, "" if none did. `again` says that a checkpoint runs this part of a forward a second time.
-    `foreign` says that a backward pass called a nested function that no method of the models' modules defines.
+    `module` is the dotted name of the running module, None outside of every module. `line` is "file.py:12 in forward",
+    None if no line of user code is on the stack (only C++, in a backward pass). `call` identifies one call of a C++
+    function from Python: all operations of that call have the same `call`, and two calls in one line have different
+    ones. `function` is the torch function written in Python that called the operation, "" if none did. `again` says
+    that a checkpoint runs this part of a forward a second time. `foreign` says that the operation ran in a backward
+    pass, in a nested function that no method of the models' modules defines, such as a hook.
     """
 
     module: str | None
@@ -70,7 +71,7 @@ class _Known:
 
 
 class Locator:
-    """Knows the modules, parameters, gradients and buffers of models by identity; finds the running operation's place.
+    """Finds the names of the modules and tensors of models by identity, and the place of the running operation.
 
     If there are several models, names begin with the number of the model: "1:encoder.attn".
     """
@@ -107,7 +108,10 @@ class Locator:
         return next((module() for known, module in self._modules.values() if known == name), None)
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
-        """Returns "parameter", "gradient" or "buffer", the name and the known tensor; None for unknown memory."""
+        """Returns kind, name and tensor of what the models hold in a tensor's memory; None for other memory.
+
+        The kind is "parameter", "gradient" or "buffer". For a gradient, the tensor is its parameter.
+        """
         held = memory_of(tensor)
         known = [] if held is None else self._tensors.get(_identity(held), [])
         if held is None or not known:
@@ -122,10 +126,10 @@ class Locator:
         return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
-        """Returns the place of the running operation; searches up the stack as far as the start of a pass.
+        """Returns the place of the running operation, searched up the stack as far as the start of a pass.
 
-        A checkpoint's second run is not below the module's forward; there the module is found as the `self` of a
-        nested function.
+        When a checkpoint runs a part of a forward again, the module's forward is not on the stack. The module is then
+        the `self` that a nested function on the stack refers to.
         """
         frame: FrameType | None = sys._getframe(1)
         module = line = call = enclosing = outermost = None
@@ -178,7 +182,7 @@ class Locator:
         return False
 
     def _kind(self, code: CodeType) -> str:
-        """Returns the kind of code: "user", "torch", ..., "below" for code to skip, or "end" to end the search."""
+        """Returns "end" for code that ends the search, "cast" for halfstep's casts, or else the kind of its file."""
         path = code.co_filename
         if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
             return "end"
@@ -206,7 +210,7 @@ class Locator:
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Returns the tensor that holds the elements: itself, or the values of a sparse or nested tensor.
+    """Returns the tensor that holds a tensor's elements: itself, or the values of a sparse or nested tensor.
 
     Returns None if the elements are not in identifiable memory.
     """
@@ -247,7 +251,11 @@ def _span(held: Tensor) -> tuple[int, int]:
 
 
 def _kind(path: str) -> str:
-    """Returns the kind of code in a file that defines no module of the models."""
+    """Returns the kind of code in a file that defines no module of the models.
+
+    The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
+    itself), "torch" for the rest of torch, and "user".
+    """
     if path == CHECKPOINT_FILE:
         return "checkpoint"
     if path in FUNCTIONAL_FILES:

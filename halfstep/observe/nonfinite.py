@@ -22,7 +22,7 @@ _NARROW = ("float8", "float4")
 
 @dataclass(frozen=True)
 class NonFinite:
-    """How many of `count` elements are NaN, plus infinity (above) or minus infinity (below), and the first index."""
+    """How many of `count` elements are NaN (`nan`), inf (`above`) or -inf (`below`), and the index of the first."""
 
     count: int
     nan: int
@@ -84,7 +84,11 @@ def elements(nested: Tensor) -> Tensor:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Reads the tensor once: the extremes are NaN if any element is, and `isfinite` takes twenty times as long."""
+    """Tells whether all elements are finite.
+
+    Reads the tensor once, for its minimum and maximum, which are NaN if any element is. `isfinite` takes twenty times
+    as long.
+    """
     low, high = torch.aminmax(values)
     return math.isfinite(float(low)) and math.isfinite(float(high))
 

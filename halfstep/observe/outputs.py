@@ -1,4 +1,4 @@
-"""Finds the floating-point tensors in whatever a module returns, each with its place in it."""
+"""Finds the floating-point tensors in whatever a module returns, and where in it each of them is."""
 
 from __future__ import annotations
 

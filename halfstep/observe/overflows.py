@@ -39,7 +39,7 @@ class _Here:
 
 
 class _Trail(OverflowTrail[_Here]):
-    """A trail that knows whether the operation itself has run or raised."""
+    """An `OverflowTrail` that notes whether the operation itself has been started, and keeps its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class _Trail(OverflowTrail[_Here]):
 
 
 class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Follows overflows in training forwards, reports absorbed ones; may be entered again inside itself.
+    """Reports overflows that are absorbed in training forwards; the mode may be entered again inside itself.
 
     Gradients can be off in parts of a training forward: in a `no_grad` block, a custom function, a reentrant
     checkpoint. What is absorbed there counts only once an operation with gradients reads its result, which never
     happens in an evaluation. While all models are in eval mode, operations without gradients are ignored.
 
-    It examines each low result, which waits for the device. An error in the watch ends the watch, never the step.
+    Each low result is examined, which waits for the device. An error in the watch ends the watch, never the step.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -103,9 +103,10 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
 
     def _weigh(self, known: int, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Sets aside new finds made without gradients until an operation with gradients depends on them.
+        """Holds back overflows found without gradients until an operation with gradients depends on them.
 
-        Finds beyond the first `known` are new; `given` and `outputs` are the tensors of the operation that has run.
+        In the trail's `found`, those beyond the first `known` are new. `given` and `outputs` are the tensors that the
+        operation read and returned or wrote.
         """
         found, trains = self._trail.found, torch.is_grad_enabled()
         waiting = [each for each in found[known:] if not (trains and each.origin.trains)]
@@ -129,7 +130,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return _Here(place, operator, torch.is_grad_enabled())
 
     def observations(self, step: int) -> list[Observation]:
-        """Returns the absorbed overflows, once for each line of each module that overflowed."""
+        """Returns the absorbed overflows as observations, one for each line of each module where they began."""
         found: dict[tuple[str | None, str | None], Absorbed[_Here]] = {}
         for each in self._trail.found:
             place = each.origin.place
@@ -169,9 +170,10 @@ Watched = tuple[AbsorbedWatch, Callable[[], None]]
 def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
     """Returns a watch that sees all operations from now on, and a function that detaches it from emulation.
 
-    Adds to `undo` what ends the watch. The returned function holds the session, which neither `undo` nor the stack of
-    modes may do. The watch is on the stack of modes from the start: if it were pushed inside a forward, a `with` block
-    around that forward would pop it. Meanwhile compiled code runs uncompiled.
+    Adds to `undo` the functions that end the watch. `under` puts the watch above the mode that emulates a format. The
+    returned function keeps the session alive, which neither `undo` nor the stack of modes may do. The watch is on the
+    stack of modes from the start: if it were pushed inside a forward, a `with` block around that forward would pop it.
+    Until the watch ends, compiled code runs uncompiled.
     """
     watch = AbsorbedWatch(roots)
     undo.append(run_uncompiled())

@@ -26,7 +26,7 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Watch(Protocol):
-    """Observes the updates of one step."""
+    """Observes the updates of one step: what it adds to the parameters."""
 
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
         """Yields the updates known before the step is made, from the step's gradients times `factor`."""
@@ -90,7 +90,10 @@ class Probe(AbstractContextManager["Probe"]):
         self._hand_over(wait=True)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
-        """Ends step number `step`, made by the optimizers `parts` out of `of`; prepares the next one if observed."""
+        """Ends step number `step`, and attaches the probe for the next step if that one is observed.
+
+        The step was made by the optimizers `parts`; `of` are all optimizers of the session.
+        """
         window, self.window = self.window, None
         if window is not None:
             window.close()
@@ -166,7 +169,7 @@ class Probe(AbstractContextManager["Probe"]):
 
 
 class Probes:
-    """The probes of one session, which passes its events to them; does nothing in a step that no probe observes."""
+    """Passes the events of one session to its probes. Does nothing in a step that no probe observes."""
 
     def __init__(self) -> None:
         self._attached: list[Probe] = []
@@ -189,7 +192,7 @@ class Probes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes passes that belong to no step from observation."""
+        """Stops observing inside the `with`, whose passes belong to no step."""
         windows = self._windows()
         for window in windows:
             window.pause(on=False)
@@ -200,7 +203,7 @@ class Probes:
                 window.pause(on=True)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
-        """Passes the gradients of a step to the probes before the step is made, still multiplied by `scale`."""
+        """Passes the gradients of a step, still multiplied by `scale`, to the probes before the step is made."""
         for window in self._windows():
             window.read(params, grads, scale)
 
@@ -212,7 +215,10 @@ class Probes:
         grads: Sequence[Tensor],
         factor: Tensor | None,
     ) -> Iterator[None]:
-        """Observes the update inside the `with`, of `params` from `grads` times `factor`; `make()` returns a watch."""
+        """Observes the update of `params` that is made inside the `with`, from `grads` times `factor`.
+
+        `make()` returns the `Watch` that measures the update.
+        """
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         if not windows:
             yield
@@ -237,7 +243,7 @@ class Probes:
                 window.update(updates)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
-        """Ends step number `step`, made by the optimizers `parts` out of all `of` the session."""
+        """Ends step number `step`, made by the optimizers `parts`; `of` are all optimizers of the session."""
         if not self._attached:
             return
         self._attached = [probe for probe in self._attached if probe.attached]

@@ -44,11 +44,11 @@ _SPREAD = 0.01
 
 @dataclass(frozen=True)
 class Exact:
-    """The result of an operation in fp32: its largest magnitude, and whether all of it is finite.
+    """The result of an operation in fp32: its largest finite magnitude, and whether all of it is finite.
 
-    `defined` says that the result is finite in fp64, `pole` that it is not finite in any wider format either.
-    `constant` says that what does not fit the low format is the constant of a mask, such as -1e9: a negative number
-    that is the same everywhere, up to small numbers added to it. `value` is that constant.
+    `defined` says that the result is finite in fp64, `pole` that no wider format makes it finite, as with 1/0.
+    `constant` says that all elements that do not fit the low format have the value of a mask, such as -1e9: one
+    negative number, to which small numbers may have been added. `value` is that number.
     """
 
     largest: float
@@ -90,9 +90,10 @@ def recompute(
 def recompute_unmasked(
     func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor]
 ) -> Exact | None:
-    """Computes the operation again with 1 in place of the infinities that it `read`, which come from a mask.
+    """Returns an operation's result in fp32 with 1 in place of the infinities of masks among the values it `read`.
 
-    None if the result is then finite, so that the infinities alone caused the failure, or if this is impossible.
+    Returns None if the result in its own format is then finite, so that the infinities alone caused the failure, or if
+    this is impossible.
     """
     dense = all(t.layout is torch.strided and not t.is_nested for t in read)
     if not dense or torch.Tag.nondeterministic_seeded in func.tags:
@@ -120,7 +121,10 @@ def _computed(
 def widened(
     func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], values: Mapping[int, Tensor], wide: torch.dtype | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Returns an operation's arguments, with `values` in place of the tensors of these ids, widened to `wide`."""
+    """Returns an operation's arguments, with floating-point tensors and dtypes widened to at least `wide`.
+
+    `values` maps the id of an argument to the tensor to use in its place.
+    """
     narrow = _NARROWER[wide]
 
     def widen(value: Any) -> Any:
@@ -136,7 +140,7 @@ def widened(
 
 
 def _has_poles(func: Any, read: list[Tensor]) -> bool:
-    """Tells whether an operation that is infinite in fp64 has a pole, and did not just grow that large."""
+    """Tells whether an operation not finite in fp64 has a pole, as 1/x at 0, and is not just too large for fp64."""
     name = schema_of(func).name.rpartition("::")[2].rstrip("_")
     if name in _POWERS:
         return any(t.layout is torch.strided and bool((t == 0).any()) for t in read)
@@ -165,7 +169,7 @@ def _is_near(given: float, value: float) -> bool:
 
 
 def _holds(tensor: Tensor, value: float, lost: Tensor) -> bool:
-    """Tells whether a tensor holds `value` wherever the result computed from it was lost."""
+    """Tells whether a tensor holds `value` wherever the result computed from it is not finite (`lost`)."""
     try:
         held = tensor.detach().broadcast_to(lost.shape)[lost]
     except RuntimeError:
@@ -174,7 +178,11 @@ def _holds(tensor: Tensor, value: float, lost: Tensor) -> bool:
 
 
 def _constant(exact: Tensor, out: Tensor) -> float | None:
-    """Returns the value that became infinite in `out`; None if it was not a single value."""
+    """Returns the fp32 value of the elements that became infinite in `out`, if it may be the constant of a mask.
+
+    `exact` is the result in fp32. Returns None if the elements have several values, or one that is not a large negative
+    number.
+    """
     if exact.shape != out.shape:
         return None
     lost = exact[~torch.isfinite(out)]
@@ -184,5 +192,8 @@ def _constant(exact: Tensor, out: Tensor) -> float | None:
 
 
 def _is_choice(lost: int, of: int, value: float) -> bool:
-    """Tells whether `lost` of `of` values, all equal, look written, not computed: there are several, or it is round."""
+    """Tells whether the value that `lost` of `of` elements have looks written by the user, not computed.
+
+    It does if several elements have it, if there is only one element, or if it has one significant digit.
+    """
     return lost > 1 or of == 1 or value == float(f"{value:.1g}")

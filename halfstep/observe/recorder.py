@@ -50,15 +50,21 @@ _KEPT = 2**24  # elements up to which a tensor is kept for a second look when an
 class Note:
     """One operation as it ran.
 
-    `sources` are the notes that wrote its tensor arguments (None: the argument came from outside). `bad` counts the
-    non-finite elements of its result (None: all finite). Its non-finite arguments came from the notes in `parents` and
-    from the outside tensors in `leaves`. `masked` says that its result is, or passes on, the infinity of a mask. `call`
-    is set if all its non-finite inputs were such infinities, `exact` if those do not explain its result either.
-    `vanished` is a tiny number that it added or used as a bound although its result is 0 in places. `divided_by` counts
-    the zeros and the elements of the divisor in a division by zero. `root` says that it made the gradient with which a
-    backward pass begins, or belongs to the first node of the pass; `of_gradient` that its result was computed from that
-    gradient, in the pass or after it; `received` that it received values from other processes; `unseen` that it stands
-    for a whole custom backward, whose operations were not recorded.
+    `sources` are the notes of the operations that wrote its tensor arguments (None: the argument came from outside).
+    `bad` counts the non-finite elements of its result (None: all finite). Its non-finite arguments came from the
+    operations in `parents` and from the outside tensors in `leaves`. `masked` says that its result is, or passes on,
+    the infinity of a mask.
+
+    `call` holds its formats and ranges. It is set if the result is not finite although all non-finite arguments, if
+    any, were infinities of masks, and the result does not just pass these on. `exact` is then the result in fp32; it is
+    None if that is unknown or those infinities explain the failure. `vanished` is a tiny number that the operation
+    added or used as a bound although its result is 0 in places. `divided_by` counts the zeros and all elements of the
+    divisor in a division by zero.
+
+    `root` says that it made the gradient with which a backward pass begins, or belongs to the first node of that pass.
+    `of_gradient` says that its result was computed from that gradient, in the pass or after it. `received` says that it
+    received values from other processes. `unseen` says that the note stands for a whole custom backward, whose
+    operations were not recorded.
     """
 
     index: int
@@ -89,11 +95,12 @@ class Note:
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A tensor that was not finite when it was first seen.
+    """A tensor that no recorded operation computed, and that was not finite when an operation read it.
 
-    `kind` is "parameter", "buffer" or "gradient" (these have a `name`); "data"; "unseen" if it was computed from
-    parameters where the recorder could not see it, as in another thread; `OTHERS` if the collective `name` received it;
-    or `OWN` if user code that computes gradients brought it into the backward pass.
+    `kind` is "parameter", "buffer" or "gradient" for a tensor of the models, named `name`. It is "unseen" for a tensor
+    that was computed from parameters where the recorder could not see it, as in another thread, and "data" for other
+    tensors. It is `OTHERS` if the collective `name` received the tensor from other processes, and `OWN` if user code
+    that computes gradients brought the tensor into the backward pass.
     """
 
     kind: str
@@ -105,7 +112,7 @@ class Leaf:
 
     @property
     def number(self) -> float | None:
-        """The value of a one-element tensor such as `torch.tensor(inf)`; None for larger ones and those of a model."""
+        """The leaf's value if it is a single number, such as `torch.tensor(inf)`, not of a model; otherwise None."""
         if self.kind not in ("data", OWN) or self.bad.count != 1:
             return None
         return math.nan if self.bad.nan else math.inf if self.bad.above else -math.inf
@@ -113,7 +120,10 @@ class Leaf:
 
 @dataclass(eq=False)
 class _Writes:
-    """The last operation that wrote to a memory, and all that wrote non-finite values; pins its identity."""
+    """The last operation that wrote to a storage, and all operations that wrote non-finite values to it.
+
+    `reference` keeps the identity of the storage from being reused after it is freed.
+    """
 
     reference: StorageWeakRef
     last: Note
@@ -122,7 +132,10 @@ class _Writes:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A tensor argument of an operation, its values before the operation, and a tensor with its memory from before."""
+    """A tensor argument of an operation.
+
+    `values` is the argument as it was before the operation, and `memory` a tensor in the memory that held it then.
+    """
 
     tensor: Tensor
     values: Tensor
@@ -130,9 +143,9 @@ class _Read:
 
     @staticmethod
     def before(tensor: Tensor, writes: bool) -> _Read:
-        """Captures an argument before the operation runs; `writes` says whether the operation writes to an argument.
+        """Captures an argument before the operation runs; `writes` says whether the operation writes to any argument.
 
-        An in-place addition to a sparse tensor replaces the tensor of its values.
+        Its memory is captured separately: an in-place addition to a sparse tensor replaces the tensor of its values.
         """
         if not writes:
             return _Read(tensor, tensor, tensor)
@@ -142,10 +155,11 @@ class _Read:
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records the operations of one forward and backward pass of the models `roots`; may be entered inside itself.
+    """A dispatch mode that records the operations of one forward and backward pass of the models `roots`.
 
-    If another mode, such as emulation, is between two of its entries, it records what the inner entry sees: the
-    operations as the model called them. While `on` is False it does nothing. `trail` follows overflows.
+    It may be entered again inside itself. If another mode, such as emulation, is between the two entries, it records
+    what the inner entry sees: the operations as the model called them. While `on` is False it does nothing. `trail`
+    follows values that overflowed until an operation absorbs the overflow.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -325,7 +339,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return replace(leaf, masked=leaf.masked and not note.of_gradient)
 
     def _never_written(self, tensor: Tensor, bad: NonFinite) -> list[Note]:
-        """Returns the operation that allocated the tensor's memory if nothing was written to it before this read."""
+        """Returns the operation that allocated a tensor's memory, in a list, if nothing has written to it; else []."""
         last = self.last_writer(tensor)
         if last is None or not last.aten.removeprefix("new_").startswith("empty"):
             return []
@@ -333,7 +347,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return [last]
 
     def _custom(self, bad: NonFinite) -> Note | None:
-        """Returns a note for the custom backward that passed the running node its gradient; None if none did."""
+        """Returns a note for the custom backward that the running node got its gradient from; None if there is none."""
         custom = self._customs.before_running()
         if custom is None:
             return None
@@ -359,7 +373,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return note
 
     def _enter(self, note: Note) -> None:
-        """Assigns the autograd nodes made since the previous operation to a forward operation."""
+        """Notes that the forward operation `note` made the autograd nodes that are new since the previous operation."""
         now = next_sequence_number()
         seen = getattr(self._local, "seen", now)
         for number in range(seen, now):
@@ -367,7 +381,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._local.seen = now
 
     def _find_forward(self, note: Note, *, foreign: bool) -> None:
-        """Finds the forward operation of a backward one and takes over its module, except for a `foreign` hook."""
+        """Finds the forward operation that a backward operation belongs to, and takes the module's name from it.
+
+        The module is not taken if the operation ran in a `foreign` hook, one that the models' modules do not define.
+        """
         node: Any = running_node()
         if node is None:
             return
@@ -407,7 +424,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return note.line
 
     def forget(self) -> None:
-        """Ends the recording until it is switched on again, and drops what was recorded."""
+        """Drops what was recorded, and records nothing until the recorder is switched on again."""
         self.on = False
         self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
         self._customs = Customs()
@@ -421,7 +438,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class Recorded:
-    """A mode with a recorder above it that sees operations before the mode changes them; may be entered again."""
+    """Enters a mode and, above it, a recorder, which sees operations before the mode does; may be entered again."""
 
     def __init__(self, mode: AbstractContextManager[Any], recorder: TorchDispatchMode) -> None:
         self._mode, self._recorder = mode, recorder
@@ -442,7 +459,10 @@ def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
 
 
 def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
-    """Returns the counts with the first index in the named tensor; without an index for a transposed view."""
+    """Returns the counts `bad` with the index of the first non-finite element in the tensor `known`.
+
+    The index is empty for a transposed view that is no parameter or buffer.
+    """
     if kind in ("parameter", "buffer"):
         return nonfinite(known) or replace(bad, first=())
     return bad if _is_dense(known) and known.is_contiguous() else replace(bad, first=())

@@ -24,7 +24,7 @@ _FIRST = 128  # rows to begin with
 class Subject:
     """What a row of statistics is about.
 
-    `scale` is the index of the loss scale by which its elements are multiplied; 0 for no scale.
+    `scale` is the index of the loss scale by which the measured elements are multiplied; 0 for no scale.
     """
 
     module: str
@@ -110,7 +110,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Pending:
-    """The rows of one step while they are copied to the host, and its absorbed overflows, which are there already."""
+    """The statistics of one step while they are copied to the host; its absorbed overflows are there already."""
 
     step: int
     parts: list[tuple[list[_Row], Tensor]]
@@ -152,7 +152,7 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def _on_its_way(values: Tensor) -> Tensor:
-    """Starts to copy CUDA values to the host, complete after the stream's events; returns other values as they are."""
+    """Returns CUDA values as a copy that may still be on its way to the host; returns other values as they are."""
     return values.to("cpu", non_blocking=True) if values.is_cuda else values
 
 

@@ -23,10 +23,10 @@ Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first 
 
 
 class Window:
-    """Measures tensors of these `kinds` in these modules, given by name; attached to the modules until `close`.
+    """Measures tensors of some `kinds` in `modules`, given by name; attached to the modules until `close`.
 
-    Adds to `undo` what detaches it; those functions refer to neither the modules nor the window, so a finalizer may
-    hold them. `absorbed` starts a watch for absorbed overflows; None if they are not requested.
+    Adds to `undo` the functions that detach it. These refer to neither the modules nor the window, so that a finalizer
+    may hold them. `absorbed` starts a watch for absorbed overflows; None if they are not requested.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Window:
             self._scale = self._rows.add_scale(scale)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
-        """Measures the weights, once, and the gradients of parameters, which are multiplied by `scale`."""
+        """Measures the gradients of parameters, which are multiplied by `scale`, and at the first call the weights."""
         if self._capturing():
             return
         owners = self.owners
@@ -136,7 +136,7 @@ def undo_all(undo: list[Callable[[], None]]) -> None:
 
 
 def owned(modules: Mapping[str, nn.Module]) -> Owners:
-    """Returns the floating-point and complex parameters of modules, each with its first module and name."""
+    """Returns, by id, each floating-point or complex parameter with the first module that has it and its name there."""
     found: Owners = {}
     for module_name, module in modules.items():
         for name, p in parameters_of(module).items():

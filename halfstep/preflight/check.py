@@ -223,7 +223,7 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
 
 
 def _buffers(setup: Setup) -> Iterator[Finding]:
-    """Finds buffers that a rule or the user stores low but should stay full, and masks that exceed the format."""
+    """Finds buffers that should stay full but that a rule or the user stores low, and masks that exceed the format."""
     for part in setup.parts:
         for name, buffer in buffers_of(part.module).items():
             if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
@@ -258,7 +258,7 @@ def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -
 
 
 def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
-    """Returns the rules that store the buffers of a module low, changed so that they keep the buffers full."""
+    """Returns the plan's rules that store the buffers of a module low, edited so that they keep these buffers full."""
     rules = []
     for rule in plan.rules:
         site = Site(0, part.module, (part.name,))
@@ -276,7 +276,10 @@ def _is_beyond(buffer: Tensor, fmt: Format) -> bool:
 
 
 def _constants(setup: Setup) -> Iterator[Finding]:
-    """Finds eps of modules and optimizers that round to 0. How a module uses its eps is known once a step is traced."""
+    """Finds eps of optimizers and of modules that round to 0.
+
+    Eps of modules are reported here only if no step is traced; a traced step shows how a module uses its eps.
+    """
     low = setup.plan.low
     for optimizer in setup.optimizers:
         group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
@@ -311,7 +314,7 @@ def _constants(setup: Setup) -> Iterator[Finding]:
 
 
 def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
-    """Tells whether an optimizer keeps its state in the low format of its parameters, in which its eps is zero."""
+    """Tells whether an optimizer keeps the state of a parameter group in a low format in which its eps is zero."""
     if plan.ops != "none":  # then halfstep steps, or the optimizer does on fp32 copies: its state is fp32
         return False
     eps = group.get("eps")

@@ -48,7 +48,7 @@ UNTRIED = "so no edit could be tried; make the closure use the same batch on eve
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the traced step: the error, its place, and the operation, if torch dispatched one."""
+    """What ended the traced step: the error, where it was raised, and the operation that raised it, if known."""
 
     error: Exception
     module: str | None
@@ -165,7 +165,10 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
 
     def _is_rounded_weight(self, tensor: Tensor, fmt: Format) -> bool:
-        """Tells whether a tensor that becomes low is a weight, which is examined as a whole later."""
+        """Tells whether a tensor cast to `fmt` is a weight; if so, adds it to `rounded`.
+
+        Weights are examined as a whole later.
+        """
         known = self.locator.tensor(tensor)
         if known is None or known[0] != "parameter" or self._plan.ops == "none" or fmt is not self._plan.low:
             return False
@@ -186,14 +189,17 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return writer is None or writer is note or writer.aten in MADE
 
     def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
-        """Returns the largest number of a constant if a cast makes all of it 0, as of an eps in a buffer; else None."""
+        """Returns the largest magnitude in a constant tensor, such as an eps in a buffer, if a cast makes it all 0.
+
+        Returns None otherwise.
+        """
         fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
         span = finite_range(tensor) if fixed and tensor.dtype not in LOW_DTYPES else None
         largest = 0.0 if span is None else max(map(abs, span))
         return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
 
     def failure(self, error: Exception) -> Failure:
-        """Returns the origin of an error: the operation that raised it, or else the line and module on its stack."""
+        """Returns the origin of an error: the operation that raised it, or the line and module in its traceback."""
         if self._failed is not None and self._failed[2] is error:
             note, formats, _ = self._failed
             return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
@@ -287,7 +293,10 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
-    """Returns a failure as a finding; `reason` says why no edits were tried, or is "" if none was found to help."""
+    """Returns a failure as a finding, with the `edits` under which the step runs.
+
+    If there are no edits, `reason` says why none was tried; it is "" if none that was tried helps.
+    """
     place = place_of(failure.module, failure.line)
     said = _HINT.sub("", str(failure.error)).strip()
     message = said.splitlines()[0] if said else ""
