@@ -110,8 +110,8 @@ class Rule:
         one_of(f"rule {self.pattern!r}: input", self.input, get_args(RuleInput))
         if self.input != "policy" and self.policy.compute == "full":
             raise PlanError(
-                f"rule {self.pattern!r} has input {self.input!r} and computes full: its ops would get low-precision "
-                "inputs with fp32 weights; leave out `input`: inputs are then cast to fp32"
+                f"rule {self.pattern!r} computes full but has input {self.input!r}: its ops would mix low-precision "
+                "inputs and fp32 weights; leave out `input`, and inputs are cast to fp32"
             )
 
     __repr__ = _code

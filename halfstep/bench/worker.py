@@ -103,7 +103,7 @@ def _say(answer: TextIO, said: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Reads a task from the first input line and answers each further line; a failure is the last answer."""
+    """Reads a task from the first line of stdin and answers each further line; an error is the last answer."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a workload prints is no answer
     task = msgspec.json.decode(sys.stdin.readline(), type=Task)

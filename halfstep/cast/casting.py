@@ -168,9 +168,9 @@ class Casting:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Runs ops as written, without the plan's casts, inside a `with`.
+        """Returns a context without the plan's casts: ops run in the formats of their inputs.
 
-        This also holds for forwards and regions that begin inside. Such contexts may be nested.
+        This also holds for forwards and `autocast()` blocks that begin inside. Such contexts may be nested.
         """
         if self._engine is None:
             yield

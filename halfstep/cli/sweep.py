@@ -68,7 +68,7 @@ def write_sweep_page(page: Path, found: Sweep) -> None:
 
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
-    """Finds the largest batch of each model and row, and prints them; after Ctrl-C those that were found so far."""
+    """Finds and prints the largest batch that fits, by model, level and format; after Ctrl-C those found so far."""
     check_page(page, json)
     with stderr().status("starting") as status:
         found = largest_batches(asked, limit, progress=status.update)

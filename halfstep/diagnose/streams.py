@@ -102,7 +102,7 @@ class Streams:
         return [stream for stream in self._streams if len(stream.casts) >= ENOUGH]
 
     def findings(self) -> Iterator[Finding]:
-        """Yields a finding for each operation whose fp32 result started a stream that several modules cast."""
+        """Yields a finding for each operation whose fp32 result is cast to low precision by several modules."""
         for stream in self.wide():
             place = place_of(stream.note.module, stream.note.line)
             advice = f"not an error and rarely slower; {stream.advice()}"

@@ -90,10 +90,10 @@ class _Shadow(Generic[T]):
 class OverflowTrail(Generic[T]):
     """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
 
-    A trail is the fp32 values that are kept for a tensor some of whose elements are finite only in fp32. Infinities
-    that fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if its low result is not
-    finite or an argument has a trail. `found` lists the absorbed overflows, one for each operation at which a trail
-    began. A trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Tensors of
+    If elements of a low tensor overflowed that are finite in fp32, its fp32 values are kept: its trail. Infinities that
+    fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if its low result is not finite
+    or an argument has a trail. `found` lists the absorbed overflows, one for each operation that overflowed first. A
+    trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Tensors of
     torch.func and sparse, nested and distributed tensors have no trail. Each low result is examined, which waits for
     the device.
     """

@@ -99,7 +99,7 @@ def _chosen(roots: Sequence[nn.Module], patterns: Sequence[Rule]) -> dict[str, n
     for pattern in patterns:
         hits = [site for site in sites if pattern.matches(site.names, site.type_names)]
         if not hits:
-            raise ObserveError(f"modules has {pattern.pattern!r}, which matches no module{nearest(pattern, sites)}")
+            raise ObserveError(f"the pattern {pattern.pattern!r} in modules matches no module{nearest(pattern, sites)}")
         wanted.update(id(module) for site in hits for module in site.module.modules())
     chosen: dict[str, nn.Module] = {}
     for site in sites:

@@ -24,7 +24,7 @@ _FIRST = 128  # rows to begin with
 class Subject:
     """What a row of statistics is about.
 
-    `scale` is the index of the loss scale by which the measured elements are multiplied; 0 for no scale.
+    `scale` is the number, from 1, of the loss scale that multiplies the measured elements; 0 if there is none.
     """
 
     module: str

@@ -91,6 +91,6 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
 
 
 def original_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the `step` that `optimizer` had before `send_step`; its present one if that was not called."""
+    """Returns the `step` of `optimizer` that `send_step` replaced, or its current one if that was not called."""
     step: Callable[..., Any] = getattr(optimizer.step, _ORIGINAL, optimizer.step)
     return step

@@ -85,9 +85,9 @@ class MasterStore:
         layout = self.layout(p)
         if layout == "low" and p not in self:
             raise SessionError(
-                f"{name()} has no fp32 value, because it came in {p.dtype} and was frozen when the session opened: "
-                "updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize (inside a "
-                "trainer: before training begins)"
+                f"{name()} trains now but has no fp32 value, because it came in {p.dtype} and was frozen when the "
+                "session opened: updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize "
+                "(inside a trainer: before training begins)"
             )
         return layout
 

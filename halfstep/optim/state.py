@@ -126,7 +126,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
     strange = [key for key in state if key not in known and (can_try_step(optimizer) or not isinstance(key, str))]
     if strange or len({*map(repr, known)}) != len(known):
         raise StateError(
-            f"the optimizer state has entries {strange!r:.60} for the parameters {known!r:.60}; "
+            f"the optimizer state has entries {strange!r:.60}, but its groups name the parameters {known!r:.60}; "
             "each entry must belong to one parameter"
         )
     for number, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):

@@ -257,7 +257,7 @@ def stock_action(overload: str, device_type: str) -> Action | None:
 
 
 def device_note(row: ListedOp, device_type: str) -> str:
-    """Returns who casts the ops of a row on a device at O1: "torch" (its autocast), "halfstep" or "torch, halfstep".
+    """Returns what casts a row's ops on a device at O1: "torch" (autocast), "halfstep", or both by overload.
 
     >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
     'torch'

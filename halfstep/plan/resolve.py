@@ -171,7 +171,8 @@ def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
             )
         if inspect.isgeneratorfunction(type(module).forward):
             raise SetupError(
-                f"{what} has a generator as its forward, which runs after the call; return the values, do not yield"
+                f"the forward of {what} is a generator, which would run after the call; return the values instead "
+                "of yielding them"
             )
 
 

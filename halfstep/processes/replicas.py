@@ -65,7 +65,7 @@ class Replica(Protocol):
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
         """Loads the `state` of another process, whose weights and masters were already written into the `held` tensors.
 
-        `sent_again`: the stored weights will be written once more, with the same values.
+        `sent_again`: the same weights will be written a second time, which is no change of them.
         """
 
 

@@ -104,7 +104,7 @@ class SharedState:
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
         """Loads the loss scales of another process, after its weights and masters were written into these parameters.
 
-        `sent_again`: the stored weights will be written once more, with the same values.
+        `sent_again`: the same weights will be written a second time, which is no change of them.
         """
         self.store.note(parameters, writes_to_come=int(sent_again))
         if state != self.scales.state_dict():

@@ -51,7 +51,9 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
     values: dict[str, Any] = {key: _parse(name, key, text, types[key]) for key, text in settings.items()}
     if data is not None and not kind.reads_data:
         readers = ", ".join(other.name for other in WORKLOADS.values() if other.reads_data)
-        raise WorkloadError(f"{name} reads no data, but got data={data}; leave it out, or choose one of {readers}")
+        raise WorkloadError(
+            f"{name} reads no data, but got data={data}; leave it out, or choose a workload that does: {readers}"
+        )
     return kind(data=data, **values)
 
 

@@ -67,7 +67,8 @@ def test_what_came_low_and_is_unfrozen_in_the_session_is_not_trained_without_an_
         before = model[0].weight.detach().clone()
         session.backward(model(torch.ones(6, 8)).square().mean())
         with pytest.raises(
-            SessionError, match=r"'0\.weight' has no fp32 value, because it came in torch\.bfloat16.*Unfreeze it"
+            SessionError,
+            match=r"'0\.weight' trains now but has no fp32 value, because it came in torch\.bfloat16.*Unfreeze it",
         ):
             session.step()
         assert torch.equal(model[0].weight, before)

@@ -95,7 +95,7 @@ def test_data_for_a_users_function_has_to_exist(own, tmp_path):
 
 def test_data_for_a_workload_that_reads_none_is_an_error_that_names_those_that_do(tmp_path):
     with pytest.raises(
-        WorkloadError, match=r"regression reads no data.* choose one of char_lm, cifar_resnet, imdb_lstm"
+        WorkloadError, match=r"regression reads no data.* choose a workload that does: char_lm, cifar_resnet, imdb_lstm"
     ):
         load_workload("regression", data=tmp_path)
 

@@ -71,7 +71,7 @@ def half_function(function: Function) -> Function:
 
 
 def float_function(function: Function) -> Function:
-    """Decorates a function to run in fp32 inside a model at O1, or after `init`."""
+    """Decorates a function so that it runs in fp32: inside a model at O1, or everywhere after `init`."""
     return _decorated("deny", function)
 
 
