@@ -86,8 +86,8 @@ class MasterStore:
         if layout == "low" and p not in self:
             raise SessionError(
                 f"{name()} trains now but has no fp32 value, because it came in {p.dtype} and was frozen when the "
-                "session opened: updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize "
-                "(inside a trainer: before training begins)"
+                "session opened: updates would be rounded. Unfreeze it, or call model.float(), before "
+                "halfstep.initialize (inside a trainer: before training begins)"
             )
         return layout
 
