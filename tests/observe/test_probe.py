@@ -570,7 +570,7 @@ def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
     ("arguments", "message"),
     [
         ({"modules": "frist"}, "did you mean 'first'"),
-        ({"modules": ["first", "nothing.*"]}, r"'nothing\.\*', which matches no module"),
+        ({"modules": ["first", "nothing.*"]}, r"the pattern 'nothing\.\*' in modules matches no module"),
         ({"modules": []}, "modules is empty"),
         ({"modules": 3}, "modules is 3; pass a string, which is a pattern"),
         ({"tensors": None}, "tensors is None; pass a string, such as 'activation'"),
