@@ -1,4 +1,7 @@
-"""Compares a benchmark with a saved one: which rows are slower, faster or larger now, beyond the noise of both."""
+"""Compares a benchmark with a saved one: which rows are slower or faster beyond chance, and which use more memory.
+
+A row is a level or torch.amp in one format, see `Entry`.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,10 @@ def load_saved(path: Path) -> BenchResult:
 
 
 def load_saved_sweep(path: Path) -> Sweep:
-    """Reads a file that a sweep wrote with --json.
+    """Reads a sweep (a benchmark of several models or batch sizes) from a file that an earlier run wrote with --json.
 
     Raises:
-        WorkloadError: the file does not exist, holds something else, or holds a sweep without points.
+        WorkloadError: the file does not exist, does not hold a sweep, or holds one that has no measurements yet.
     """
     saved = read_sweep(path, "--against")
     if saved is None or not saved.points:
@@ -71,7 +74,7 @@ def _no_result(path: Path, why: str) -> WorkloadError:
 
 
 def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, object]) -> None:
-    """Refuses a saved benchmark of different work, before anything is measured.
+    """Raises an error, before anything is measured, if a saved benchmark measured something else.
 
     Raises:
         WorkloadError: the workload or its settings differ.
@@ -86,7 +89,10 @@ def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, o
 
 
 def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]]) -> None:
-    """Refuses a saved sweep that has none of these points (model and workload), or one of them with other settings.
+    """Raises an error if a saved sweep cannot be compared with `points`, pairs of model name and workload.
+
+    At least one point (model and batch size) must be in both, and each point that is in both must have the same
+    settings.
 
     Raises:
         WorkloadError: says what differs.
@@ -101,11 +107,11 @@ def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]])
 
 
 def compare_sweeps(saved: Sweep, now: Sweep) -> tuple[BenchChange, ...]:
-    """Returns the changes of all rows, each with its model and batch size in its name.
+    """Returns the changes of all rows between two sweeps; each change is named by model, batch size and row.
 
-    The threshold for "slower" and "faster" allows for the number of rows: if nothing changed, 19 of 20 complete sweeps
-    have no such row. Points that are not measured yet are left out; a complete sweep has all points that were
-    requested.
+    The threshold for "slower" and "faster" grows with the number of rows. If nothing has changed, the probability is
+    95% that no row of the whole sweep is reported as slower or faster. While `now` is incomplete, points that it has
+    not measured yet are left out.
     """
     before, after = _by_place(saved), _by_place(now)
     whole = len(now.points) == now.total
@@ -133,12 +139,13 @@ def _place(place: _Place) -> str:
 
 
 def compare(saved: BenchResult, result: BenchResult, *, rows: int = 1) -> tuple[BenchChange, ...]:
-    """Returns a change for each row of `result`, and for each other row that worked in `saved`.
+    """Returns one change for each row of `result`, and for each row that only `saved` has and that did not fail there.
 
-    A row's time is divided by that of its yardstick, so that a machine that is slower today changes nothing. The
-    yardstick is another row that took steps in turn with it in the same process: torch.amp, if possible in the same
-    format, or else O0. Without a yardstick in both results, the time is in milliseconds. `rows` is how many rows are
-    compared together: if nothing changed, none of them is reported as slower or faster in 19 of 20 comparisons.
+    Step times are compared relative to a yardstick, so that a machine which is slower as a whole changes nothing. The
+    yardstick is another row whose steps alternate with the row's own in the same process: torch.amp, if possible in the
+    same format, otherwise O0. If the results have no common yardstick, times are compared in milliseconds. `rows` is
+    the number of rows in all comparisons of a run: if nothing has changed, the probability is 95% that none of them is
+    reported as slower or faster.
     """
     before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
@@ -183,7 +190,10 @@ def _finite(run: BenchRun) -> bool:
 
 
 def _yardstick(name: str, before: Rows, now: Rows) -> str | None:
-    """Returns the name of the yardstick of row `name`, a row that both results have; None if they have no such row."""
+    """Returns the name of the row by which the times of row `name` are divided, or None if there is no suitable row.
+
+    Such a row must be in both results. torch.amp in the same format is preferred, then torch.amp in another, then O0.
+    """
     both = [key for key in now if key in before and key != name and len(now[key].times_ms) >= FEWEST]
     peers = [key for key in both if now[key].peer and not now[name].peer]
     alike = [key for key in peers if now[key].low == now[name].low]
@@ -209,9 +219,10 @@ class _Centre:
 
 
 def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
-    """Returns the mean of `values`; its error is from how much processes differ, or, if these are few, blocks of steps.
+    """Returns the mean of `values` and its standard error; `processes` says how many values each process measured.
 
-    `processes` has for each process how many of the values came from it.
+    With enough processes, the error comes from the differences between their means. With few processes, it comes from
+    the differences between blocks of steps.
     """
     parts = [values[a:b] for a, b in pairwise(accumulate(processes, initial=0))]
     centres = [mean(_blocks(part)) for part in parts if len(part) >= _BLOCK]
@@ -232,9 +243,11 @@ def _blocks(values: Sequence[float]) -> list[float]:
 
 
 def _quantile(freedom: int, rows: int = 1) -> float:
-    """Returns how many standard errors none of `rows` chance differences exceeds, 95 times in 100.
+    """Returns how many standard errors a difference must exceed to count as a change and not as chance.
 
-    Student's t, expanded in the degrees of freedom (Abramowitz and Stegun, 26.7.5); within 5% from 6 degrees on.
+    If nothing has changed, the probability is 95% that none of `rows` differences exceeds this threshold. It is a
+    quantile of Student's t with `freedom` degrees of freedom, from a series expansion (Abramowitz and Stegun, 26.7.5)
+    that is accurate to 5% from 6 degrees on.
 
     >>> [round(_quantile(freedom), 2) for freedom in (4, 8, 18, 1000)]
     [2.77, 2.31, 2.1, 1.96]

@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained, for how many steps and on which device; `tick` is called after each step, with what was done."""
+    """What is trained, for how many steps and on which device; `tick(what)` is called after each step, for progress."""
 
     workload: Workload
     steps: int
@@ -36,7 +36,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of the benchmark while it trains from one seed."""
+    """A row of the benchmark while it trains from one seed: its model, initial learning rates and losses so far."""
 
     tally: Tally
     variant: Variant
@@ -55,12 +55,12 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     memory: bool = True,
     progress: Progress = lambda what, done, total: None,
 ) -> BenchResult:
-    """Trains `workload` under each entry of `rows`, from the same weights on the same batches, taking steps in turn.
+    """Trains `workload` once per entry of `rows`, from the same weights on the same batches, one step of each in turn.
 
-    Returns the measurements. An exception under one entry, in halfstep or in the workload, ends that entry with an
-    error in its row; the others go on. A `KeyboardInterrupt` ends the benchmark with what was measured so far. `memory`
-    adds a short run of each entry that counts its peak bytes. `progress` is called with the current activity, the steps
-    done and the total steps.
+    Returns the measurements, with one row for each entry. If an entry raises an exception, in halfstep or in the
+    workload, the error is stored in its row and the other entries continue. A `KeyboardInterrupt` ends the benchmark
+    and keeps what was measured so far. `memory` adds a short run of each entry that measures its peak bytes. `progress`
+    is called with the current activity, the steps done and the total steps.
 
     Raises:
         WorkloadError: no step or seed to run, or the workload fails before its first step.
@@ -126,7 +126,10 @@ def _ticker(progress: Progress, total: int) -> Callable[[str], None]:
 
 
 def _measure_memory(experiment: Experiment, tallies: Sequence[Tally], seed: int) -> None:
-    """Counts the bytes that each row allocates while its model is built and trained for a few steps."""
+    """Measures the peak bytes of each row while its model is built and trained for a few steps.
+
+    The results are stored in the rows' tallies.
+    """
     batch = _to_device(first_batch(experiment.workload, seed), experiment.device)
     for tally in tallies:
         _count(experiment, tally, batch, seed)
@@ -185,7 +188,10 @@ def _running(lanes: Sequence[Lane]) -> list[Lane]:
 
 
 def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device, what: str) -> Batch | None:
-    """Returns the next batch on the device; None without lanes, or if the batch raises, which ends all lanes."""
+    """Returns the next batch on `device`, or None if there are no lanes or the batch cannot be loaded.
+
+    An exception becomes the error of all lanes; the message begins with `what`, the name of the batch.
+    """
     try:
         return _to_device(next_batch(batches), device) if lanes else None
     except Exception as error:  # whatever a user's workload raises

@@ -26,9 +26,9 @@ def matrix_products(
     seconds: float = 4.0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Rate, ...]:
-    """Times a product of two square matrices for each size and format, the formats of a size in turn.
+    """Times the product of two square matrices for each size and format; the formats of one size are timed in turn.
 
-    Takes about `seconds` for each size. The rates returned are in GFLOP/s; a multiply-add counts as two operations.
+    Takes about `seconds` for each size. Returns rates in GFLOP/s, where a multiply-add counts as two operations.
     """
     found: list[Rate] = []
     for size in sizes or SIZES[device.type]:

@@ -1,4 +1,4 @@
-"""Finds the largest batch that fits into a memory limit, for each model and row; each try is its own process."""
+"""Finds the largest batch that fits into a memory limit, for each model and row; each batch runs in its own process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def largest_batches(
 ) -> tuple[Largest, ...]:
     """Returns for each model and row the largest batch whose first steps fit into `limit` bytes.
 
-    The limit counts what a process allocates from the time its model is built, weights included; see `limit_memory`.
-    Any other failure becomes the row's error. A `KeyboardInterrupt` ends the search with the rows that are complete.
+    The limit counts what a process allocates from the time its model is built, weights included; see `limit_memory`. If
+    a process fails for a reason other than memory, its row gets the error. A `KeyboardInterrupt` ends the search and
+    keeps the rows that are complete.
 
     Raises:
         WorkloadError: nothing to do, or batch sizes were given.
@@ -52,7 +53,10 @@ def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator
 
 
 def _search(task: Task, name: str, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
-    """Tries one configuration with several batch sizes."""
+    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes; `name` is its row.
+
+    The result also holds which batch sizes were tried, and the error if the task failed for a reason other than memory.
+    """
     tried: dict[int, bool] = {}
 
     def fits(batch: int) -> bool:

@@ -66,7 +66,10 @@ class DeviceEnergy:
 
 
 def energy_meter(device: torch.device) -> DeviceEnergy | NoEnergy:
-    """Returns a context manager that measures a device's energy, or nothing if the device does not report it."""
+    """Returns a context manager that measures a device's energy.
+
+    After it, `joules` is the energy used inside, or None if the device does not report its energy.
+    """
     if device.type != "cuda":
         return NoEnergy()
     try:

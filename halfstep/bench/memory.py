@@ -15,11 +15,11 @@ _RESTART = "halfstep: the peak begins anew"
 
 
 class CpuBytes:
-    """A context manager that counts the bytes torch's CPU allocator hands out inside it.
+    """A context manager that counts the bytes that torch's CPU allocator provides inside it.
 
-    The count includes tensors, each storage once, and the temporary memory of operations: a product of bf16 matrices on
-    a CPU without bf16 units also holds its result in fp32. `peak`, the most bytes held since the last `restart`, is set
-    on exit.
+    Each storage counts once. Temporary memory of operations counts too: on a CPU without bf16 units, for example, a
+    product of bf16 matrices also allocates its result in fp32. `peak`, the most bytes held at a time since the last
+    `restart`, is set on exit.
 
     >>> with CpuBytes() as count:
     ...     kept = torch.zeros(100) + torch.ones(100)
@@ -48,7 +48,7 @@ class CpuBytes:
 
 
 class CudaBytes:
-    """A context manager that counts the bytes CUDA's caching allocator hands out on a device inside it."""
+    """A context manager that counts the bytes that CUDA's caching allocator provides on a device inside it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -24,8 +24,8 @@ def repeat(
 ) -> BenchResult:
     """Runs `halfstep bench` with these arguments in `count` processes and returns their results as one.
 
-    Processes of the same code differ in speed, since each places its memory differently; several processes show by how
-    much. A `KeyboardInterrupt` ends the benchmark with the processes that have finished.
+    Processes of the same code differ in speed, since memory is placed differently in each; only several processes can
+    show how much they differ. A `KeyboardInterrupt` ends the benchmark and keeps the processes that have finished.
 
     Raises:
         WorkloadError: a process ended without a result.

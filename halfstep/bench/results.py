@@ -1,4 +1,4 @@
-"""Result files: read completely or refused, and replaced atomically."""
+"""Reads and writes result files: a file that cannot be read as a whole is an error, and writes are atomic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.measurements import BenchResult, Sweep
 
 
 def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
-    """Returns the sweep that a file holds, None if there is no file; `option` is the option that named it.
+    """Returns the sweep that a file holds, or None if the file does not exist; `option` is named in error messages.
 
     Raises:
         WorkloadError: the file cannot be read, is not a sweep, or was written by another version of halfstep.
@@ -50,7 +50,7 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
 
 
 def read_bench(path: Path) -> BenchResult:
-    """Returns the benchmark in a file that `halfstep bench --json FILE` of this halfstep version wrote."""
+    """Returns the benchmark result in a file that `halfstep bench --json FILE` of this halfstep version wrote."""
     return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 

@@ -1,4 +1,7 @@
-"""Benchmarks over points (model and batch size): one process for each row; the rows of a point take steps in turn."""
+"""Benchmarks several models and batch sizes; each pair of model and batch size is a point of the sweep.
+
+At each point, every row runs in its own process, and the processes take training steps in turn.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Asked:
-    """What a sweep was asked to measure: models by name (`MODELS`, or workloads), batch sizes, rows and steps.
+    """What a sweep was asked to measure: models, batch sizes, rows and steps.
 
-    Without batch sizes each model uses its own default; a model name that ends with "@16" uses only that batch size.
-    Every configuration makes `steps` timed steps from the same seed; `settings` are passed to each model.
+    A model is given by its name in `halfstep.workloads.load.MODELS`, or by a workload's name. Without batch sizes each
+    model uses its own default; a name that ends with "@16" uses only that batch size. Every configuration makes `steps`
+    timed steps from the same seed; `settings` are passed to each model.
     """
 
     models: tuple[str, ...]
@@ -68,7 +72,7 @@ class Asked:
             yield name, load_model(name, {**self.settings, **size}, data=self.data)
 
     def words(self) -> dict[str, str]:
-        """Returns the request as text by name; a saved sweep with the same texts can be continued."""
+        """Returns what was asked as a dict of texts; a saved sweep can be continued if its texts are the same."""
         machine = read_machine(self.device)
         return {
             "models": ", ".join(self.models),
@@ -87,7 +91,10 @@ class Asked:
         }
 
     def failed(self, point: Point) -> bool:
-        """Tells whether to measure a point again: a row failed, but neither ran out of memory nor was refused."""
+        """Tells whether a point should be measured again because one of its rows failed.
+
+        Rows that ran out of memory do not count, nor do rows that were refused: they would fail again.
+        """
         refused = {row.name for row in self.rows if row.refused is not None}
         return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
@@ -112,13 +119,14 @@ def sweep(
     keep: Callable[[Sweep], None] = lambda result: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Sweep:
-    """Measures the points that `done` lacks or that failed for a reason that may be fixed by now; returns all points.
+    """Measures the points of a sweep that are missing in `done` or failed there, and returns a sweep with all points.
 
-    `keep` is called with the sweep so far after each point, and `progress` with the current activity, the examples
-    trained and the total examples. A `KeyboardInterrupt` ends the sweep with the points that are complete.
+    A point whose rows ran out of memory is not measured again. `keep` is called with the sweep so far after each point,
+    and `progress` with the current activity, the examples trained and the total examples. A `KeyboardInterrupt` ends
+    the sweep and keeps the points that are complete.
 
     Raises:
-        WorkloadError: nothing to measure, an unknown model or setting, or `done` was asked to measure something else.
+        WorkloadError: nothing to measure, an unknown model or setting, or `done` is a sweep of something else.
         DataError: the data of a model is missing.
     """
     points, words = asked.points(), asked.words()
@@ -150,7 +158,7 @@ def sweep(
 
 
 def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuses to continue a saved sweep if it was asked to measure something else.
+    """Raises an error if `now` asks for another sweep than `before`, so that the saved sweep cannot be continued.
 
     Raises:
         WorkloadError: says what differs.
@@ -162,7 +170,7 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
-    """Measures a point: starts all its processes, then makes one step of each in turn."""
+    """Measures a point: starts one process for each row, then makes one training step in each in turn."""
     tallies = [Tally(row, error=row.refused) for row in asked.rows]
     built: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -207,7 +215,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
 
 
 def _take(tally: Tally, said: dict[str, Any]) -> None:
-    """Adds a step to a row's measurements: its loss and, if the step was timed, its time and energy."""
+    """Adds a step to a row's tally from a worker's answer: the loss and, if the step was timed, its time and energy."""
     loss, took, joules = said["loss"], said["ms"], said["joules"]
     tally.losses.append(loss)
     if took is not None:

@@ -29,7 +29,11 @@ NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
 
 @dataclass
 class Tally:
-    """The measurements of one row so far: the milliseconds of each timed step, other figures once per seed."""
+    """The measurements of one row so far.
+
+    `times_ms` has an element for each timed step; `train_loss`, `validation`, `skipped` and `scale` have one for each
+    seed. `error` says why the row failed.
+    """
 
     entry: Entry
     times_ms: list[float] = field(default_factory=list)

@@ -94,7 +94,10 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
 
 
 def compiled(entry: Entry) -> Entry:
-    """Returns an entry that trains through torch.compile; an emulated entry is refused."""
+    """Returns a copy of an entry that trains through torch.compile.
+
+    An emulated entry cannot: its copy is not run, and `refused` says why.
+    """
     why = entry.refused or ("emulation does not work with torch.compile" if entry.emulated else None)
     return replace(entry, compiled=True, refused=why)
 
@@ -148,7 +151,7 @@ class AmpVariant:
         self._skipped = 0
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Makes one training step."""
+        """Makes one training step, zeroing gradients first, and returns the loss on the device."""
         self.optimizer.zero_grad()
         loss = self._workload.loss(self.model(inputs), targets)
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # Tensor.backward of torch
@@ -176,7 +179,10 @@ Variant = SessionVariant | AmpVariant
 
 
 def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor: float) -> tuple[Tensor, float]:
-    """Makes one training step and returns its loss and milliseconds; the learning rates are set outside the timing."""
+    """Makes one training step and returns its loss and its time in milliseconds.
+
+    Before it, and not timed, the learning rate of each parameter group is set to its `base_lr` times `factor`.
+    """
     for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
         group["lr"] = lr * factor
     device = batch[0].device

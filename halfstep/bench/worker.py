@@ -31,9 +31,9 @@ _OUT = (  # what torch's allocator, C++ and oneDNN say
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a process trains: a model with its settings, under an entry's level and format, for `steps` timed steps.
+    """What a worker process trains: a model with its settings, under a level and format, for `steps` timed steps.
 
-    `limit` is the most bytes that the process may allocate from when the model is built; None means no limit.
+    `limit` is the number of bytes that the process may allocate, counted from when it builds the model; None: no limit.
     """
 
     model: str
