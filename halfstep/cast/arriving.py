@@ -1,4 +1,4 @@
-"""The weights of sharded models in a forward: FSDP2 gathers them low, and modules read them in the plan's formats."""
+"""Casts the weights of sharded models in each forward: FSDP2 gathers all of them low, the plan wants some in fp32."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CASTING = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAtte
 def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
     """Casts the weights of sharded modules to the plan's formats in each forward; returns a function that undoes this.
 
-    FSDP2 gathers weights in low precision. Those that the plan has in fp32 are widened, with the rounded values, unless
-    the module's products would cast them to low again. Weights that are sharded but not gathered (tensor parallel) are
-    rounded if the plan stores them low. Hooks do this: they run between the hooks by which FSDP2 puts gathered weights
-    into a module and takes them out.
+    FSDP2 gathers weights in low precision. Weights that the plan stores in fp32 are cast back to fp32; their values
+    stay rounded. Modules whose own operations would cast them to low again, such as `nn.Linear`, use the low weights
+    directly. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan stores them low.
+    Forward hooks make these casts, after FSDP2 has put the gathered weights into a module and before it takes them out.
 
     Raises:
         SetupError: an `mp_policy` contradicts the plan, or the weights in the first forward do; the message names the
@@ -100,7 +100,10 @@ class _Reading:
 
 
 def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
-    """Raises a SetupError if FSDP2, by a module's `mp_policy`, casts its inputs or outputs unlike the plan."""
+    """Raises a SetupError if the casts that a module's `mp_policy` asks FSDP2 to make contradict the plan.
+
+    `is_root` says that the module is the whole model, whose outputs the plan may cast to fp32.
+    """
     policy = policy_of(module)
     given = policy.param_dtype if policy.cast_forward_inputs else None
     for option, what, to, full in (

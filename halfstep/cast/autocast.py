@@ -14,8 +14,9 @@ from halfstep.torch_internals import OpenAutocast
 class autocast(OpenAutocast):
     """`torch.autocast` with the same arguments, op lists and results, but an instance may be entered inside itself.
 
-    A decorated function may also call itself, and several threads may use one instance at a time. `torch.autocast`
-    would leave autocast on after the outer exit. Code that torch.compile traces uses `torch.autocast` itself.
+    With `torch.autocast` itself, autocast stays on after such a nested use has ended. Functions decorated with an
+    instance may call themselves, and several threads may use one instance at a time. Code that torch.compile traces
+    uses `torch.autocast` itself.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype

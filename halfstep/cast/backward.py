@@ -1,7 +1,7 @@
-"""Backward kernels that torch computes slowly in a low-precision format: they run in fp32 and round the result once.
+"""Backward kernels that compute in fp32 because torch's low-precision kernels are slower; they round the result once.
 
-The plan does not change: formats of inputs and results are those of the op table, as with a product that accumulates in
-fp32. This holds in the backward passes of open sessions only.
+The plan does not change: inputs and results have the formats of the op table, as with a product that accumulates in
+fp32. The kernels act only in the backward passes of open sessions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from halfstep.machine import WideBackward
 
 
 def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
-    """Returns a kernel for the backward pass of CPU attention, which runs torch's own kernel, `stock`.
+    """Returns a kernel for the backward pass of CPU attention, which computes in fp32 if that is faster.
 
-    Within `limits()`, low tensors are cast to fp32 and the gradients are rounded back. The forward pass runs in low
-    precision in any case: it is faster in torch, and no more memory is kept for backward.
+    It calls torch's own kernel, `stock`. `limits()` returns the sizes up to which fp32 is faster, see `goes_wide`: up
+    to them, low tensors are cast to fp32 and the gradients are rounded back. The forward pass always runs in low
+    precision: there torch is faster, and no more memory is kept for backward.
     """
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
@@ -35,10 +36,10 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
 
 
 def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
-    """Returns whether attention of a head width and a length runs its backward pass in fp32.
+    """Returns whether attention with this head width and length runs its backward pass in fp32.
 
-    `length` is that of the queries or the keys, whichever are longer. `limits` are pairs (largest width, largest
-    length), widths ascending.
+    `length` is the number of queries or of keys, whichever is larger. `limits` are pairs (largest width, largest
+    length) in the order of their widths.
 
     >>> [goes_wide(((32, 512), (64, 256)), width, 300) for width in (32, 33, 65)]
     [True, False, False]

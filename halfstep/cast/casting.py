@@ -31,7 +31,7 @@ Mode = AbstractContextManager[Any]
 
 
 class Casting:
-    """The casts of one session; under a plan that runs ops as written there are none."""
+    """The casts of one session; a session whose plan runs ops as written has none."""
 
     def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
         table = plan.ops == "table"
@@ -74,12 +74,13 @@ class Casting:
         before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
     ) -> Undo:
-        """Puts gates, which cast values and enter the plan, around the forwards of modules.
+        """Puts a gate around the forward of each module; returns a function that removes the gates.
 
-        Returns a function that removes the gates. `modules` come parents first. A module that is called from outside of
-        the model's forward enters the plan: `before` is called before a training forward, and inputs and outputs are
-        cast as those of the model are. `full` returns the fp32 value of a stored parameter. `look` is called with each
-        output tensor before it is cast to fp32, and returns the tensor to cast.
+        A gate casts the inputs and outputs of its module, and runs the forward under the plan. `modules` lists parents
+        before their children. A module that is called from outside of the model's forward also runs under the plan: its
+        inputs and outputs are cast as those of the whole model are. `before` is called before each training forward
+        that is called from outside. `full` returns the fp32 value of a stored parameter. `look` is called with each
+        output tensor that is to become fp32, before the cast, and returns the tensor to cast.
         """
         with ExitStack() as stack:
             if self._engine is None:
@@ -193,9 +194,10 @@ class Casting:
 
     @contextmanager
     def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
-        """Inside a `with`, replaces the context that emulates products, if there is one, by `wrapped(context)`.
+        """Returns a context manager in which `wrapped(mode)` is used in place of the emulation's dispatch mode `mode`.
 
-        Several replacements may be in use at a time; they may end in any order.
+        If the session does not emulate, it has no effect. Several such contexts may be open at a time and may end in
+        any order.
         """
         self._over.append(wrapped)
         try:
@@ -205,7 +207,10 @@ class Casting:
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Calls `begin` before each eager forward that enters the plan and before each `region`, inside a `with`."""
+        """Returns a context manager; inside it, `begin` is called before each `region` and each forward under the plan.
+
+        Forwards that torch.compile has compiled do not call it.
+        """
         kept = [(gate, gate.begin) for gate in self._outermost]
         own, self._begin = self._begin, begin
         for gate, _ in kept:
@@ -219,7 +224,10 @@ class Casting:
 
 
 class Backward:
-    """The context of one backward pass; the op table acts in it, as checkpoints repeat parts of the forward there."""
+    """A context manager for one backward pass, in which the op table acts.
+
+    The op table is needed there because activation checkpoints repeat parts of the forward in the backward pass.
+    """
 
     def __init__(self, engine: OpEngine | None, emulation: Mode | None) -> None:
         self._engine, self._emulation = engine, emulation
@@ -241,18 +249,22 @@ class Backward:
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
-    """Returns a module's formats for calls from outside of the model: inputs and outputs are cast as the model's."""
+    """Returns a module's formats for calls from outside of the model's forward.
+
+    Its inputs and outputs are then cast as those of the whole model are.
+    """
     output = None if plan.output == "keep" else FP32 if plan.output == "full" else plan.low
     takes = formats.input if formats.boundary else plan.low if plan.input == "low" else None
     return replace(formats, input=takes, output=output)
 
 
 def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
-    """Returns an output cast that does `cast`, or `again` if a checkpoint inside the model repeats the call.
+    """Returns an output cast for a module that is called from outside of the model's forward.
 
-    Outside of `session.backward` a repeated call looks like one from outside of the model, but must return what it
-    returned before. It is known by autocast being on for the device during a backward pass. Autocast alone does not
-    tell: a caller from outside may be in an autocast region of its own.
+    It applies `cast`. The exception is a call from inside the model that an activation checkpoint repeats, outside of
+    `session.backward`: it looks like a call from outside, but must return what it returned at first, so `again` is
+    applied. Such a call is recognized by autocast being on for the device during a backward pass. Autocast alone does
+    not show it, since a caller outside of the model may have an autocast region of its own.
     """
     if cast is None and again is None:
         return None

@@ -1,4 +1,4 @@
-"""Copies and pickles of modules with a gate, which are ordinary fp32 modules of the user's classes."""
+"""Deep-copies and pickles modules that have a gate, with fp32 parameters; pickles load without halfstep."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_of(self: nn.Module) -> nn.Module:
-    """Copies a module of a class that halfstep made as `copy.copy` copies one of the user's class."""
+    """Returns a shallow copy of a module; the classes that halfstep makes have this function as `__copy__`.
+
+    If the user's class defines `__copy__`, that is called.
+    """
     own = _own(type(self), "__copy__", copy_of)
     if own is not None:
         copied: nn.Module = own(self)
@@ -125,8 +128,8 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
 def reduction_of(self: nn.Module, protocol: Any) -> Any:
     """Pickles the module as an ordinary fp32 module of the user's class, which loads without halfstep.
 
-    Buffers, and parameters that are not stored low, are not copied for that. So an optimizer in the same pickle still
-    has the same tensors as the model.
+    Parameters that are stored low are replaced by fp32 copies. Other parameters and all buffers are pickled themselves,
+    so that an optimizer in the same pickle still refers to the same tensors as the model.
     """
     gate: Gate | None = self.__dict__.get(GATE)
     as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
@@ -138,10 +141,11 @@ def reduction_of(self: nn.Module, protocol: Any) -> Any:
 
 
 def class_of(self: nn.Module) -> type:
-    """Returns the class of the module; its user's class if the pickler that has just called `__reduce_ex__` reads it.
+    """Returns the class of the module, or the user's class if the pickler asks for it.
 
-    The pickler compares `__class__` with the class that it will write, once, right after `__reduce_ex__`. If a module
-    were rebuilt in any way other than by its class alone, it would not load with `weights_only`.
+    A pickle that rebuilds a module from its class alone loads with `weights_only`; others do not. Before the pickler
+    writes such a pickle, it checks that `__class__` is the class that it writes, which is the user's. It reads
+    `__class__` once, right after `__reduce_ex__`; `reduction_of` prepares the module for this read.
     """
     if self.__dict__.get(_PICKLED) == threading.get_ident():
         del self.__dict__[_PICKLED]

@@ -75,12 +75,13 @@ WRITERS: Mapping[OpOverload, OpOverload] = {
 
 
 class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """A mode in which matrix products, convolutions and attention of `low` tensors are those of a GPU's tensor cores.
+    """A dispatch mode in which products of `low` tensors are computed as a GPU's tensor cores compute them.
 
-    The operands, exact in fp32, are multiplied and summed in fp32, and the result is rounded once to `low`; an overflow
-    is inf. The same holds for a backward pass inside the mode. Tensors keep their dtype. Other operations and other
-    formats are not affected, nor is a product of mixed formats, which torch refuses. A CPU without fp16 units takes a
-    hundred times as long for its own fp16 products as for fp32 ones.
+    Products are matrix products, convolutions and attention. Their operands are converted to fp32 without loss,
+    multiplied and summed in fp32, and the result is rounded once to `low`; an overflow becomes inf. The same holds for
+    a backward pass inside the mode. Tensors keep their dtype. Other operations and other formats are not affected, nor
+    is a product of mixed formats, which torch refuses. Emulation is also fast: a CPU without fp16 units takes a hundred
+    times as long for its own fp16 products as for fp32 ones.
 
     A mode may be entered again inside itself. Code compiled by `torch.compile` runs eagerly inside, because a dispatch
     mode and compiled code exclude each other.
@@ -118,7 +119,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     ) -> Any:
         """Computes a product of `low` operands in fp32, and runs everything else as it is.
 
-        An operation on a tensor subclass, such as a nested tensor, comes back here in parts.
+        An operation on a tensor subclass, such as a nested tensor, is left to the subclass; the operations on its inner
+        tensors come back here.
         """
         if any(map(_dispatches, types)):
             traced = any(map(holds_shapes, types))  # as DTensor asks for shapes
@@ -158,10 +160,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
 
     def _lstm(self, x: Tensor, *args: Any) -> Any:
-        """Computes an LSTM layer: as one product if gradients are on, else time step by time step.
+        """Computes an LSTM layer: as one fp32 operation if gradients are on, otherwise time step by time step.
 
-        torch without oneDNN's LSTM kernel computes step by step too. With gradients, which need bf16, the backward pass
-        takes the workspace of the whole layer.
+        With gradients (in bf16 only), the backward pass needs the workspace of the whole layer. Without gradients,
+        results are rounded in each time step, as in torch without oneDNN's LSTM kernel.
         """
         weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell, reverse = args[:7]
         if torch.is_grad_enabled():

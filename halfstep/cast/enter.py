@@ -1,6 +1,7 @@
 """Enters a plan around a module's own forward, by giving the module a subclass of its class.
 
-Hooks and instance attributes would each break one of Ctrl-C, torch.compile, deepcopy, pickle and DataParallel.
+Forward hooks or a `forward` attribute on the instance would not do: each of the two breaks at least one of Ctrl-C,
+torch.compile, deepcopy, pickle and DataParallel.
 """
 
 from __future__ import annotations
@@ -63,10 +64,14 @@ SHARD_FIRST = (
 
 
 def _set_class(self: nn.Module, cls: type) -> None:
-    """Sets the class of a module.
+    """Sets the class of a module; this is the setter of `__class__` in the classes that halfstep makes.
 
-    When torch removes a module's last parametrization, it takes off its own class, which is below halfstep's;
-    halfstep's class is then made again over the class below that.
+    When torch removes a module's last parametrization, it sets the class to the base of the module's class. In a
+    session that base is torch's own parametrized class; the module then gets a new class of halfstep's, made from the
+    class that torch had parametrized.
+
+    Raises:
+        SessionError: `fully_shard` was called on a module in a session.
     """
     own = type(self)
     if is_sharding(cls) and not is_sharding(own):
@@ -88,10 +93,10 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 
 
 def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
-    """Returns the methods in wrappers that explain errors about mixed formats outside of forwards.
+    """Returns wrappers of the methods, by name; they add to an error about mixed formats what to do about it.
 
-    The message then says what to do. Outside of a forward autocast is off, so halfstep's kernels, which are autocast
-    kernels, see no operation.
+    They do so for calls from outside of the model's forward. Autocast is off there, so halfstep's kernels, which are
+    autocast kernels, do not run.
     """
     is_on = torch.is_autocast_enabled
 
@@ -125,7 +130,8 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
     """Returns the `__call__` of a door, a module whose call from outside of the model's forward enters the plan.
 
-    It enters the plan in place of `forward` if hooks compute the module's weight or its forward is set on the instance.
+    This `__call__` enters the plan in place of `forward`. It is used if hooks compute the module's weight or if the
+    forward is set on the instance.
     """
     base_call = base.__call__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -150,7 +156,7 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
 def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
     """Returns a `__call__` that runs a module's hooks under the plan, because they compute the module's weight.
 
-    It is for boundaries: modules whose inputs and outputs are cast.
+    The module must be a boundary: a module whose inputs and outputs the plan casts.
     """
     base_call = base.__call__
     is_on = torch.is_autocast_enabled
@@ -175,14 +181,15 @@ def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
 def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
 ) -> type[nn.Module]:
-    """Returns a subclass of `base`, of the same name, whose forward uses the instance's stand-in or gate.
+    """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate.
 
-    A stand-in is called in place of the forward; a gate casts and enters the plan around it.
+    A stand-in is a function that is called in place of the forward. A gate casts inputs and outputs, and runs the
+    user's forward under the plan.
 
-    With `door`, the forward goes through the gate only if the plan is not entered yet; inside the plan it only reads
-    two autocast bits of the thread. With `at_call`, the module's `__call__` enters the plan: for modules whose hooks
-    compute their weight, and for doors whose forward is set on the instance. With `explain`, an error about mixed
-    formats in another method of the user's class says what to do.
+    `door` is for modules that go through their gate only if they are called from outside of the model's forward; in
+    other calls, the forward only checks two autocast bits of the thread. With `explain`, the other methods of the
+    user's class explain errors about mixed formats. With `at_call`, `__call__` enters the plan in place of the forward;
+    this is for modules whose hooks compute their weight, and for doors whose forward is set on the instance.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
@@ -242,11 +249,11 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
 
 @functools.cache
 def _writing_through(metaclass: Any) -> Any:
-    """Returns a metaclass for the classes that halfstep makes: attribute writes to them go on to the user's class.
+    """Returns a metaclass for the classes that halfstep makes; it passes attribute writes on to the user's class.
 
-    They are also pickled as the user's class. `type(self).count += 1` and torch's parametrizations write to the class
-    of a module. Attributes that halfstep's class defines itself are written there: otherwise, code that restores a
-    method would put a function of halfstep's into the user's class.
+    User code, such as `type(self).count += 1`, and torch's parametrizations write to the class of a module. Only
+    attributes that halfstep's class defines itself are written to halfstep's class: otherwise, code that restores a
+    method would put a function of halfstep's into the user's class. The classes are pickled as the user's class.
     """
 
     def own(cls: type, name: str) -> bool:
@@ -315,8 +322,8 @@ class Entrances:
     ) -> Callable[[], None]:
         """Puts a gate around the module's forward; returns a function that removes it.
 
-        With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, an error about
-        mixed formats in another method of the module says what to do.
+        With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, the module's
+        other methods add to an error about mixed formats what to do about it.
         """
         base = type(module)
         at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)

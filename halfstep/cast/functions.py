@@ -1,7 +1,7 @@
-"""Op changes of Python functions, which torch's dispatcher does not know: a session replaces their attribute.
+"""Casts the calls of Python functions that op changes name, by replacing the attribute that holds the function.
 
-Names that modules bound earlier (`from my_ops import swish`) are replaced too; a function that a closure, a default
-argument or an object holds is out of reach and runs as written.
+torch's dispatcher does not see such calls. Names that modules bound earlier (`from my_ops import swish`) are replaced
+too. A function that a closure, a default argument or an object holds cannot be replaced and runs as written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOCK = DeferringLock()
 
 @dataclass(frozen=True)
 class _Patch:
-    """The op list by which one session casts the calls of a function, and the switch that tells when it does."""
+    """How one session casts the calls of a function: the op list to follow, and the switch that turns casting on."""
 
     switch: Switch
     category: OpList
@@ -58,7 +58,7 @@ def call_as(
 
 @dataclass
 class _Attribute:
-    """An attribute of a module or class that holds a function; it holds a wrapper while any session patches it."""
+    """An attribute of a module or class whose value is a function; a wrapper replaces it while a session patches it."""
 
     holder: Any
     name: str
@@ -96,8 +96,8 @@ class _Attribute:
 def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
     """Makes Python functions ("module:function") follow their op list in `changes` inside the engine's regions.
 
-    Returns a function that undoes this. torch's losses that are made of several operations run in fp32, unless
-    `changes` names them. Autocast is off inside the functions. All functions are looked up before one is replaced.
+    Returns a function that undoes this. Autocast is off inside the functions. torch's losses that consist of several
+    operations run in fp32, unless `changes` names them. No function is replaced before all have been found.
 
     Raises:
         PlanError: a module that cannot be imported, or that has no such function.
@@ -172,7 +172,10 @@ def _find(op: str) -> tuple[Any, str]:
 
 
 def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
-    """Adds a patch to the function `holder.name`; returns its `_Attribute`. The first patch replaces the function."""
+    """Adds a patch to the function `holder.name` and returns its `_Attribute`.
+
+    If the function has no patch yet, a wrapper replaces it.
+    """
     with _LOCK:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)

@@ -1,4 +1,4 @@
-"""The gate around a module's forward: what is done before and after it, and the ways to run it."""
+"""The gate around a module's forward: its casts and calls, and functions that run a forward or `__call__` with them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,19 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass
 class Gate:
-    """What is done around one module's forward; shared by deep copies of the module, never pickled.
+    """The casts and callbacks around one module's forward; deep copies of the module share its gate, pickles have none.
 
-    `region` makes a context manager that torch.compile can trace; `enter` and `leave` do the same faster in eager code.
-    `cast_in` takes and returns (args, kwargs). `cast_out` takes the output, and the args and kwargs before `cast_in`.
-    `around` is a context for eager calls only (emulation); if it is set, `uncompiled` runs the forward eagerly under
-    torch.compile. `before` is called before each eager training forward, `begin` before every eager forward and its
-    casts. `full` returns the fp32 value of a parameter that is stored low. `marker` names an autocast bit that is on
-    inside the plan; while it is off, the gate `first` is used instead.
+    `region()` returns a context manager that enters the plan and that torch.compile can trace. `enter()` and
+    `leave(token)` do the same faster in eager code. `cast_in(args, kwargs)` returns the arguments cast.
+    `cast_out(output, args, kwargs)` returns the output cast; it gets the arguments from before `cast_in`.
+    `full(parameter)` returns the fp32 value of a parameter that is stored low.
+
+    In eager code, `begin()` is called before every forward, then `before()` before every training forward, and the
+    context `around()` (emulation) is open during the forward. Compiled code would bypass that context, so if there is
+    one, `uncompiled` runs the forward eagerly under torch.compile.
+
+    `marker` names an autocast bit that is on inside the plan; while it is off, the gate `first` is used in place of
+    this one. A gate that is not `active` does nothing. `copies` are the module's deep copies.
     """
 
     region: Callable[[], AbstractContextManager[Any]]
@@ -71,11 +76,12 @@ class Gate:
 
 @dataclass(frozen=True)
 class Inside:
-    """The autocast bits of a thread that tell whether a plan is entered: both must be on, the device's with `low`.
+    """The autocast settings by which a thread tells that it is inside a plan.
 
-    The bit of `marker` alone does not tell: in a backward pass it is on outside of forwards too. There a checkpoint
-    restores the bit of `device_type` as its caller had it, and the format `low` tells the plan's autocast from the
-    caller's own.
+    Three conditions must hold: the autocast bit `marker` is on, autocast is on for `device_type`, and its format is
+    `low`. The marker is not enough, because in a backward pass it is also on outside of forwards. The format is needed
+    because an activation checkpoint restores the caller's own autocast, which may be on for `device_type` in another
+    format.
     """
 
     device_type: str
@@ -135,7 +141,7 @@ def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args:
 def run_generator(
     gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> Generator[Any, Any, Any]:
-    """Runs a generator forward: each part under the plan, as `run_eager` does, but not the caller's code in between."""
+    """Runs a forward that is a generator; each part up to a `yield` runs under the plan, the caller's code does not."""
     parts: Generator[Any, Any, Any]
 
     def start(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -194,11 +200,13 @@ def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
 
 
 def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether a call with autocast off or in another format runs so, because the model's own code has set that.
+    """Returns whether a call runs as written, without the plan, because the model's own code asked for that.
 
-    `inside` says whether the plan's marker is on, which means that the call is inside the plan. In a backward pass it
-    does not: the marker may be on outside of every forward, and off while a checkpoint repeats a call from inside one.
-    A repeated call runs as it did at first.
+    It is asked only for calls that find autocast off, or on in a format other than the plan's. `inside` says whether
+    the plan's marker is on. In a forward, this means that the call comes from inside the plan, where only the model's
+    own code can have changed autocast. In a backward pass it does not: the marker may be on outside of every forward,
+    and off while an activation checkpoint repeats a call from inside the plan. There, a repeated call runs as it did at
+    first.
     """
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
@@ -211,7 +219,7 @@ def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool)
 
 
 def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call with the plan's marker on, so that modules inside know of the plan and keep autocast as set."""
+    """Makes a call with the plan's marker on: modules inside then know that the model's own code set autocast."""
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
     torch.set_autocast_enabled(marker, True)
@@ -222,7 +230,7 @@ def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: 
 
 
 def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs a forward with autocast off, as the model's own code has set it; an error about mixed formats says so."""
+    """Runs a forward in which the model's own code has switched autocast off; an error about mixed formats says so."""
     try:
         return forward(module, *args, **kwargs)
     except RuntimeError as error:

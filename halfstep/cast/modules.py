@@ -61,14 +61,17 @@ class Values32(Protocol):
         """Returns the fp32 value of a parameter."""
 
     def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
-        """Makes an entry of a state dict, of the same shape, the fp32 value; returns the low tensor to store."""
+        """Takes an entry of a state dict as a parameter's fp32 value; returns the low tensor to store.
+
+        The entry must have the parameter's shape.
+        """
 
     def loaded(self, parameter: nn.Parameter) -> None:
-        """Called when the tensor from `load` was copied into the parameter; its fp32 value stays as `load` set it."""
+        """Called after the tensor from `load` was copied into the parameter; the fp32 value stays as `load` set it."""
 
 
 class Given:
-    """Remembers which tensor, the fp32 value of a parameter, was last put into a state dict, and under which name."""
+    """Remembers for each parameter the fp32 tensor that was last put into a state dict, and its name there."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
@@ -122,10 +125,10 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
 
 
 def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> list[nn.Parameter]:
-    """Makes the entries of `state` the fp32 values of the module's own parameters that `values` has.
+    """Takes entries of `state` as the fp32 values of the module's own parameters that are in `values`.
 
-    Each such entry is replaced by the low tensor that torch is to load. Returns the parameters that had an entry of
-    their shape.
+    Each such entry is replaced in `state` by the low tensor that torch then loads. Returns the parameters whose entry
+    was taken; an entry of another shape is left for torch to report.
     """
     taken: list[nn.Parameter] = []
     for name, parameter in _kept(module, values):
@@ -141,9 +144,10 @@ def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values
 
 
 def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> None:
-    """Refuses entries from which no value can be read, for the parameters of `module` and of all modules below it.
+    """Raises a StateError if an entry for a parameter of `module`, or of a module below it, holds no readable value.
 
-    It looks below as well because torch loads module by module: the first module that is loaded must check all entries.
+    torch loads module by module. To refuse a state dict before anything is loaded, the first module that is loaded must
+    check the entries of all modules below it.
     """
     for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         if name not in state or parameter not in values:
@@ -171,8 +175,8 @@ def holds_state(module: nn.Module) -> bool:
 def keep_parameters(module: nn.Module) -> Undo:
     """Makes `load_state_dict(assign=True)` of one module raise a StateError before it changes anything.
 
-    Returns a function that undoes this. Such a load would replace the Parameters that the optimizer updates. Every
-    module of a model that holds state needs this, since a load may begin at any of them.
+    A load with `assign=True` would replace the Parameters that the optimizer updates. It may begin at any module, so
+    every module that holds state needs this. Returns a function that allows such loads again.
     """
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -202,8 +206,8 @@ def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]
 def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Raises a SessionError if this call, which computes a parametrized weight, comes from `remove_parametrizations`.
 
-    That function would write the weight, in fp32, into a parameter that is stored low. For any other call, returns
-    (args, kwargs).
+    `remove_parametrizations` would write the weight, in fp32, into a parameter that is stored low. For any other call,
+    returns (args, kwargs).
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_OF_A_CALL):

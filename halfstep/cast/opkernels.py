@@ -1,8 +1,9 @@
 """The actions of the op table, as functions for torch's dispatcher that run one call of an aten overload.
 
-A function gets the dispatcher's key set and the call's arguments. If it acts on the op, it switches autocast off below
-it, as torch's own kernels do, so that the parts of a composite op are not cast again; if it passes the op on, it
-redispatches, so that autocast stays on for the parts.
+A function gets the dispatcher's key set and the call's arguments. Many functions cast the arguments and run the op with
+autocast switched off, as torch's own kernels do, so that the parts of a composite op are not cast again
+(`OpSite.excluded`). Other functions run only the op itself without casts, so that autocast still applies to its parts
+(`OpSite.below`).
 """
 
 from __future__ import annotations
@@ -70,10 +71,11 @@ class OpSite:
         return self.overload.redispatch(keyset & self._after, *args, **kwargs)
 
     def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what `below` does, but in code that torch.compile traces.
+        """Does what `below` does, in code that torch.compile traces.
 
-        There a redispatch would skip decompositions written in Python. The key set without autocast cannot be passed on
-        either, because the tracing dispatcher starts again from all keys.
+        A redispatch would skip decompositions that are written in Python, so these are called directly. An op without
+        parts runs with autocast excluded: the tracing dispatcher starts again from all keys, so a key set without
+        autocast would have no effect.
         """
         if not self._composite:
             return self.excluded(args, kwargs)
@@ -104,7 +106,7 @@ class OpSite:
         return [cast(a, dtype) for a in args], {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
 
     def dtypes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
-        """Returns those of fp32, bf16 and fp16 that the tensor arguments on this device type have."""
+        """Returns the dtypes of the fp32, bf16 and fp16 tensors among the arguments on this device type."""
         found: set[torch.dtype] = set()
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
@@ -134,11 +136,12 @@ def _low(site: OpSite) -> Act:
 
 
 def _recurrent(site: OpSite) -> Act:
-    """Returns a function that runs an RNN with sequences and states cast to low.
+    """Returns a function that runs an RNN with its sequences and states cast to low.
 
-    The products inside cast the weights themselves, with autocast's cache. In fp16 on a CPU, an fp32 sequence would
-    select a oneDNN kernel that the CPU may not have. On CUDA, torch's own autocast casts what cuDNN runs to fp16,
-    whatever the region's format (ATen/cudnn/AutocastRNN.cpp), so for bf16 all arguments are cast here.
+    Autocast casts the weights later, in the products of which the RNN consists, and caches the result. Sequences are
+    cast here because in fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may not have. On
+    CUDA, torch's autocast casts the arguments of a cuDNN RNN to fp16 whatever the region's format
+    (ATen/cudnn/AutocastRNN.cpp), so for bf16 all arguments are cast here.
     """
     weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
     device_type = site.device_type
@@ -166,9 +169,9 @@ def _full(site: OpSite) -> Act:
 
 
 def _full_by_dtype(site: OpSite) -> Act:
-    """Returns a function that makes an op compute in fp32 by its own argument `dtype`, which saves a copy of the input.
+    """Returns a function that makes an op compute in fp32 by passing the op's argument `dtype`, if the caller does not.
 
-    A `dtype` that the caller passes is used instead.
+    Unlike a cast, this makes no fp32 copy of the input.
     """
     position = site.arguments.index("dtype")
 
@@ -194,10 +197,10 @@ def _promote(site: OpSite) -> Act:
 
 
 def _norm(site: OpSite) -> Act:
-    """Returns a function for a norm that computes in fp32 if parameters and input differ in format.
+    """Returns a function that runs a norm in fp32 if its parameters and its input have different formats.
 
-    The result has the input's format. On a CPU some norms compute in fp32 even if the formats agree, because torch
-    would sum the gradients of low parameters in the low format.
+    The result has the input's format. On a CPU some norms run in fp32 even if the formats agree, because torch would
+    sum the gradients of low parameters in the low format.
     """
     on_cpu = site.device_type == "cpu"
     mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
@@ -221,10 +224,10 @@ def _norm(site: OpSite) -> Act:
 
 
 def _statistics(site: OpSite, action: Action) -> Act:
-    """Returns a function for a norm with running statistics, which casts the input by `action`.
+    """Returns a function that runs a norm with running statistics; `action` decides how its input is cast.
 
-    Weights are cast to the format of the running statistics. Those are never cast, because the norm writes them in
-    place.
+    Weights are cast to the format of the running statistics. The statistics are never cast, because the norm writes
+    them in place.
     """
     weights = [site.arguments.index(name) for name in ("weight", "bias")]
     running = site.arguments.index("running_mean")
@@ -258,11 +261,11 @@ def _refuse(site: OpSite) -> Act:
 
 
 def _gather(site: OpSite) -> Act:
-    """Returns a function that reads rows of a low weight through fp32, so that their gradients are summed in fp32.
+    """Returns a function that casts a low weight to fp32 before it reads rows, to sum their gradients in fp32.
 
-    torch's CPU kernels add the gradients of a row one by one in the low format, and a bf16 sum of ones stops at 256.
-    Sparse gradients are summed later, by the optimizer's step. Gathers from activations run as written: they seldom
-    read one row twice.
+    The rows are cast back to low. torch's CPU kernels add the gradients of a row one by one in the low format, where
+    for example a bf16 sum of ones stops at 256. Sparse gradients are not affected: the optimizer's step sums them.
+    Gathers from activations run as written, because they seldom read a row twice.
     """
     sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
 

@@ -1,9 +1,9 @@
-"""The one place that puts halfstep's kernels into torch's dispatcher; there is one dispatcher and registry per process.
+"""Puts halfstep's kernels into torch's dispatcher; there is one dispatcher per process, and one registry.
 
-The registry is empty while no engine is open. Kernels act only while their table's marker is on. A marker is the
-autocast bit of a device type of which this process has no tensors. Such a bit belongs to a thread, is passed on to
-autograd's threads, is saved in compiled graphs, and torch.compile guards on it and keys its caches by it; a variable of
-ours would have none of that.
+The registry is empty while no engine is open. The kernels of an op table act only while the table's marker is on. A
+marker is the autocast bit of a device type that this process does not use. A variable of halfstep's own could not
+replace it: an autocast bit belongs to a thread, is passed on to autograd's threads and is saved in compiled graphs;
+torch.compile also guards on it and uses it in its cache keys.
 """
 
 from __future__ import annotations
@@ -37,14 +37,20 @@ MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
 @dataclass(frozen=True)
 class Table:
-    """What an engine casts: device type, action of each aten overload, and which attention runs backward in fp32."""
+    """What an engine casts: the device type, and an action for each aten overload.
+
+    `wide_backward` gives the limits within which attention runs its backward pass in fp32.
+    """
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
     wide_backward: WideBackward = ()
 
     def digest(self) -> str:
-        """Returns a short hash of the casts that compiled code contains, the same in every process."""
+        """Returns a short hash of the device type and the actions, which decide the casts in compiled code.
+
+        It is the same in every process.
+        """
         return hashlib.sha256(repr((self.device_type, sorted(self.actions))).encode()).hexdigest()[:16]
 
 
@@ -58,8 +64,8 @@ class _Slot:
 class _Site:
     """One of halfstep's kernels in the dispatcher.
 
-    `acts` has the function to run under each marker. If no marker is on, torch's own autocast kernel `stock` runs,
-    which does `own` (both None: there is none).
+    `acts` has pairs (marker, function): the function runs the op while the marker is on. If no marker is on, torch's
+    own autocast kernel `stock` runs; `own` is the action that it takes. If torch has no such kernel, both are None.
     """
 
     site: OpSite
@@ -178,7 +184,10 @@ class Registry:
         )  # it computes whole layers as it likes, on a CPU even under autocast
 
     def _tag_caches(self) -> None:
-        """Adds hashes of the open tables to the tag of torch.compile's caches on disk, which know only the markers."""
+        """Adds hashes of the open tables to the tag of torch.compile's disk caches.
+
+        The caches themselves know only markers, and one marker may stand for different tables at different times.
+        """
         tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
         before = self._cache_tag if isinstance(self._cache_tag, str) else ""
         set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
@@ -206,9 +215,9 @@ class Registry:
             device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
-        """Returns the limits within which attention runs backward in fp32, pairs (head width, length).
+        """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32.
 
-        They are those of the table that is on in this thread; () if none is.
+        They come from the table whose marker is on in this thread; without such a table, the result is ().
         """
         on = torch.is_autocast_enabled
         return next((slot.table.wide_backward for marker, slot in self._slots.items() if on(marker)), ())
@@ -236,10 +245,10 @@ def find_overload(name: str) -> OpOverload | None:
 
 
 def _deviates(name: str, action: Action, own: Action | None) -> bool:
-    """Tells whether `action` needs a kernel of halfstep, given that torch's own autocast does `own` (None: nothing).
+    """Tells whether the op `name` needs a kernel of halfstep's to do `action`.
 
-    It always does if torch promotes, as torch's kernel raises an error on a third format, such as fp16 in a bf16
-    region.
+    `own` is what torch's autocast does to the op, None if it does nothing. If torch promotes the op, a kernel is always
+    needed: torch's own raises an error on a third format, such as fp16 in a bf16 region.
     """
     if action == "infer" and own is None:
         return is_composite(name)

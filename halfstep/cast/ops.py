@@ -1,7 +1,7 @@
 """The op engine: makes torch run each op in the format that an op table says, forward, backward and when compiled.
 
-`torch.autocast` does the work if its list for the device agrees with the table; only for the other rows there is a
-kernel of halfstep's in the dispatcher (opregistry.py), which acts inside the regions of this engine.
+`torch.autocast` does the work for the rows on which its own op lists for the device agree with the table. For the other
+rows, opregistry.py puts a kernel into the dispatcher, which acts inside the regions of this engine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Switch:
 class OpEngine:
     """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels.
 
-    `actions` says what happens to aten overloads, `low` is bf16 or fp16, `device_type` is where the tensors are, and
-    `wide_backward` says which attention goes backward in fp32 on a CPU.
+    `actions` maps aten overloads to actions, `low` is bf16 or fp16, and `device_type` is where the tensors are.
+    `wide_backward` gives the limits within which attention on a CPU runs its backward pass in fp32.
     """
 
     def __init__(
@@ -76,7 +76,10 @@ class OpEngine:
 
     @contextmanager
     def region(self, enabled: bool = True) -> Iterator[None]:
-        """Casts ops inside a `with`, which torch.compile can trace; with `enabled=False`, ops inside run as written."""
+        """Returns a context manager that casts ops by the table, and that torch.compile can trace.
+
+        With `enabled=False`, ops inside run as written.
+        """
         marker = self._open_marker()
         if not enabled:
             with TorchAutocast(self.device_type, dtype=self.low, enabled=False):
@@ -91,10 +94,10 @@ class OpEngine:
                     yield
 
     def enter_backward(self) -> Switched:
-        """Lets the table act in a backward pass, where checkpoints compute parts of the forward again.
+        """Turns on the table for a backward pass, in which activation checkpoints compute parts of the forward again.
 
-        Returns the token for `leave_backward`. The autocast of the device is not switched on: checkpoints restore it as
-        it was in the forward, and gradients need no casts.
+        Returns the token for `leave_backward`. Autocast for the device is not switched on: checkpoints restore it as it
+        was in the forward, and gradients need no casts.
         """
         marker = self._open_marker()
         on = torch.is_autocast_enabled
@@ -130,7 +133,8 @@ class OpEngine:
     def leave(self, token: Token) -> None:
         """Undoes the `enter` that returned this token.
 
-        Drops autocast's cached casts of weights if no autocast region is left, or if the one around has another format.
+        Also drops the low weights that autocast has cached, if no autocast region is left or the surrounding one has
+        another format.
         """
         was_on, dtype, marker, marker_was_on, others = token
         if torch.autocast_decrement_nesting() == 0 or (was_on and dtype is not self.low):

@@ -1,7 +1,8 @@
-"""Tells, for a call that a checkpoint repeats in the backward pass, whether it entered the plan or ran as written.
+"""Tells whether a call that an activation checkpoint repeats in the backward pass entered the plan at first.
 
-A checkpoint restores autocast as it was around the call, and the model's own code and a caller outside of the plan may
-have set it alike. But it passes the same memory as arguments, by which a call is recognised.
+A checkpoint restores autocast as it was around the first call. That alone does not tell: autocast may have been off
+both for a call that the model's own code runs as written, and for a call from outside that entered the plan. So the
+call is recognized by its arguments, which are in the same memory as at first.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _MANY = 64  # calls of one module at least, before those whose memory is gone ar
 
 
 class Calls:
-    """Remembers, of the calls of one module that a checkpoint may repeat, which entered the plan.
+    """Remembers for the calls of one module whether they entered the plan, if an activation checkpoint may repeat them.
 
-    A call is known by the memory of its arguments, which is not kept alive. Calls with the same arguments are repeated
-    last first, as in a backward pass.
+    A call is recognized by the memory of its arguments; this memory is not kept alive. If several calls had the same
+    arguments, the last one is repeated first, as in a backward pass.
     """
 
     def __init__(self) -> None:
@@ -31,10 +32,11 @@ class Calls:
         self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
-        """Records whether a call entered the plan, if a checkpoint may have made the call.
+        """Records whether a call entered the plan, if an activation checkpoint may repeat the call.
 
-        A non-reentrant checkpoint makes calls under hooks for saved tensors. A reentrant one makes them with gradients
-        off, and repeats them only if an argument requires gradients. An evaluation does neither.
+        A non-reentrant checkpoint makes its calls under saved-tensor hooks. A reentrant one makes them with gradients
+        off, and repeats a call only if an argument requires gradients. Any other call, such as one in an evaluation, is
+        not recorded.
         """
         hooked = saved_tensor_hooks(True) is not None
         if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
@@ -49,7 +51,7 @@ class Calls:
         self._ways[key].appendleft(entered)
 
     def repeated(self, args: Any, kwargs: Any) -> bool | None:
-        """Returns whether the repeated call with these arguments entered the plan; None if no such call is known."""
+        """Returns whether a repeated call entered the plan at first; None if no call with these arguments is known."""
         key, _ = _memory_of(args, kwargs)
         ways = self._ways.get(key)
         if ways is None or self._is_freed(key):

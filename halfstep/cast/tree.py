@@ -23,9 +23,9 @@ Convert = Callable[[Any], Any]
 def map_tensors(fn: Change, obj: Any) -> Any:
     """Returns `obj` with `fn` applied to each tensor in it; `obj` itself if `fn` changed none.
 
-    It enters lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and objects with a `to` method
-    (custom batches), all at any depth; those that change are copied, and the caller's object stays as it was. Modules,
-    strings, arrays and other objects are returned as they are.
+    Tensors are found at any depth in lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and custom
+    batches, which are objects with a `to` method. A container with a changed tensor is copied; the caller's object is
+    not modified. Modules, strings, arrays and other objects are returned as they are.
 
     >>> map_tensors(torch.neg, {"x": torch.ones(1), "name": "a"})
     {'x': tensor([-1.]), 'name': 'a'}
@@ -72,7 +72,10 @@ def first_float_dtype(args: Any, kwargs: Any = None) -> torch.dtype | None:
 
 
 def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
-    """Returns the tensors that `map_tensors` finds, in order; `inside` holds the ids of the objects around `obj`."""
+    """Returns the tensors that `map_tensors` finds, in order.
+
+    `inside` has the ids of the objects that contain `obj`; they are not entered again, so that a cycle ends.
+    """
     if isinstance(obj, Tensor):
         return [obj]
     if isinstance(obj, _LEAVES) or id(obj) in inside:
@@ -81,11 +84,11 @@ def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 def _change(fn: Change, obj: Any, convert: Convert | None, inside: tuple[int, ...]) -> Any:
-    """Returns `obj` with `fn` applied to each tensor in it, None if nothing in it changes.
+    """Returns `obj` with `fn` applied to each tensor in it, or None if nothing in it changes.
 
-    It is None rather than `obj`, as torch.compile cannot compare tuples by `is`. `convert` is called with custom
-    batches in which no tensor is found. `inside` holds the ids of the objects around `obj`, which may refer to each
-    other.
+    None is returned in place of `obj` because torch.compile cannot compare tuples by `is`. `convert` is called with
+    custom batches in which no tensor is found. `inside` has the ids of the objects that contain `obj`; they are not
+    entered again, so that a cycle ends.
     """
     if isinstance(obj, Tensor):
         return _unless_same(fn(obj), obj)
