@@ -23,9 +23,10 @@ def print_changes(changes: Sequence[BenchChange], file: Path, saved: Machine) ->
 
 
 def end(runs: Iterable[BenchRun], changes: Sequence[BenchChange] | None, *, complete: bool) -> None:
-    """Exits with 130 if not `complete`, 3 if a row is worse than saved, 1 if all rows failed or none can be judged.
+    """Exits with the code of a finished benchmark; returns for code 0. `changes` are None if nothing was compared.
 
-    `changes` are those since a saved result, None without one. Otherwise the function returns, for exit code 0.
+    The codes, of which the first that applies is used: 130 if not `complete`, 1 if all rows failed, 3 if a row is worse
+    than the saved one, 1 if no row could be compared.
     """
     if not complete:
         raise typer.Exit(INTERRUPTED)

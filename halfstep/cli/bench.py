@@ -152,7 +152,10 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
 def _side_by_side(
     job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None
 ) -> None:
-    """Trains one workload, and prints the table and what changed since a saved result."""
+    """Trains one workload, then prints the table and what changed since the result saved in `against`.
+
+    `run` trains and returns the result; it gets a function to report progress to.
+    """
     saved = None if against is None else load_saved(against)
     if saved is not None:
         check_comparable(saved, job.name, settings_of(job))
@@ -181,12 +184,12 @@ def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
 
 
 def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
-    """Returns the rows without torch.compile, with it, or both."""
+    """Returns the rows that the option --compile asks for: each without torch.compile, with it, or both."""
     if compile not in COMPILE:
         raise WorkloadError(f"--compile {compile!r} is unknown; choose one of {', '.join(COMPILE)}")
     return tuple(compiled(row) if on else row for row in rows for on in COMPILE[compile])
 
 
 def _command() -> str:
-    """Returns the command as it was typed, without the home folder, since results are published."""
+    """Returns the command as it was typed, but with "~" for the home folder, since results are published."""
     return shlex.join(["halfstep", *sys.argv[1:]]).replace(f"{Path.home()}/", "~/")

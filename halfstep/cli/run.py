@@ -119,7 +119,10 @@ class _Recorded:
         self._log: RunLog | None = None
 
     def sinks(self, rank: int) -> Sequence[Sink]:
-        """Returns a session's sinks: in the process of rank 0 the log, which each session continues; else none."""
+        """Returns the sinks for a session: the run's log in the process of rank 0, no sinks in other processes.
+
+        Further sessions of the same run append to the same log.
+        """
         if self._log is not None:
             self._log.close()
         self._log = RunLog(self._path) if rank == 0 else None
