@@ -1,4 +1,4 @@
-"""Measures what sessions choose formats by, and compares it with halfstep's table of processor classes."""
+"""Measures the facts by which sessions choose formats, and compares them with halfstep's table of processor classes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def bf16_is_fast(rates: Rates) -> bool:
 
 
 def fp16_is_fast(rates: Rates) -> bool:
-    """Returns whether native fp16 is faster than emulation in every emulated kind of work.
+    """Returns whether native fp16 is faster than emulated fp16 in matrix products, convolutions and attention.
 
-    One kind that is slower would slow the whole model.
+    It must be faster in all three, since one that is slower would slow down the whole model.
     """
     return all(
         _against_fp32(rates, work, "fp16", NATIVE) > _FASTER * _against_fp32(rates, work, "fp16", EMULATED)
@@ -43,7 +43,10 @@ def _against_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
 
 
 def wide_backward(*, seconds: float) -> WideBackward:
-    """Returns (head width, longest sequence whose attention backward is faster in fp32 than in bf16) pairs."""
+    """Returns pairs (head width, longest sequence for which attention's backward pass is faster in fp32 than in bf16).
+
+    Head widths for which fp32 is not faster are left out.
+    """
     share = seconds / (len(_WIDTHS) * len(_LENGTHS))
     found = []
     for width in _WIDTHS:
@@ -83,7 +86,11 @@ def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor
 
 
 def compare(used: Processor, table: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
-    """Returns for each choice of formats the value that sessions use, the one in the table, and the measured one."""
+    """Returns for each choice of formats the value that sessions use, the one in halfstep's table and the measured one.
+
+    `used` are the facts about the processor that sessions use now, and `table` those in halfstep's table. The other
+    arguments are the measured facts.
+    """
     measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
     said = zip(_said(used), _said(table), _said(measured), strict=True)
     return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)

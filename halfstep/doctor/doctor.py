@@ -96,7 +96,11 @@ def recommend(rates: Rates) -> tuple[str, str, str]:
 
 
 def _gain(rates: Rates, low: str, *works: str) -> float:
-    """Returns a format's least speed relative to fp32 in `works`, by default matrix products and convolutions."""
+    """Returns the speed of a low format relative to fp32 in the kind of work that gains least.
+
+    `works` are the kinds of work to look at, by default matrix products and convolutions. The result is 0 if the format
+    was not measured in one of them.
+    """
     found = [rates.get((work, low, NATIVE)) for work in works or (PRODUCT, CONVOLUTION)]
     return min(0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32 for rate in found)
 

@@ -170,7 +170,7 @@ def _copied(source: Tensor, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> list[Rate]:
-    """Times casts to and from each low format, in turn with an fp32 copy of as many numbers."""
+    """Times casts to and from each low format, in turn with an fp32 copy of the same number of values."""
     calls = {"copy": _copied(numbers, FP32.dtype)}
     for low in _LOW:
         calls[f"{CAST_DOWN}/{low}"] = _copied(numbers, _DTYPES[low])

@@ -28,7 +28,10 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 
 def _threads(seconds: float) -> Setting:
-    """Returns torch's number of threads as a setting; a matrix product on all available cores shows what it costs."""
+    """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores.
+
+    The cost is the time of a matrix product relative to its time on all cores.
+    """
     taken, cores = torch.get_num_threads(), _cores()
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
@@ -135,7 +138,7 @@ def _cuda_settings() -> Iterator[Setting]:
 
 
 def read_tools(device: torch.device) -> dict[str, str]:
-    """Returns the tools that halfstep's fast kernels need and what was found of each; for a GPU also its driver."""
+    """Returns for each tool that halfstep's fast kernels need what was found of it; for a GPU also its driver."""
     compiler = find_compiler()
     driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
     return driver | {
