@@ -1,1 +1,1 @@
-"""Loops that run at the speed of memory, compiled at first use; they know tensors and numbers, but no plan."""
+"""Loops that are compiled at first use and limited by memory bandwidth; they take tensors and numbers, not plans."""

@@ -37,12 +37,15 @@ class Options:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The further numbers that kernels take, in the order in which kernels take them."""
+        """The optimizer's own numbers, such as Adam's betas and eps, in the order in which kernels take them."""
         return ()
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The names of states that are one number per weight (0-dim); only updates that need whole weights have any."""
+        """The names of states that hold one number per weight tensor (0-dim).
+
+        Only optimizers whose update needs whole weights have such states.
+        """
         return ()
 
     @property
@@ -53,17 +56,19 @@ class Options:
 
 @dataclass
 class Batch:
-    """Parameters of one device, layout and dtype, as lists of tensors with one element per parameter.
+    """Parameters of one device, layout and dtype, and what their update needs: lists with one tensor per parameter.
 
-    A batch is reused from step to step while its tensors and their memory stay the same; only `grads` change, and they
-    keep their dtypes, shapes and memory layouts. In `memory`, an implementation keeps what it derives from the tensors.
+    `weights` are the stored weights. `extras` are the fp32 masters in layout `copy` and the int16 remainders in layout
+    `split`, otherwise empty. `grads` are dense, in low or full precision, and still multiplied by the loss scale.
+    `states` maps names to the optimizer's state tensors, in the order of `Options.states` and the dtype of the full
+    weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments them
+    before it uses them. An optimizer that has state but does not count has flags in `fresh` (0-dim fp32), which are 1
+    until the parameter's first update and then 0. With `whole`, weights are not cut into parts, for example because the
+    update needs their norms.
 
-    `weights` are the stored weights; `extras` are the fp32 masters (layout `copy`) or int16 remainders (`split`),
-    otherwise empty. `grads` are dense, in low or full precision, and still carry the loss scale. `states` holds the
-    optimizer's state tensors by name, in the order of `Options.states` and the dtype of the full weight. If the
-    optimizer counts its updates, `steps` are the counts (0-dim fp32) including the present update. If it does not but
-    has state, `fresh` are flags (0-dim fp32), 1 for a parameter that no update has reached yet. With `whole`, weights
-    are not cut into parts, for example because the update needs their norms.
+    A batch is reused from step to step while its tensors and their memory stay the same. Only `grads` change, and they
+    keep their dtypes, shapes and memory layouts. `memory` is for an implementation to keep what it derives from the
+    tensors.
     """
 
     layout: Layout
@@ -190,7 +195,7 @@ def resolved(t: Tensor) -> Tensor:
 
 
 def as_real(t: Tensor) -> Tensor:
-    """Returns `t`; if it is complex, as a real view with a last dimension of size 2, real and imaginary part."""
+    """Returns a complex `t` as a real view with a last dimension of size 2 (real, imaginary); a real `t` as it is."""
     return torch.view_as_real(t) if t.is_complex() else t
 
 

@@ -166,7 +166,8 @@ def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
 def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.CDLL | None:
     """Loads the library at `path`; returns None and adds the reason to `refused` if it cannot be loaded.
 
-    If `refused` already says why better folders could not be used, warns once that this one (or `where`) is used.
+    `refused` has the reasons why preferred folders could not be used. If there are any, a warning, given once, says
+    that the library is kept in its folder; `where` describes that folder in the warning.
     """
     try:
         opened = ctypes.CDLL(str(path))

@@ -70,8 +70,8 @@ def _digest(content: bytes) -> str:
 def locked(path: Path, deadline: float) -> Iterator[None]:
     """Holds a lock of the operating system, which is released even if the process is killed.
 
-    On a file system without locks it holds none. `filelock`, which torch installs, is not used: there it makes a lock
-    file, which stays behind if the process is killed.
+    On a file system that has no locks, the context runs without one. `filelock`, which torch installs, is not used: on
+    such file systems it makes a lock file, which is left behind if the process is killed.
 
     Raises:
         TimeoutError: another process has held the lock until the deadline.
@@ -156,11 +156,11 @@ def _private(folder: Path) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Refuses a folder that another user could replace, because that user owns, or can write to, a folder above it.
+    """Raises an error if another user owns, or can write to, a folder above `folder`, and so could replace `folder`.
 
-    If nobody can replace the folder, the path of a checked file still leads to that file when it is loaded. This holds
-    also on systems that cannot load a file which is already open. Folders inside one that is closed to others need no
-    check.
+    If nobody else can, the path of a checked file still leads to that file when it is loaded. This matters because some
+    systems cannot load a file that is already open. The check stops at the first folder from the root that is closed to
+    other users: what is inside it is safe.
 
     Raises:
         OSError: another user could replace the folder; the message says what to do.
@@ -180,7 +180,10 @@ def refuse_shared(folder: Path) -> None:
 
 
 def _administrators() -> tuple[int, int]:
-    """Returns root's user id and that of the owner of "/", which is root's id as seen in a rootless container."""
+    """Returns the ids of the users whose folders are trusted: 0, which is root, and the owner of "/".
+
+    In a rootless container, root has another id, which is that of the owner of "/".
+    """
     return 0, os.lstat("/").st_uid
 
 

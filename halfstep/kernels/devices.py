@@ -1,4 +1,4 @@
-"""Kernels of devices that need an extra package, which is imported with the first tensors on such a device."""
+"""Kernels for devices that need another Python package; it is imported when the first tensors on such a device come."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def triton_can_read(grads: list[Tensor]) -> bool:
 
 
 def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the norm of the gradients, whether any is non-finite, and the same for each of them (bool)."""
+    """Returns the L2 norm of all gradients, whether any of them is non-finite, and a flag for each gradient."""
     result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
     return result
 
@@ -41,7 +41,10 @@ def triton_fits(batch: Batch, options: Options) -> bool:
 def triton_update(
     kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
 ) -> None:
-    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted."""
+    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted.
+
+    Gradients are multiplied by `factor` (None for 1). If `found` is true, the step is skipped and nothing changes.
+    """
     _known(batch.device).update(kernel, batch, options, factor, found, scratch)
 
 

@@ -54,7 +54,7 @@ def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int
 
 
 class Table:
-    """A batch in the form that the compiled loops take; it keeps alive the arrays that its structures point to."""
+    """A batch in the two structures that the compiled loops take; it keeps alive the arrays to which they point."""
 
     def __init__(self, batch: Batch) -> None:
         assert len(batch.states) <= _STATES
@@ -77,7 +77,10 @@ class Table:
         self.common = _Common()
 
     def point(self, batch: Batch, options: Options, factor: Tensor | None, found: Tensor) -> tuple[Any, Any]:
-        """Puts this step's gradients, options, `factor` and `found` into the loops' two structures; returns both."""
+        """Sets this step's gradients and options in the two structures that the loops take; returns pointers to both.
+
+        Gradients are multiplied by `factor` (None for 1). If `found` is true, the loops change nothing.
+        """
         self.arrays["grads"] = grads = pointers(batch.grads)
         self.tensors.grads = address(grads)
         self.tensors.threads = torch.get_num_threads()
@@ -131,10 +134,11 @@ def can_read(grads: list[Tensor]) -> bool:
 
 
 def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm over all elements, whether one is infinite or NaN, and the same for each gradient.
+    """Returns the L2 norm of all gradients, whether any of them is infinite or NaN, and a flag for each gradient.
 
-    The norm is a 0-dim fp32 tensor, and its sums do not depend on the number of threads. The test for all gradients is
-    a 0-dim bool tensor, that for each gradient a 1-dim one; both are exact even if squares overflow.
+    The norm is a 0-dim fp32 tensor; it does not depend on the number of threads. The second is a 0-dim bool tensor, the
+    flags are a 1-dim bool tensor with one element for each gradient. Both report only infinities and NaNs in the
+    gradients, not squares that overflow fp32.
     """
     loops = _loops()
     assert loops is not None
@@ -179,7 +183,9 @@ def table_of(batch: Batch) -> Table | None:
 
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update by the optimizer `kernel` in one pass over the tensors; does nothing if `found` is true.
+    """Makes one update by the optimizer `kernel`, in one pass over the tensors.
+
+    Gradients are multiplied by `factor` (None for 1). If `found` is true, the step is skipped and nothing changes.
 
     Raises:
         LookupError: no compiled loop has this name and takes these numbers and states.

@@ -122,10 +122,10 @@ def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
 
 
 def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
-    """Returns the indices of the elements that `add_stats` reads of a tensor of `size` elements, more than `sample`.
+    """Returns the indices of the elements that `add_stats` reads of a tensor with more than `sample` elements.
 
-    Indices count in memory order. The elements are divided into equal stretches, and in each stretch one run of 64 is
-    read, at a pseudorandom place.
+    Indices count in memory order. The tensor's `size` elements are divided into equal stretches. In each stretch one
+    run of 64 elements is read, which starts at a pseudorandom place.
     """
     runs = max(RUN, sample) // RUN
     stretch = size // runs

@@ -1,4 +1,4 @@
-"""Tables that a kernel launch over many tensors reads on the device: addresses, sizes, and the tensor of each block."""
+"""Tables on the device for a kernel launch over many tensors: addresses, sizes, and which tensor a block is of."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _VECTOR = 16  # bytes: tensors that start at multiples of it are read and writte
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one launch: `places`, their indices in the lists passed to `groups`, and what they have in common.
+    """The tensors of one launch: `places` are their indices in the lists passed to `groups`.
 
-    `kind` is the format of the gradients; `aligned` says that all tensors start at multiples of 16 bytes.
+    `kind` is the format of their gradients; `aligned` says that all of them start at multiples of 16 bytes.
     """
 
     places: list[int]
@@ -82,7 +82,7 @@ class Tables:
         return self._kept(joined, make)
 
     def owners(self, ends: array[int]) -> Tensor:
-        """Returns the index of each block's tensor (int32); `ends` are cumulative counts, as `block_ends` returns."""
+        """Returns for each block the index of its tensor (int32); `ends` are cumulative counts from `block_ends`."""
 
         def make() -> Tensor:
             blocks = torch.arange(ends[-1], device=self._device)

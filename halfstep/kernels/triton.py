@@ -80,10 +80,10 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
 
 @triton.jit
 def _storable(bits):
-    """Returns the bits of fp32 results; a NaN that would round to a zero becomes the nearest NaN that does not.
+    """Returns the bits of fp32 values; a NaN that would round to a zero in bf16 becomes the nearest NaN that does not.
 
-    As `storable` in optim/split.py, but NaNs next to infinity do not occur here: a GPU's arithmetic makes every NaN
-    0x7FFFFFFF.
+    `storable` in optim/split.py also handles NaNs whose bits are next to those of infinity. They do not occur here, as
+    a GPU's arithmetic makes every NaN 0x7FFFFFFF.
     """
     magnitude = bits & 0x7FFFFFFF
     return tl.where(magnitude > 0x7FFF7FFF, bits - (magnitude - 0x7FFF7FFF), bits)
@@ -346,9 +346,9 @@ def _read_kernel(
     owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the sum of squares of each block, and a 1 into the flag of each tensor with a non-finite element.
+    """Writes the sum of squares of each block, and sets the flag of each tensor with a non-finite element to 1.
 
-    The table has 3 rows; the third holds the index of each tensor's flag.
+    The table has 3 rows with one entry for each tensor: its first block, its size and the index of its flag.
     """
     block = tl.program_id(0)
     tensor = tl.load(owners + block)
@@ -380,9 +380,10 @@ def can_read(grads: list[Tensor]) -> bool:
 def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient.
 
-    Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the test a 0-dim bool, the flags a
-    bool tensor; all stay on the device. The order of the sums is fixed, so that equal gradients give equal bits. The
-    test is exact: squares that overflow fp32 do not trip it. Tables of addresses are kept in `scratch`.
+    Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the second a 0-dim bool tensor, the
+    flags a 1-dim bool tensor; all stay on the device. The order of the sums is fixed, so that equal gradients give
+    equal bits. Only infinities and NaNs in the gradients count, not squares that overflow fp32. Tables of addresses are
+    kept in `scratch`.
     """
     device = grads[0].device
     tables = Tables(device, scratch)
@@ -423,7 +424,9 @@ def fits(batch: Batch, options: Options) -> bool:
 
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update by the optimizer `kernel` in one pass over memory; see `Implementation.run` in optim.
+    """Makes one update by the optimizer `kernel`, in one pass over memory.
+
+    Gradients are multiplied by `factor` (None for 1). If `found` is true, the step is skipped and nothing changes.
 
     Raises:
         LookupError: no kernel has this name.
@@ -455,9 +458,10 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 
 
 def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
-    """Returns the tensors that an update of the batch writes, and the rows of its table that last from step to step.
+    """Returns the tensors that an update of the batch writes, and the rows of its table that are the same in each step.
 
-    Those are all rows except the first, which holds the first block of each tensor.
+    A row has one number for each tensor: its size, then the addresses of its weight, extra, step count (or flag) and
+    states. The table's first row, each tensor's first block, is not among them.
     """
     states = list(batch.states.values())
     fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
@@ -568,5 +572,5 @@ def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, floa
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context in which launches go to `device`; for a CPU, where Triton's interpreter runs, it is empty."""
+    """Returns a context in which kernels are launched on `device`; on a CPU (Triton's interpreter) it does nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

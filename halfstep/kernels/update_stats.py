@@ -45,10 +45,11 @@ class Updates(Protocol):
 
 
 def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
-    """Returns a float64 update in units in the last place of `weight`, in the format of `weight`.
+    """Returns a float64 update in units in the last place of the elements of `weight`.
 
-    The unit of a weight w is the distance from |w| to the next larger value: 2^(floor(log2 |w|) - fraction bits), and
-    below the smallest normal value, zero included, the smallest subnormal. The division is exact.
+    The unit of an element w, in the dtype of `weight`, is the distance from |w| to the next larger value: 2^(floor(log2
+    |w|) - fraction bits). Below the smallest normal value, zero included, it is the smallest subnormal. The division is
+    exact.
 
     >>> in_last_places(torch.tensor([0.25, 0.25]).double(), torch.tensor([1.0, 2.0]).half())
     tensor([256., 128.], dtype=torch.float64)
@@ -85,10 +86,13 @@ def add_updates(
     *,
     sample: int | None,
 ) -> None:
-    """Adds the statistics of what a batch's next update adds to each weight, in one pass; does not change the batch.
+    """Adds up statistics of what a batch's next update would add to each weight, in one pass over the tensors.
 
-    `kernel` names the optimizer, as in `native.update`. `batch.steps` are the counts of the updates made so far. `rows`
-    are the memory addresses of the parameters' rows, 0 for no row. For the rest see `Updates.add_to`.
+    The batch is not changed.
+
+    `kernel` names the optimizer; `factor` and `found` are as in `native.update`. `batch.steps` are the counts of the
+    updates made so far. `rows` are the memory addresses at which each parameter's statistics are added, 0 to leave a
+    parameter out. `sample` limits the elements that are read of each tensor, as in `stats.add_stats`.
     """
     loops, table = _loops(), native.table_of(batch)
     assert loops is not None
