@@ -88,7 +88,7 @@ def _function(func: Any) -> str | None:
 
 
 def _not_called(calls: Sequence[Call]) -> str | None:
-    """Returns why calls must not be repeated with low inputs to time them; None if they may be repeated."""
+    """Returns why it is unsafe to time these calls on low inputs by repeating them; None if it is safe."""
     names = (schema_of(call.func).name for call in calls if is_custom(call.func))
     foreign = next((name for name in names if name not in CUSTOM_OPERATIONS), None)
     return None if foreign is None else f"{foreign} is not defined in Python, and may read low inputs as fp32 memory"

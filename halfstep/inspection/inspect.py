@@ -27,9 +27,10 @@ _WARM = 1  # steps before the one that is metered: kernels are chosen and memory
 def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     """Returns where the time and the casts of one step go, forward and backward, and what would save time.
 
-    `closure` must fetch a batch, compute the loss and return it, without calling backward. Weights, gradients, buffers,
-    random states and the loss scale are restored afterwards; no optimizer step is made. Each operation is timed alone,
-    waiting for the device, so their sum is not the time of a real step, in which operations overlap.
+    `closure` must fetch a batch, compute the loss and return it, without calling backward. No optimizer step is made;
+    weights, gradients, buffers, random states and the loss scale are restored afterwards. Each operation is timed
+    alone, waiting for the device, so the sum of these times is not the time of a real step, in which operations
+    overlap.
 
     Raises:
         SessionError: the session is closed, or the closure does not return a scalar loss.

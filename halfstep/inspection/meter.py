@@ -43,12 +43,12 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An operation of the step: what ran, the recorder's note of where it ran, and its cost.
+    """An operation of the step: what ran, a note of where it ran (phase, module and line of code), and its cost.
 
-    `parameter` is the name of the parameter that the operation reads, "" if it reads none. `args` and `kwargs`, with
-    shapes in place of tensors, are kept for products, custom operations and operations that read a parameter.
-    `autocast` is the format of the autocast region around a custom operation; None if autocast was off or the operation
-    is torch's own.
+    `parameter` is the name of the parameter that the operation reads, "" if it reads none. `args` and `kwargs` are kept
+    only for products, custom operations and operations that read a parameter; they have shapes in place of tensors.
+    `autocast` is the format of the autocast region around a custom operation; it is None if autocast was off, and for
+    torch's own operations.
     """
 
     func: Any
@@ -74,8 +74,8 @@ class Call:
 class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """A dispatch mode that records each operation of a step with its place and cost.
 
-    At the places in `low_at`, the fp32 inputs of a forward operation that also has low inputs are cast to the low
-    format.
+    At the places in `low_at`, it also changes the step: a forward operation that mixes low and fp32 inputs gets all of
+    them low. This shows what a step costs without the fp32 values that begin there.
     """
 
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
@@ -122,7 +122,10 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         return result
 
     def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Records which operation wrote the tensors in `made`, and passes forward operations on to `streams`."""
+        """Records that an operation wrote the tensors in `made`.
+
+        A forward operation is also passed on to `streams`, which follows fp32 values through the forward.
+        """
         changes = schema_of(func).is_mutable
         outputs = made or (tensors[:1] if changes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)

@@ -59,7 +59,10 @@ class Step:
         return (self._custom.get(forward) if forward is not None else None) or self._custom.get(call.note)
 
     def heavy(self) -> dict[str | None, list[Call]]:
-        """Returns by module the products of each module that has at least the share `_HEAVY` of the step's FLOPs."""
+        """Returns a dict from module name to the products of that module.
+
+        Only modules with at least the share `_HEAVY` of the step's FLOPs are in it.
+        """
         total = sum(call.flops for call in self.meter.calls)
         found: dict[str | None, list[Call]] = defaultdict(list)
         for call in self.meter.calls:
@@ -71,8 +74,8 @@ class Step:
 def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
     """Returns what in the plan makes a product run in fp32, what to do about it, and all edits that are needed.
 
-    There are no edits if the edited plan does not fit the model or leaves the module in fp32. Returns None if nothing
-    in the plan is the reason.
+    The edits are empty if the edited plan would not fit the model or would leave the module in fp32. Returns None if
+    nothing in the plan is the reason.
     """
     plan, operator = step.plan, step.meter.operator(call.note)
     if plan.ops == "none":
@@ -101,9 +104,10 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
 
 
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
-    """Returns all rules to edit so that a module runs low: those that keep it full, and those that must agree.
+    """Returns all rules that must be edited so that a module runs low.
 
-    Two rules on one module must agree, so each rule that keeps a module of an edited rule full is edited, too.
+    These are the rules that keep the module full, and further rules: an edited rule may match other modules, and two
+    rules on one module must agree, so each rule that keeps such a module full must be edited, too.
     """
     sites = [site for number, root in enumerate(step.session.runtime.roots) for site in find_sites(root, number)]
     number, name = in_model(module)

@@ -25,9 +25,10 @@ Change = Callable[[Shape], Shape]
 
 
 def gain(call: Call, change: Change) -> float:
-    """Returns the seconds that a call saves if `change` is applied to its tensors; 90% of its runs save at least these.
+    """Returns the seconds that at least 90% of the runs of a call save if `change` is applied to its tensors.
 
-    The result is negative if fewer runs save time, so that noise does not count as a gain; 0 if the changed call fails.
+    The result is negative if fewer runs save time, so that noise does not count as a gain. It is 0 if the changed call
+    fails.
     """
     try:
         return _gain(call, lambda: _again(call, change))
@@ -36,9 +37,9 @@ def gain(call: Call, change: Change) -> float:
 
 
 def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
-    """Returns the seconds, as in `gain`, that a custom operation saves if its inputs are first cast to `dtype`.
+    """Returns the seconds, as `gain` does, that a custom operation saves if its inputs are first cast to `dtype`.
 
-    The casts are those of an op change in the plan, and their time counts.
+    The time of the casts is included; they are the casts that an op change in the plan would make.
 
     Raises:
         Exception: whatever the operation raises, for example because its inputs are random numbers or low.

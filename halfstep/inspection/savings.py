@@ -1,4 +1,7 @@
-"""Finds avoidable costs in a step: products in fp32, weights cast repeatedly, unaligned sizes, fp32 streams."""
+"""Finds avoidable costs in a step: products in fp32, weights cast repeatedly, unaligned sizes, fp32 streams.
+
+An fp32 stream is a chain of fp32 activations that began when an operation combined low and fp32 values.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ _DOUBLE: Reason = (
 
 
 def savings(step: Step, again: Again) -> tuple[Saving, ...]:
-    """Returns what would save at least the share `_WORTH` of a step, largest first; `again` measures it once more."""
+    """Returns what would save at least the share `_WORTH` of a step's time, largest saving first.
+
+    `again(places)` repeats the step and measures it; operations at `places` that mix low and fp32 inputs then run low.
+    """
     found = [saving for look in (_full, custom_full, _cast_again, _not_aligned) for saving in look(step)]
     found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
@@ -101,7 +107,7 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
 def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
     """Yields a saving for each fp32 input or buffer that makes later activations fp32, so that many modules cast them.
 
-    It is measured by steps in which the operations that mix the source with low values run low.
+    The saving is measured: in repeated steps, the operations that combine this input or buffer with low values run low.
     """
     if step.plan.param != "low":  # where weights are fp32 streams are
         return
@@ -118,13 +124,19 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
 
 
 def _casting(step: Step, streams: Sequence[Stream]) -> float:
-    """Returns the total seconds of all casts in the modules that cast values of one of these fp32 streams."""
+    """Returns the total seconds of all casts in the modules that cast values of one of these fp32 streams.
+
+    It ranks the sources of fp32 streams by what they cost.
+    """
     modules = {name for stream in streams for name in stream.casts}
     return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
-    """Returns by source the seconds that a step saves without its fp32 streams; steps with and without take turns."""
+    """Returns for each source of fp32 streams the seconds that a step saves without them, the median of a few rounds.
+
+    A round measures the step as it is, then once for each source with the first operations of its streams run low.
+    """
     saved: list[list[float]] = [[] for _ in sources]
     start = perf_counter()
     for turn in range(_ROUNDS if sources else 0):
@@ -137,7 +149,10 @@ def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
 
 
 def _less(now: Meter, then: Meter) -> float:
-    """Returns how many seconds less `then` took than `now`, counting only calls that differ: others vary by chance."""
+    """Returns how many seconds less the step `then` took than the step `now`.
+
+    Only operations that are not the same in both steps count; the times of all others differ by chance.
+    """
     kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
     took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
     return took[0] - took[1]
@@ -154,7 +169,10 @@ def _sizes(call: Call) -> Iterator[int]:
 
 
 def _saved(calls: Sequence[Call], change: Change, known: dict[str, float]) -> float:
-    """Returns the seconds that calls save under a change; `known` caches the result for each shape that was timed."""
+    """Returns the total seconds that calls save under a change.
+
+    `known` caches the saving for each operation and its shapes, so that equal calls are timed once.
+    """
     keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
     for key, call in zip(keys, calls, strict=True):
         if key not in known:
