@@ -1,1 +1,1 @@
-"""Updates low-precision weights with fp32 precision: masters, halfstep's own update, other optimizers on masters."""
+"""Updates low-precision weights in fp32, with halfstep's own updates or with an optimizer's own `step` on masters."""

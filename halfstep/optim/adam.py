@@ -1,4 +1,4 @@
-"""halfstep's own update of Adam and AdamW."""
+"""The update rule of `torch.optim.Adam` and `torch.optim.AdamW`, as halfstep computes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.torch_internals import fused_adam_, fused_adamw_
 
 @dataclass(frozen=True)
 class AdamOptions(Options):
-    """The options of `torch.optim.Adam` and, with `decoupled` weight decay, AdamW."""
+    """The options of a param group of `torch.optim.Adam`, or of `AdamW` if `decoupled` is true."""
 
     beta1: float
     beta2: float
@@ -27,7 +27,10 @@ class AdamOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the running means of gradient and squared gradient; with amsgrad, of the latter's maximum."""
+        """The names of the running means of gradient and squared gradient; with amsgrad, also of the maximum.
+
+        The maximum is the largest value so far of the running mean of the squared gradient.
+        """
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     @property
@@ -54,8 +57,8 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
     """Yields the new weight and states of each parameter.
 
-    By Kingma & Ba 2015, algorithm 1; with amsgrad by Reddi et al. 2018; decoupled weight decay by Loshchilov & Hutter
-    2019.
+    Adam follows Kingma & Ba 2015, algorithm 1; amsgrad follows Reddi et al. 2018; decoupled weight decay follows
+    Loshchilov & Hutter 2019.
     """
     lr = precise(options.lr, batch)
     sizes, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected, lr=lr)

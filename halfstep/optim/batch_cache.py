@@ -1,4 +1,7 @@
-"""Keeps an optimizer's parameters sorted into batches for the next steps, until something about a parameter changes."""
+"""Keeps the batches that an optimizer step has made, so that later steps can reuse them.
+
+A step makes new batches if a parameter, its memory, its optimizer state or the param groups have changed since.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Group = dict[str, Any]
 
 
 class Placed:
-    """The place of a parameter: its batch, its index there, and the memory and state that the batch was made from."""
+    """One parameter's entry in a batch: its index there, and the memory and state that it had when it was added."""
 
     __slots__ = (
         "address",
@@ -52,7 +55,11 @@ class Placed:
         ]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
-        """Puts a parameter's new gradient into its batch; returns False and does nothing if anything else changed."""
+        """Puts the gradient of a new step into the batch and returns True; returns False if the batch does not fit.
+
+        The batch does not fit if the parameter, its memory, its state, or the gradient's shape or dtype is not the same
+        as when the batch was made. Then nothing is changed.
+        """
         own = param if type(param) is Parameter else local(param)
         if (
             param is not self.param
@@ -80,7 +87,11 @@ class Placed:
 
 @dataclass
 class BatchCache:
-    """The batches and sparse rows of each param group, in the order of the groups."""
+    """An optimizer's parameters, sorted into batches and sparse rows that the next step may reuse.
+
+    `groups` has the batches and the sparse rows of each param group, in the order of the param groups. `lasting` says
+    whether the next step may reuse this cache.
+    """
 
     groups: list[tuple[list[Batch], list[SparseRows]]] = field(default_factory=list)
     lasting: bool = False  # whether the next step can use it again
@@ -93,7 +104,11 @@ class BatchCache:
         self._placed[id(param)] = Placed(batch, param, state)
 
     def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
-        """Notes the parameters, groups and states of this cache; it is reusable if no parameter is in sparse rows."""
+        """Records the parameters, param groups and state names that `take` compares later, and sets `lasting`.
+
+        `lasting` becomes True if no parameter is in sparse rows, since sparse gradients reach different rows in each
+        step.
+        """
         groups = zip(optimizer.param_groups, all_options, strict=True)
         self._made_for = [(group, _ids(group), options.states) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
@@ -102,7 +117,11 @@ class BatchCache:
     def take(
         self, params: list[Parameter], grads: list[Tensor], all_options: Sequence[Options], optimizer: Optimizer
     ) -> bool:
-        """Puts this step's gradients into the batches; returns False if parameters, groups or state have changed."""
+        """Puts the gradients of a new step into the batches and returns True; returns False if the cache does not fit.
+
+        The cache does not fit if parameters, param groups or optimizer states have changed since `complete`. Some
+        batches may have new gradients even then, so the cache must not be used further.
+        """
         groups = optimizer.param_groups
         if len(params) != len(self._order):  # parameters without elements stand nowhere
             kept = [pair for pair in zip(params, grads, strict=True) if pair[0].numel() or pair[1].numel()]

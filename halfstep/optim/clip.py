@@ -1,4 +1,4 @@
-"""Clipping that is part of an optimizer's update rule: by the norm of all gradients of one step."""
+"""Clips gradients by the norm of all gradients of a step, for optimizers whose update rule includes this (LAMB)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def group_factors(
 ) -> list[Tensor | None]:
     """Returns, for each param group, the factor that unscales its gradients and clips them to the group's `max_norm`.
 
-    This is `factor` (0-dim fp32, None for 1) times the clip coefficient; a group without a `max_norm` gets `factor`.
-    What is clipped is the L2 norm of `factor` times `grads`, over all groups together. Nothing is read on the host. If
-    the norm is not finite, non-finite gradients stay non-finite after the multiplication.
+    `factor` (0-dim fp32; None means 1) unscales the gradients. The norm to clip is the L2 norm of the unscaled
+    gradients of all groups together. The factor of a group is `factor` times the clip coefficient, or just `factor` if
+    the group has no `max_norm`. If the norm is not finite, multiplication by the result leaves non-finite gradients
+    non-finite. Nothing is read on the host.
     """
     most = [options.max_norm for options in all_options]
     if not grads or not any(most):

@@ -1,9 +1,9 @@
 """The reference update: plain tensor operations in a fixed order, each rounded once, that run on every device.
 
-Faster implementations are tested against this one. The order of operations is part of the contract, so that a loop
-without contraction (`-ffp-contract=off`) can give the same bits: coefficients are computed in double and rounded once
-to the dtype of the update, and square roots are taken in double, because torch's fp32 square root on a CPU is off by
-one unit in the last place for some values.
+Faster implementations are tested against this one. The order of operations is part of the contract: a compiled loop can
+give the same bits if it does the same operations and fuses no multiplication with an addition (`-ffp-contract=off`).
+Coefficients are computed in double and rounded once to the dtype of the update. Square roots are taken in double,
+because torch's fp32 square root on a CPU is off by one unit in the last place for some values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
 def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     """Yields each weight, its gradient and its states, after weight decay.
 
-    Decoupled weight decay is applied to the weight, otherwise to the gradient. With `maximize` the gradient is negated,
-    so that an update always descends.
+    Decoupled weight decay shrinks the weight; other weight decay is added to the gradient. If `maximize` is true, the
+    gradient is negated first, so that an update always descends.
     """
     decay, kept = options.weight_decay, None
     if decay and options.decoupled:
@@ -52,23 +52,24 @@ def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, li
 
 
 def precise(value: Number, batch: Batch) -> Number:
-    """Returns a number as it is; a tensor on the batch's device, in the dtype that coefficients are computed in."""
+    """Moves a tensor to the batch's device, in the dtype that `widest` returns; returns a Python number as it is."""
     return value.to(batch.device, widest(batch.device)) if isinstance(value, Tensor) else value
 
 
 def rounded(value: Number, batch: Batch) -> Number:
-    """Returns a coefficient for the update: a number as it is, a tensor rounded to the dtype of the update."""
+    """Moves a tensor to the batch's device and rounds it to the update's dtype; returns a Python number as it is."""
     return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
 
 
 def bias_corrections(
     batch: Batch, beta1: float, beta2: float, *, corrected: bool, lr: Number | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns two lists, 1 - beta1^t and sqrt(1 - beta2^t), with an element for the step count t of each parameter.
+    """Returns two lists with the divisors of Adam's bias correction: 1 - beta1^t and sqrt(1 - beta2^t) per parameter.
 
-    They correct the bias of a running mean, and of the root of a running mean of squares, that begin at zero. With
-    `lr`, the first list is lr / (1 - beta1^t). If not `corrected`, both powers count as 0. Elements are 0-dim tensors
-    in the dtype of the update.
+    `t` is the step count of the parameter. A running mean is divided by the first, and the square root of a running
+    mean of squares by the second, since these means begin at zero. With `lr`, the first list has lr / (1 - beta1^t)
+    instead. If `corrected` is false, both powers are replaced by 0. The elements are 0-dim tensors in the dtype of the
+    update.
     """
     steps = torch.stack(batch.steps).to(batch.device, widest(batch.device))
     if not corrected:

@@ -21,10 +21,11 @@ from halfstep.torch_internals import mark_stepped
 
 
 class ForeignStepper:
-    """Runs an optimizer's own `step` on fp32 stand-ins for its low-precision parameters, with unscaled fp32 gradients.
+    """Runs an optimizer's own `step`, with fp32 stand-ins in place of its low-precision parameters.
 
-    The device cannot skip a call of the optimizer. So `step` reads `found` on the host, once, and does not call the
-    optimizer if `found` is true.
+    A stand-in is a parameter with the fp32 value of the low one and with its unscaled gradient. The device cannot skip
+    a call of the optimizer. So `step` reads `found` on the host, once, and does not call the optimizer if `found` is
+    true.
     """
 
     syncs = True
@@ -58,7 +59,7 @@ class ForeignStepper:
             return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
-        """Makes the optimizer's state by a step, as torch does; all gradients and learning rates must be zero."""
+        """Makes the optimizer's initial state by calling its `step`; all gradients and learning rates must be zero."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [part_of(p.grad, p) for p in params if p.grad is not None]
         failed = self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu"))
@@ -71,7 +72,7 @@ class ForeignStepper:
 
     @contextmanager
     def _stood_in(self, params: list[Parameter]) -> Iterator[None]:
-        """Replaces low parameters by fp32 stand-ins in a `with` block; at its end stores the new values in them."""
+        """Replaces low parameters by fp32 stand-ins within a `with` block; then stores the new values in `params`."""
         swapped = {
             p: self._stand_in(p)
             for p in params
@@ -103,7 +104,7 @@ class ForeignStepper:
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
-        """Replaces each key of `by` by its value in the param groups and as key of the state.
+        """Puts `by[p]` in the place of each parameter `p` in `by`, in the optimizer's param groups and in its state.
 
         The `params` lists and the state dict stay the same objects.
         """
@@ -117,9 +118,10 @@ class ForeignStepper:
 
     @contextmanager
     def _true_gradients(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-        """Sets unscaled gradients on the parameters that the optimizer sees; after the `with` block, the old ones.
+        """Sets `p.grad` to the unscaled gradient, within a `with` block, on the parameters that the optimizer sees.
 
-        A gradient is in the dtype of the parameter, fp32 for stand-ins.
+        The gradient has the dtype of the parameter, which is fp32 for a stand-in. At the end of the block `p.grad` is
+        set back, unless the step has replaced it.
         """
         held: list[tuple[Parameter, Tensor | None, Tensor]] = []
         try:

@@ -16,10 +16,10 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 
 @contextmanager
 def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-    """Within a `with` block, `p.grad` of each parameter is its gradient times `factor`, in fp32 if `p` is low.
+    """Sets `p.grad` of each parameter to its gradient times `factor` within a `with` block, in fp32 if `p` is low.
 
-    At its end, `p.grad` is what it was before the block, whatever was assigned to it meanwhile. But if it was set to
-    None, it stays None, since that is taken as intended.
+    At the end of the block, `p.grad` becomes what it was before, even if code in the block assigned another gradient.
+    But if the code set `p.grad` to None, it stays None.
     """
     held: list[tuple[Parameter, Tensor | None]] = []
     try:
@@ -35,7 +35,10 @@ def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor 
 
 
 def unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    """Returns `grad`, dense or sparse, in `dtype` and times `factor`; shares its memory if nothing changes."""
+    """Returns `grad`, dense or sparse, converted to `dtype` and multiplied by `factor`.
+
+    The result shares memory with `grad` if `grad` has this dtype already and `factor` is None.
+    """
     local = None if factor is None else factor.to(grad.device, non_blocking=True)
     if grad.is_sparse:
         values = unscaled(sparse_values(grad), dtype, local)

@@ -1,4 +1,4 @@
-"""Makes `optimizer.step()` raise, or call the session that makes the step in its place; LR schedulers still work."""
+"""Replaces `optimizer.step` by a function that raises or that makes the session's step; LR schedulers still work."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def send_step(
 ) -> Callable[[], None]:
     """Makes `optimizer.step()` call `instead` with its arguments; returns a function that undoes this.
 
-    `prepare` makes the optimizer's first state. It is called in place of a step with zero gradients and learning rates,
-    which serves only to make state: `torch.distributed.checkpoint.state_dict` makes such a step before it reads or
-    loads a state.
+    `prepare` makes the optimizer's initial state. It is called in place of `instead` if a step would only make state:
+    if there is no state yet, and all gradients and learning rates are zero. `torch.distributed.checkpoint.state_dict`
+    makes such a step before it reads or loads a state.
 
-    An LR scheduler wraps `optimizer.step` when it is made, and looks for the mark of its wrapper on its first `step()`.
-    If it was made before this call, it finds the mark on the new `step`. If it is made later, it wraps the new `step`,
-    which therefore passes all calls on to the old one after this is undone.
+    An LR scheduler wraps `optimizer.step` when it is made. On its first `step()` it warns if `optimizer.step` does not
+    carry the mark of its wrapper. If the scheduler was made before this call, the new `step` gets that mark. If it is
+    made later, it wraps the new `step`, and its wrapper calls the new `step` even after the undo. So the new `step`
+    then calls the original one.
     """
     original = original_step(optimizer)
     released = False
@@ -81,7 +82,7 @@ def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Cal
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:
-    """Returns whether a step would only make state: there is none, and gradients and learning rates are 0.
+    """Returns whether a step would only make state: no state yet, and all gradients and learning rates are zero.
 
     Reads the gradients on the host.
     """
@@ -91,6 +92,6 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
 
 
 def original_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns the `step` of `optimizer` that `send_step` replaced, or its current one if that was not called."""
+    """Returns the `step` that `send_step` or `forbid_step` has replaced, or the present one if neither was called."""
     step: Callable[..., Any] = getattr(optimizer.step, _ORIGINAL, optimizer.step)
     return step

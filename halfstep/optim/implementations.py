@@ -26,15 +26,15 @@ _CHUNK_ELSEWHERE = 2**23
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute updates, for example with compiled loops.
+    """One way to compute updates, for example with compiled loops.
 
-    `kernel` returns what computes the update of a row of the optimizer table, or None if this implementation has
-    nothing for that row. `fits` says whether it supports a batch.
+    `kernel(row, options)` returns the kernel that updates optimizers of this row of the table, or None if this
+    implementation has no kernel for them. `fits(batch, options)` says whether this implementation supports the batch.
 
-    `run(kernel, batch, options, factor, found, scratch)` writes weights, extras and states in place, and leaves all of
-    them bit for bit as they were if `found` (0-dim bool) is true. It first multiplies every gradient by `factor` (0-dim
-    fp32, or None for 1), rounded once to fp32. Unless `found`, it increments `batch.steps` before the update and sets
-    `batch.fresh` to 0 after it. Nothing is read on the host.
+    `run(kernel, batch, options, factor, found, scratch)` updates weights, extras and states in place. It first
+    multiplies every gradient by `factor` (0-dim fp32, or None for 1), rounded once to fp32. If `found` (0-dim bool) is
+    true, weights, extras and states stay the same bit for bit. Otherwise `batch.steps` is incremented before the
+    update, and `batch.fresh` is set to 0 after it. Nothing is read on the host.
     """
 
     kernel: Callable[[OptimizerRow, Options], Any]
@@ -72,8 +72,8 @@ def update(
 def opened(core: Core) -> Run:
     """Returns the `run` of an implementation whose `core` supports only full weights and full, unscaled gradients.
 
-    Part by part, that `run` converts low weights to fp32 in scratch memory, calls `core`, and stores the weights again.
-    It also updates `batch.steps` and `batch.fresh`.
+    `run` cuts the batch into parts. It converts the low weights of a part to fp32 in scratch memory, calls `core` on
+    them, and stores the new values in low precision. It also updates `batch.steps` and `batch.fresh`.
     """
 
     def run(

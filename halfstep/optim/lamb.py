@@ -25,11 +25,11 @@ class Lamb(Optimizer):
     Args:
         params: parameters, named parameters, or param groups.
         lr: the learning rate, a number or a tensor with one element.
-        betas: how much of the running means of the gradient and of its square a step keeps; both in [0, 1).
+        betas: coefficients of the running means of the gradient and of its square; both in [0, 1).
         eps: added to the square root of the mean square.
-        weight_decay: how much of the weight is added to the update.
+        weight_decay: this times the weight is added to the update.
         bias_correction: whether to correct the bias of the running means, which begin at zero.
-        grad_averaging: whether a gradient enters its running mean times 1 - beta1, not times 1.
+        grad_averaging: whether a step adds (1 - beta1) times the gradient to its running mean; if False, the gradient.
         max_grad_norm: the norm to which all gradients together are clipped; None for no clipping.
         decoupled_weight_decay: if False, `weight_decay` times the weight is added to the gradient instead.
         always_adapt: if False, updates without weight decay keep Adam's length, as is usual for biases and norms.
@@ -139,9 +139,9 @@ def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
 
 
 def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions) -> Tensor:
-    """Returns the factor of Adam's update `u`: lr * norm(w) / norm(u), or lr if a norm is 0 or not `options.adapts`.
+    """Returns what Adam's update `u` is multiplied by: lr * norm(w) / norm(u), 0-dim and in the dtype of the update.
 
-    It is a 0-dim tensor of the update's dtype.
+    If one of the norms is 0, or `options.adapts` is false, it is lr alone.
     """
     wide = widest(batch.device)
     trust = torch.ones((), dtype=wide, device=batch.device)

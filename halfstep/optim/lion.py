@@ -18,17 +18,17 @@ from halfstep.optim.own_step import check_numbers, own_step
 class Lion(Optimizer):
     """Lion, "Symbolic Discovery of Optimization Algorithms" (Chen et al. 2023), algorithm 2; needs no session.
 
-    Each element moves by `lr` in the direction of sign(beta1 * m + (1 - beta1) * gradient) and shrinks by
-    `lr * weight_decay` of itself; then m becomes beta2 * m + (1 - beta2) * gradient. The sign of 0 is 0, and the sign
-    of NaN is NaN. The paper advises a learning rate 3 to 10 times smaller than for AdamW, and a weight decay larger by
-    the same factor.
+    A step multiplies each weight by 1 - lr * weight_decay and subtracts lr * sign(beta1 * m + (1 - beta1) * gradient),
+    where m is the momentum. Then m becomes beta2 * m + (1 - beta2) * gradient. The sign of 0 is 0, and the sign of NaN
+    is NaN. The paper advises a learning rate 3 to 10 times smaller than for AdamW, and a weight decay larger by the
+    same factor.
 
     Args:
         params: parameters, named parameters, or param groups.
         lr: the learning rate, a number or a tensor with one element.
-        betas: the share of the momentum in the direction, and in the next momentum; both in [0, 1).
+        betas: beta1, used for the update, and beta2, used for the momentum; both in [0, 1).
         weight_decay: decoupled weight decay.
-        maximize: follow the gradient upwards.
+        maximize: whether to maximize the loss instead of minimizing it.
 
     Raises:
         ValueError: a number is out of its range.

@@ -27,11 +27,11 @@ class _Entry:
 
 
 class MasterStore:
-    """The masters of one session, by Parameter.
+    """Keeps the masters of one session's parameters.
 
-    A tracked Parameter is stored in `low`; bf16 is rounded half away from zero for every kind of master, so that `copy`
-    and `split` train bit-identically. Its `extra` is kept beside it: the fp32 master (`copy`), the int16 remainder
-    (`split`), or nothing (`none`). Parameters that are not tracked are their own master.
+    A tracked parameter is stored in the dtype `low`. Depending on `kind`, the store keeps its `extra`: the fp32 master
+    (`copy`), the int16 remainder (`split`), or nothing (`none`). Rounding to bf16 is half away from zero for every
+    kind, so that `copy` and `split` train bit-identically. A parameter that is not tracked is its own master.
     """
 
     def __init__(self, kind: Master, low: torch.dtype) -> None:
@@ -104,8 +104,8 @@ class MasterStore:
     def full(self, p: Parameter) -> Tensor:
         """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype.
 
-        The result may be the master itself, not a copy. An in-place change of `p` is adopted first. Also works after
-        `p` was cast to another dtype.
+        The result may share memory with `p` or its master. If `p` was changed in place, that change is adopted first
+        (see `adopt`). `p` may have been cast to another dtype.
         """
         entry = self._entries.get(id(p))
         if entry is not None:
@@ -133,11 +133,12 @@ class MasterStore:
 
     @torch.no_grad()
     def adopt(self, p: Parameter) -> None:
-        """Accepts a stored weight that was changed from outside as the value of `p`.
+        """Makes the present weight the value of `p`, after other code has changed it.
 
-        With `copy`, elements whose master still rounds to the weight keep the master; the others take the weight. With
-        `split`, changed elements are not known: all keep their remainder, at most half a unit in the last place of the
-        weight, except zeros and non-finite ones, whose remainder becomes 0.
+        With `copy`, each element of the master that still rounds to the weight is kept, and the others are taken from
+        the weight. With `split`, the store cannot tell which elements have changed. So every element keeps its
+        remainder, which is at most half a unit in the last place of the weight; only zeros and non-finite elements get
+        the remainder 0.
         """
         if p not in self:
             return
@@ -162,13 +163,15 @@ class MasterStore:
 
     @torch.no_grad()
     def load(self, p: Parameter, value: Tensor) -> Tensor:
-        """Takes a checkpoint's entry as the value of `p` and returns the stored weight, in the dtype of `p`.
+        """Makes `value`, an entry of a checkpoint, the value of `p`; returns the stored weight, in the dtype of `p`.
 
-        An fp32 entry replaces the value. An entry in the low format says nothing about what the low format rounds away:
-        elements of `p` that round to it keep their master, the others take the entry.
+        A `value` in the low format lacks the bits that this format rounds away. So each element of the present fp32
+        value that rounds to its element of `value` is kept, and only the others are replaced. A `value` in another
+        dtype replaces all elements.
 
-        torch then copies the returned weight into `p`, which already holds it. That counts as a change of `p`, and
-        adopting it would lose the remainders of values that round to zero or infinity: call `loaded` after the copy.
+        torch then copies the returned weight into `p`, although `p` has these values already. This copy counts as a
+        change of `p`, and adopting it would lose the remainders of values that round to zero or infinity. To prevent
+        this, call `loaded` after the copy.
         """
         if p in self and value.dtype is self.low:
             value = self._reconciled(self.full(p), value.to(p.device))
@@ -196,10 +199,10 @@ class MasterStore:
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """Stores tracked parameters in fp32 within a `with` block, and keeps the values that they have at its end.
+        """Stores tracked parameters in fp32 within a `with` block, and keeps the values that they have when it ends.
 
-        Gradients are set aside meanwhile. At the end a parameter gets its old low-precision storage back, because other
-        code holds its address.
+        Within the block `p.grad` is None; the gradients come back at the end. There each parameter also gets its old
+        low-precision storage back, because other code holds its address.
         """
         held = [(p, p.detach(), p.grad) for p in self]
         for p, _, _ in held:
@@ -217,10 +220,10 @@ class MasterStore:
                 p.grad = grad
 
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
-        """Remembers that tracked weights now hold what the store or their update wrote.
+        """Records that the store or an update, not other code, has written the present values of tracked weights.
 
-        The next `writes_to_come` in-place writes that move the version counter of a weight do not count as changes;
-        they must write the same values.
+        The next `writes_to_come` in-place writes that move the version counter of a weight do not count as changes by
+        other code either. They must write the values that the weight has already.
         """
         for p in params:
             entry = self._entries.get(id(p))
@@ -244,9 +247,9 @@ class MasterStore:
     def _recovered(self, entry: _Entry) -> Tensor:
         """Returns the fp32 value of a weight that was cast to another dtype.
 
-        fp32 and float64 hold every low value exactly. The value is the master with `copy`, but after an in-place change
-        only where the master rounds to the weight. With `split` it is weight and remainder together where the weight is
-        a value of the low format. Elsewhere it is the weight as it is now.
+        With `copy`, this is the master; after an in-place change of the weight, only elements of the master that still
+        round to the weight are used. With `split`, weight and remainder are joined where the weight is still a value of
+        the low format (a cast to fp32 or float64 changes no low value). All other elements are the weight as it is now.
         """
         p, extra = entry.param, entry.extra
         weight = p.detach()

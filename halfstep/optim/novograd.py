@@ -19,21 +19,21 @@ class NovoGrad(Optimizer):
     """NovoGrad, "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (Ginsburg et al. 2019), as in apex.
 
     Each weight has one running norm of its gradients, the root of a running mean of squared norms. The update is the
-    running mean of the gradients divided by the running norm, plus `weight_decay` times the weight. In the paper each
-    gradient is divided by the running norm of its own step, the decay is added, and the update is the running mean of
-    these sums: set `reg_inside_moment` for that.
+    running mean of the gradients divided by the running norm, plus `weight_decay` times the weight. The paper instead
+    divides each gradient by the running norm, adds the weight decay, and takes the running mean of these sums: set
+    `reg_inside_moment` for that.
 
     Args:
         params: parameters, named parameters, or param groups.
         lr: the learning rate, a number or a tensor with one element.
-        betas: how much of the running means of the gradient and of its squared norm a step keeps; both in [0, 1).
+        betas: coefficients of the running means of the gradient and of its squared norm; both in [0, 1).
         eps: added to the norm.
-        weight_decay: how much of the weight is added to the update.
+        weight_decay: this times the weight is added to the update.
         bias_correction: whether to correct the bias of the running means as Adam does.
-        grad_averaging: whether a gradient enters its running mean times 1 - beta1, not times 1.
+        grad_averaging: whether a step adds (1 - beta1) times the gradient to its running mean; if False, the gradient.
         reg_inside_moment: whether to take the running mean of gradient / norm + decay, as in the paper.
-        norm_type: 2, or 0 for the largest magnitude, whose running mean is taken without squares.
-        init_zero: whether the running norm begins at 0, not at the norm of the first gradient.
+        norm_type: 2 for the L2 norm; 0 for the largest magnitude, whose running mean is taken without squares.
+        init_zero: whether the running norm begins at 0; if False, it begins at the norm of the first gradient.
 
     Raises:
         ValueError: a number is out of its range.
@@ -128,7 +128,8 @@ def options(group: Mapping[str, Any]) -> NovoGradOptions:
 def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
     """Yields the new weight and states of each parameter, by Ginsburg et al. 2019, algorithm 1.
 
-    Without `reg_inside_moment`, the running mean is one of plain gradients, and is divided by the norm afterwards.
+    Without `reg_inside_moment`, unlike in the paper, the running mean is taken of the gradients themselves, and the
+    mean is divided by the running norm.
     """
     share = 1 - options.beta1 if options.averaging else 1.0
     means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
@@ -147,7 +148,10 @@ def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
 
 
 def _followed(held: Tensor, g: Tensor, step: Tensor, options: NovoGradOptions) -> Tensor:
-    """Returns the running norm after the gradient `g`, given the one before it, `held`, which is 0 before step 1."""
+    """Returns the new running norm: the old one, `held`, averaged with the norm of the gradient `g`.
+
+    At step 1 it is just the norm of `g`, unless `options.from_zero` is true.
+    """
     wide = widest(g.device)
     mixed: Tensor
     before, beta = held.to(wide), options.beta2

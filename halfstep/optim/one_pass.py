@@ -29,11 +29,11 @@ Member = tuple[Parameter, Tensor]  # a parameter and its gradient
 
 
 class OnePassStepper:
-    """Updates the parameters of an optimizer by its row of the table, without its `step` and without a host sync.
+    """Updates an optimizer's parameters by `row` of halfstep's table, without the optimizer's `step` or a host sync.
 
-    State has the names that the optimizer's own `step` uses, and is fp32 for low-precision weights. As in torch, a
-    parameter that no update has reached has no state in `optimizer.state_dict()`, even after skipped steps; state that
-    `prepare` made is included.
+    The optimizer's state has the same names as with its own `step`, and is fp32 for low-precision weights. As in torch,
+    `optimizer.state_dict()` has no state for a parameter that no update has reached, even after skipped steps. The
+    exception is state that `prepare` made: `state_dict()` includes it until the next step.
 
     Step hooks find true fp32 gradients in `p.grad`, and the update uses the gradients that pre-hooks leave there. Hooks
     run on every step, even a skipped one, because only the device knows whether it is skipped.
@@ -77,7 +77,7 @@ class OnePassStepper:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Makes the first state of the parameters with a gradient; `state_dict()` includes it until the next step."""
+        """Makes initial state for parameters with a gradient; `state_dict()` includes it until the next step."""
         optimizer = self._optimizer
         params = [p for p in self._members() if p.grad is not None]
         grads = [resolved(part_of(p.grad, p)) for p in params if p.grad is not None]
@@ -85,9 +85,9 @@ class OnePassStepper:
         self._prepared = True
 
     def close(self) -> None:
-        """Removes the `state_dict` hook and state that no update has reached; puts step counts where torch has them.
+        """Removes the hook on `optimizer.state_dict` and the state that no update has reached.
 
-        That is on the CPU, unless the param group is `fused` or `capturable`.
+        Moves step counts to where torch keeps them: to the CPU, unless the param group is `fused` or `capturable`.
         """
         self._hook.remove()
         self._cache = None
@@ -308,7 +308,7 @@ def _wrapped(grad: Tensor, p: Parameter, name: str) -> str:
 
 
 def named(p: Parameter, name_of: Callable[[Parameter], str] | None) -> str:
-    """Returns how an error message names a parameter."""
+    """Returns how an error message calls `p`: "the parameter 'NAME'", or "a parameter" if `name_of` is None."""
     return "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
 
 

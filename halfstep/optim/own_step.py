@@ -1,4 +1,4 @@
-"""The `step` of halfstep's own optimizers without a session: their update rule, on weights and state as they are."""
+"""The `step` of halfstep's own optimizers without a session: it updates weights and state in the weights' dtype."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, fl
 
 
 def _batch_of(p: Parameter, state: dict[str, Any], options: Options, *, counts: bool) -> Batch:
-    """Returns `p` as a batch without its gradient; makes state that is missing."""
+    """Returns a batch that holds only `p`, without its gradient; makes missing state and counts the step."""
     for name in options.states:
         if state.get(name) is None:
             state[name] = p.detach().new_zeros(()) if name in options.scalars else torch.zeros_like(p)

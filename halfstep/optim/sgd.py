@@ -1,4 +1,4 @@
-"""halfstep's own update of SGD."""
+"""The update rule of `torch.optim.SGD`, as halfstep computes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.torch_internals import fused_sgd_
 
 @dataclass(frozen=True)
 class SgdOptions(Options):
-    """The options of `torch.optim.SGD`, in which the first momentum is the first gradient."""
+    """The options of a param group of `torch.optim.SGD`, whose momentum starts as the first gradient, undampened."""
 
     momentum: float
     dampening: float
@@ -60,9 +60,10 @@ def eager(batch: Batch, options: SgdOptions) -> Iterator[list[Tensor]]:
 
 
 def fused(options: SgdOptions) -> Kernel | None:
-    """Returns torch's fused kernel; None with dampening, since the kernel's first momentum would then be wrong.
+    """Returns torch's fused kernel, or None with both momentum and dampening, which the kernel would compute wrongly.
 
-    With a buffer of zeros it is `(1 - dampening) * gradient`; in torch's SGD it is the gradient.
+    halfstep gives the kernel a momentum of zeros to start from. With dampening, the first momentum would then be `(1 -
+    dampening) * gradient`; in torch's SGD it is the gradient itself.
     """
     return None if options.momentum and options.dampening else _fused
 

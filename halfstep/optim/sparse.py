@@ -32,10 +32,10 @@ class SparseRows:
 def touched_rows(
     layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
 ) -> SparseRows | None:
-    """Returns the rows of `weight` and its `extra` that the sparse `grad` reaches; None if `grad` must be made dense.
+    """Returns the rows of `weight` and `extra` that the sparse `grad` reaches, or None if `grad` must be made dense.
 
-    This is so if there is state, such as a momentum, or weight decay, as both change every row. It is also so on
-    devices other than the CPU, where the host would have to wait for the number of rows.
+    `grad` must be made dense if every row changes, because of weight decay or of state such as a momentum. It must also
+    be made dense on devices other than the CPU, where the host would have to wait for the number of rows.
     """
     if options.states or options.weight_decay or weight.device.type != "cpu" or grad.sparse_dim() != 1:
         return None

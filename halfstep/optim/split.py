@@ -1,9 +1,10 @@
-"""The split form of a master weight: a bf16 weight and 16 more bits, together exactly one fp32 value.
+"""The split form of a master weight: a bf16 weight and a 16-bit remainder, which together are exactly one fp32 value.
 
-All functions work on the bits, so that infinities and NaNs survive, and none reads a value on the host.
+All functions work on the bits, so that infinities and NaNs survive. No function reads a value on the host.
 
-Rounding to nearest would turn the NaNs next to infinity into infinity, and the NaNs of largest magnitude into a zero of
-the other sign. A NaN weight must be NaN in the low format too, so `storable` replaces these NaNs by others.
+The bf16 weight of a NaN must be a NaN too. Rounding adds to the bits: it would turn the NaNs with the smallest bits,
+just above those of infinity, into infinity, and the NaNs with the largest bits into a zero of the other sign. So
+`storable` replaces these NaNs by others.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _FIRST_NAN, _LAST_NAN = 0x7F808000, 0x7FFF7FFF  # of those whose rounded high ha
 def split(full: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the bf16 weight and the int16 remainder that `join` turns back into `full`, bit for bit.
 
-    `full` is fp32; only the NaNs that `storable` replaces do not come back. The weight is `full` rounded to nearest,
-    ties away from zero; the remainder is the low 16 bits of `full`, signed. Round-to-even has no such inverse: the tie
-    above an even weight would need the remainder +32768.
+    `full` is fp32. The weight is `full` rounded to nearest, ties away from zero; the remainder is the low 16 bits of
+    `full`, as a signed number. With ties rounded to even this would be impossible: a tie above an even weight would
+    need the remainder +32768. NaNs that `storable` replaces come back as their replacements.
 
     >>> weight, remainder = split(torch.tensor([1.0, 1.0 + 2.0**-8]))
     >>> weight.tolist(), remainder.tolist()
@@ -42,10 +43,10 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns fp32 `full` rounded to the low `dtype` as weights are: ties away from zero in bf16, to even in fp16.
+    """Returns the fp32 tensor `full` rounded to the low `dtype`: ties away from zero in bf16, to even in fp16.
 
-    In bf16 this is the weight of `split`, so that both kinds of master train alike. It differs from torch's cast only
-    on exact ties above an even weight (1 value in 131,072), by one unit in the last place.
+    In bf16 this is the weight that `split` returns, so that both kinds of master train alike. It differs from torch's
+    cast only on exact ties above an even weight (1 value in 131,072), by one unit in the last place.
 
     >>> tie = torch.tensor([1.0 + 2.0**-8])
     >>> round_half_away(tie, torch.bfloat16).item(), tie.bfloat16().item()
@@ -57,11 +58,12 @@ def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def storable(bits: Tensor) -> Tensor:
-    """Returns the int32 `bits` of fp32 values; a NaN that would not round to a NaN becomes the nearest that does.
+    """Returns the int32 `bits` of fp32 values, with some NaNs replaced so that every NaN rounds to a NaN in bf16.
 
-    Magnitudes of 0x7F800001 to 0x7F807FFF become 0x7F808000; those from 0x7FFF8000 on, which include a GPU's own
-    0x7FFFFFFF, become 0x7FFF7FFF. These are 131,070 of all 2**32 patterns, exactly the number by which NaNs outnumber
-    the pairs of a NaN weight and a remainder. Uses integer arithmetic, which is faster than comparisons.
+    Each replaced NaN becomes the nearest one that rounds to a NaN. Without the sign bit, 0x7F800001 to 0x7F807FFF
+    become 0x7F808000, and 0x7FFF8000 to 0x7FFFFFFF (a GPU's own NaN) become 0x7FFF7FFF. These are 131,070 of all 2**32
+    patterns. Fewer are not possible, since there are 131,070 more fp32 NaNs than pairs of a NaN weight and a remainder.
+    Uses integer arithmetic, which is faster than comparisons.
     """
     magnitude = bits & 0x7FFFFFFF
     is_nan = (magnitude - _INFINITY).clamp_(0, 1)

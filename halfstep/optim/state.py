@@ -28,12 +28,12 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
     """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy it; returns a function that undoes this.
 
     Without this, torch casts state to the dtype of the parameter, so that the moments of a low weight would lose bits.
-    It also keeps the tensors of the loaded dict, so that a later step would overwrite them. Low-precision state of a
-    low weight becomes fp32.
+    torch also uses the tensors of the loaded dict themselves, so that a later step would overwrite them. If the loaded
+    state of a low weight is in low precision, it becomes fp32.
 
-    A state that the optimizer cannot continue from raises a StateError before anything is changed. It is checked after
-    all pre-hooks, because they may change it. If a load raises anything else, the previous state and options are put
-    back.
+    A state that the optimizer cannot continue from raises a StateError before anything is changed. This is checked
+    after all load pre-hooks have run, because a pre-hook may change the state. If a load raises any other error, the
+    previous state and options are put back.
     """
     loading: list[StateDict] = []
 
@@ -68,8 +68,8 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
     """Makes `optimizer.load_state_dict` put the old state back if it raises; returns a function that undoes this.
 
-    The pre-hook `judge` checks the state, and is made to run last, after hooks that may change the state. The post hook
-    `mend` restores the saved bits, and is made to run first, before hooks that read the state.
+    `judge` is the pre-hook that checks the loaded state. It is made to run last, after hooks that may change the state.
+    `mend` is the post hook that restores the saved bits. It is made to run first, before hooks that read the state.
     """
     load = optimizer.load_state_dict
     pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
@@ -164,7 +164,7 @@ def _may_be_none(optimizer: Optimizer, name: str) -> bool:
 
 
 def _check_kinds(what: str, group: StateDict, defaults: StateDict) -> None:
-    """Refuses options of a torch or halfstep optimizer that would only fail in a later step."""
+    """Refuses loaded options with which a later step of a torch or halfstep optimizer would fail."""
     for name in defaults.keys() & group.keys():
         value = group[name]
         if (isinstance(defaults[name], bool) or name in CHOICES) and not isinstance(value, bool | int | None):
@@ -241,8 +241,8 @@ def _wrong(
 def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
     """Returns an error message for the first tensor in `entry`, the loaded state, that has a wrong shape; else None.
 
-    `made` and `expected` are the loaded and the present state in small shapes, after a trial step if one is possible. A
-    shape is wrong if it differs between them.
+    `made` and `expected` are the loaded and the present state with small tensors in place of the real ones, after a
+    trial step if one was possible. A tensor has a wrong shape if its shape in `made` differs from that in `expected`.
     """
     for name, want in expected.items():
         if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):

@@ -30,12 +30,12 @@ class Stepper(Protocol):
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads`, which are multiplied by `factor` first; changes nothing if `found` is true.
+        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true.
 
-        Returns the exception that a step hook raised after the update, or None; anything that `step` raises came before
-        the update. `grads` may be low, full or sparse, and carry the loss scale; they and every `p.grad` stay as they
-        are. `factor` is a 0-dim fp32 tensor, the inverse scale times the clip coefficient, or None for exactly 1;
-        `found` is a 0-dim bool tensor.
+        Returns the exception that a step hook raised after the update, or None; an earlier exception is raised. `grads`
+        may be low, full or sparse, and carry the loss scale; the step leaves them and every `p.grad` as they are.
+        `factor` is a 0-dim fp32 tensor, the inverse scale times the clip coefficient, or None for exactly 1; `found` is
+        a 0-dim bool tensor.
         """
 
     def prepare(self) -> None:
@@ -61,7 +61,7 @@ class PlainStepper:
         return run_own_step(self._optimizer, original_step(self._optimizer))
 
     def prepare(self) -> None:
-        """Steps the optimizer to make its first state, as torch does."""
+        """Makes the optimizer's initial state by calling its `step`; all gradients and learning rates must be zero."""
         original_step(self._optimizer)()
 
     def close(self) -> None:

@@ -32,7 +32,13 @@ from halfstep.optim.fused import Kernel
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """How halfstep updates the parameters of one class of optimizers."""
+    """How halfstep updates the parameters of one class of optimizers: its update rule, and faster kernels for it.
+
+    `options` reads a param group, and `eager` is the rule in plain tensor operations. `native` and `triton` name
+    compiled kernels, and `compiled` says whether these support the options. `fused` returns torch's own kernel if that
+    supports the options. `counts`: the optimizer counts its updates. `whole`: an update needs whole weights, for
+    example their norms. `sparse`: sparse gradients are supported.
+    """
 
     options: Callable[[Mapping[str, Any]], Options]  # reads a param group as it is now; schedulers change them
     eager: Law

@@ -26,12 +26,12 @@ _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 
 
 class UpdateWatch:
-    """Sees what one step of one optimizer adds to some of its parameters.
+    """Computes what one step of one optimizer adds to some of its parameters.
 
-    For an optimizer with a row in halfstep's table, the update is computed separately from the step, from the same
-    state and gradients (before step hooks change them), and is not added to the weight: so it also shows what the
-    stored format, or fp32, cannot hold. For other optimizers, and for rows whose update needs whole weights (LAMB,
-    NovoGrad), it is the change of the fp32 value.
+    For an optimizer with a row in halfstep's table, the update is computed apart from the step, from the same state and
+    gradients (before step hooks change them). It is not added to the weight, so it includes what the stored format, or
+    even fp32, would round away. For other optimizers, and for rows whose update needs whole weights (LAMB, NovoGrad),
+    the update is the change that the step makes to the fp32 value.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor) -> None:
@@ -92,7 +92,10 @@ class UpdateWatch:
         factor: Tensor | None,
         coming: dict[Any, Coming],
     ) -> None:
-        """Adds `p` to the batch in `coming` of parameters that are stored alike; leaves optimizer state as it is."""
+        """Adds `p` to the batch in `coming` whose parameters are stored alike; makes the batch if it is missing.
+
+        Leaves the optimizer's state as it is.
+        """
         layout = self._store.layout(p)
         weight = as_real(p.detach())
         key = (layout, p.device, weight.dtype, is_dense(weight))
@@ -145,7 +148,7 @@ class Coming:
 
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of each update; see `halfstep.kernels.update_stats.Updates`."""
+        """Adds the statistics of each update to its row: see `halfstep.kernels.update_stats.Updates.add_to`."""
         kernel, call = self.row.native_of(self.options), (self.batch, self.options, self.factor, self.skipped)
         if kernel is not None and fits(self.batch, self.options, rows):
             add_updates(kernel, *call, addresses_of(rows, places), sample=sample)
@@ -194,14 +197,14 @@ class Made:
     update: Tensor
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update; see `halfstep.kernels.update_stats.Updates`."""
+        """Adds the statistics of the update to its row: see `halfstep.kernels.update_stats.Updates.add_to`."""
         (place,) = places
         if place is not None:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
 
 
 def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
-    """Returns what an update adds to the one weight of a part, as float64; the part stays as it is.
+    """Returns in float64 what an update adds to the weight of `part`, a batch of one parameter; does not change `part`.
 
     The weight is used only for weight decay. The rest is computed on a weight of zero, so that an update far smaller
     than the weight is not rounded away.
@@ -218,7 +221,10 @@ def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor 
 
 
 def _picked(batch: Batch, places: Tensor) -> Batch:
-    """Returns a batch of one parameter with only the elements at `places` in memory; all its tensors must be dense."""
+    """Returns a batch of one parameter with only the elements at `places`, which count elements in the order of memory.
+
+    All tensors of `batch` must be dense.
+    """
 
     def pick(tensors: list[Tensor]) -> list[Tensor]:
         return [t.as_strided((t.numel(),), (1,)).index_select(0, places) for t in tensors]

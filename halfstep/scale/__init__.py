@@ -1,1 +1,1 @@
-"""Keeps gradients in range: loss scales, which scale each gradient carries, and the test for non-finite gradients."""
+"""Keeps gradients in range: scales losses, tracks which scale the gradients carry, and finds non-finite gradients."""

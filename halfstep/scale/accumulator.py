@@ -48,10 +48,11 @@ class Collected:
         return torch.ones_like(self.scale) if self.true else self.scale
 
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
-        """Returns, by loss id, whether a loss's scale must back off; `found` says if a present gradient is non-finite.
+        """Returns, by loss id, whether the scale of that loss must back off (0-dim bool).
 
-        If all losses shared one scale, a non-finite gradient counts for all of them. If gradients were unscaled before
-        they were added, each loss counts only its own overflows.
+        `found` tells whether a gradient is not finite. If the gradients still carry a scale, which all losses share,
+        `found` makes the scales of all losses back off. If they are true gradients, `found` is ignored, and only the
+        losses that are known to have overflowed count.
         """
         clean = torch.zeros_like(found)
         flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
@@ -63,13 +64,13 @@ class GradientAccumulator:
 
     The scaled gradients of a step's first backward pass stay in `p.grad` in the parameters' own dtype. With
     `full_accumulate`, a second pass adds to them in fp32 (low-precision sums stop growing at 256 times their smallest
-    term). Before a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and held
-    apart; the new ones are unscaled and added to them. Gradients left over from an earlier step take part as they would
-    in fp32. Nothing waits for the device.
+    term). Before a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and taken
+    out of `p.grad`; after the pass, its gradients are unscaled and added to them. Gradients left over from an earlier
+    step take part as they would in fp32. Nothing waits for the device.
 
-    If `reduced()` is true, gradients are all-reduced over processes. Then none is unscaled and held apart, since a
-    later pass may be the first to reduce it. Gradients that `sums` all-reduces add up in fp32. The others add up in
-    buckets of the parameters' own dtype, as torch all-reduces them.
+    If `reduced()` is true, gradients are all-reduced over processes. They are not unscaled between passes then, since a
+    later pass may be the first to reduce them. Those that `sums` all-reduces add up in fp32, the others in the
+    parameters' own dtype, as torch all-reduces them.
 
     `left_over` is True if the last backward pass added to the previous step's gradients, which were never zeroed.
     `params` is called each time, so that parameter groups added later take part. Call `before_backward` before each
@@ -212,7 +213,7 @@ class GradientAccumulator:
         return [param for param in self.parameters() if param.grad is not None]
 
     def _carry(self, scale: Tensor) -> None:
-        """Notes that `p.grad` carries the present value of `scale`, whose version counter shows a later change."""
+        """Notes that `p.grad` carries the present value of `scale`; keeps a copy, since `scale` changes in place."""
         if not self._is_carried(scale):
             if self._copied is None or self._copied[0] is not scale or self._copied[1] != version_of(scale):
                 self._copied = scale, version_of(scale), scale.clone()
@@ -249,7 +250,7 @@ class GradientAccumulator:
             self._widened.discard(param)
 
     def _add_held(self) -> bool:
-        """Adds to `p.grad` what `_hold` moved away and the all-reduce has not added; returns whether there was any."""
+        """Adds to `p.grad` what `_hold` took out, unless the all-reduce has added it; returns whether there was any."""
         left = self._sums.release(self._present)
         for param, held in left.items():
             new, param.grad = param.grad, None
@@ -321,10 +322,10 @@ class GradientAccumulator:
             self._widened.discard(param)
 
     def _narrow(self) -> None:
-        """Makes autograd produce gradients in a parameter's own dtype again if its fp32 gradient is gone.
+        """Makes autograd produce gradients in a parameter's own dtype again, if the parameter has no fp32 gradient now.
 
-        `p.grad_dtype` is set to that dtype. If it were None, gradients would have the dtype that the operation returns,
-        which is fp32 for an LSTM.
+        Sets `p.grad_dtype` to that dtype, because None would let a gradient keep the dtype in which the backward pass
+        computes it, which is fp32 for an LSTM.
         """
         for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
             param.grad_dtype = param.dtype
@@ -336,7 +337,7 @@ class GradientAccumulator:
         self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
 
     def _marked(self) -> tuple[int, int] | None:
-        """Returns the id and version counter of the first gradient: one changes if it is replaced or written to."""
+        """Returns the id and version counter of the first gradient, to see later whether it was replaced or changed."""
         return _mark_of(_first_gradient(self._params()))
 
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:

@@ -17,11 +17,12 @@ _SMALL = 2**16  # elements
 class BufferGuard:
     """Copies the buffers of `models` before a step's first training forward, and puts them back if the step is skipped.
 
-    Every dense buffer of up to 65,536 elements is copied, whatever its dtype. Version counters would not do: they miss
-    all writes through `.data`, and those of `native_batch_norm` to `running_mean` and `running_var`. A larger buffer (a
-    mask, a table of rotary frequencies) is copied in its first step and from then on only once its version counter has
-    moved. Nothing waits for the device. Buffers that are registered or replaced later are found. If forward replaces a
-    buffer, the new buffer gets the old value, provided that shape, dtype and device are the same.
+    Every dense buffer of up to 65,536 elements is copied, whatever its dtype. Version counters cannot tell whether such
+    a buffer has changed: they miss all writes through `.data`, and what `native_batch_norm` writes to `running_mean`
+    and `running_var`. A larger buffer (a mask, a table of rotary frequencies) is copied in its first step, and then in
+    every step after a change of its version counter. Nothing waits for the device. Buffers that are registered or
+    replaced later are found. If forward replaces a buffer, the new buffer gets the old value, provided that shape,
+    dtype and device are the same.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -55,8 +56,9 @@ class BufferGuard:
     def restore(self, found: Tensor) -> None:
         """Restores every buffer from the snapshot if `found` (0-dim bool) is true, and changes nothing if it is false.
 
-        Ends the step: the next `refresh` takes a new snapshot. Until then the old one stays, so that a second
-        optimizer that steps after the same forward can restore too; call `after_step` after the last optimizer.
+        Ends the step: the next `refresh` takes a new snapshot. Until then the present snapshot is kept, so that a
+        second optimizer that steps after the same forward can restore from it too. Call `after_step` after the last
+        optimizer.
         """
         for group in self._groups:
             group.restore(found)
@@ -96,12 +98,12 @@ class BufferGuard:
 
 
 class _Slot:
-    """The entry of one buffer name in one module.
+    """One buffer of one module, looked up by its name.
 
-    `alias` is a second tensor on the memory of the buffer last seen here, or None if that buffer is not guarded. It
-    keeps the memory from being reused for another buffer, and does not share the buffer's version counter: BatchNorm
-    saves its statistics for backward, and a write that moves their version counter between one optimizer's step and
-    another loss's backward would raise an error there. BatchNorm's own op does not move the counter either.
+    `alias` is a second tensor on the memory of the buffer last seen here, or None if that buffer is not guarded. While
+    it exists, the memory is not reused for another buffer. Restoring writes through `alias`, which does not share the
+    buffer's version counter. A write that changed the counter between the step of one optimizer and the backward pass
+    of another loss would raise an error there, because BatchNorm saves its statistics for backward.
     """
 
     __slots__ = ("alias", "buffers", "name")
@@ -153,7 +155,10 @@ class _Group:
 
 
 def _restorable(buffer: Tensor) -> bool:
-    """Returns whether a buffer can be copied and written in place: strided, materialised, no element stored twice."""
+    """Returns whether a buffer can be copied and written in place: a strided tensor with memory for each element.
+
+    Lazy, meta, quantized and inference-mode tensors cannot, and neither can expanded ones.
+    """
     if is_lazy(buffer) or buffer.is_meta or buffer.is_inference():
         return False
     if buffer.layout is not torch.strided or buffer.is_quantized:

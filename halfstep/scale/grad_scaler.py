@@ -22,9 +22,9 @@ class GradScaler(OpenGradScaler):
     """Behaves like `torch.amp.GradScaler` and has its state format, except for these differences.
 
     - `update` keeps the scale within [`min_scale`, `max_scale`]; torch lets it fall to subnormals, where gradients
-      vanish. `None` means 1 and 2**24, or `init_scale` if that is outside the range. A scale that was set by hand or
-      loaded stays as it is until the next `update`.
-    - `hysteresis` is the number of overflows since the last growth at which the scale starts to back off, as in
+      vanish. The defaults (None) are 1 and 2**24, or `init_scale` if it is below 1 or above 2**24. A scale that was set
+      by hand or loaded stays as it is until the next `update`.
+    - The scale backs off only at the `hysteresis`-th overflow since it last grew, and at every one after it, as in
       DeepSpeed.
     - A fused `torch.optim.SGD` whose first step overflows starts from zero momentum; torch's kernel leaves the
       momentum uninitialised. With `dampening` this costs one host sync at the first step.
@@ -163,7 +163,7 @@ class GradScaler(OpenGradScaler):
         """Loads a state of this class or of `torch.amp.GradScaler`; does nothing if this scaler is disabled.
 
         Raises:
-            RuntimeError: the state is empty, as that of a disabled scaler.
+            RuntimeError: the state is empty, as a disabled scaler returns it.
             StateError: an entry is missing; nothing was changed.
         """
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
@@ -201,10 +201,10 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
 
 
 def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Sets the momentum of fused SGD to zeros for parameters that have none, which is the same as no momentum.
+    """Gives fused SGD a momentum buffer of zeros for each parameter that has no buffer yet, except with dampening.
 
-    Returns the parameters for which it is not the same, because of dampening: the kernel must see them without a
-    buffer.
+    With dampening, a first step from zeros differs from a first step without a buffer. The parameters that are left
+    without a buffer for this reason are returned.
 
     https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes a missing buffer with
     `empty_like`, and the kernel does not write to it if found_inf is set.

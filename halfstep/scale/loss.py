@@ -73,7 +73,7 @@ def overflowed(loss: Tensor) -> Tensor:
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """Returns the loss with bit for bit the same value and gradients if it is finite, and with NaN for both if not."""
+    """Returns the loss unchanged, bit for bit, if it is finite; otherwise makes its value and its gradients NaN."""
     nothing = (loss - loss).detach()
     return loss * (nothing + 1)
 
@@ -84,7 +84,7 @@ def wide(loss: Tensor) -> Tensor:
 
 
 def scaled(loss: Tensor, scale: Scale) -> Tensor:
-    """Returns the loss times its scale, in fp32 (float64 stays); the loss itself if scaling is off."""
+    """Returns the loss times its scale, in fp32 (float64 if the loss is); if scaling is off, the loss as it is."""
     if not scale.active:
         return loss
     loss = wide(loss)
@@ -92,7 +92,7 @@ def scaled(loss: Tensor, scale: Scale) -> Tensor:
 
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns the gradient divided by `scale` (not divided for None), as a differentiable operation.
+    """Returns the gradient divided by `scale`, as a differentiable operation; with `scale=None` it is not divided.
 
     The result is fp32; float64 and complex gradients keep their dtype.
     """

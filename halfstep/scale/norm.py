@@ -67,9 +67,9 @@ class Reader:
 def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
     """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`.
 
-    Takes any mix of floating and complex dtypes, devices, dense and sparse (COO) gradients; duplicate indices of sparse
-    gradients are summed first. `device` defaults to that of the first gradient, or to the CPU if there are no
-    gradients. A caller that reads at every step, on one stream, should pass the same `scratch` each time.
+    `grads` may be floating or complex, dense or sparse (COO), in any mix of dtypes and devices. Values of a sparse
+    gradient with the same index are summed first. `device` defaults to that of the first gradient, or to the CPU if
+    there are no gradients. A caller that reads at every step, on one stream, should pass the same `scratch` each time.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
@@ -119,7 +119,9 @@ def _stack(flags: list[Tensor], device: torch.device) -> Tensor:
 
 
 def elements(grad: Tensor) -> Tensor:
-    """Returns the elements of a gradient as a dense real tensor; low sparse gradients are summed in fp32.
+    """Returns the elements of a gradient as a dense real tensor.
+
+    For a sparse gradient these are its values; values with the same index are summed first, low ones in fp32.
 
     >>> elements(torch.tensor([[1.0, 0.0]]).to_sparse())
     tensor([1.])
@@ -139,22 +141,28 @@ def _norm_of_norms(norms: Tensor) -> Tensor:
 
 
 def _units(largest: Tensor) -> Tensor:
-    """Returns what to divide numbers by before they are squared: the `largest`, or 1 if that is 0 or not finite."""
+    """Returns what to divide numbers by so that their squares do not overflow: their `largest`, if finite and not 0.
+
+    Otherwise it returns 1.
+    """
     return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the norm of each piece and whether it is finite, summed in a dtype that no finite elements overflow."""
+    """Returns the L2 norm of each piece and whether it is finite.
+
+    Squares are summed in a dtype in which those of finite elements cannot overflow.
+    """
     wide = torch.float32 if dtype is torch.float16 else torch.float64
     norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)
 
 
 def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each piece's norm and whether it is finite, from a pass for the largest magnitude and one for squares.
+    """Returns the L2 norm of each piece, and whether the piece is finite.
 
-    Elements are divided by the piece's largest magnitude before they are squared: no square overflows, and none that
-    matters underflows.
+    The first pass finds the largest magnitude of a piece. The second divides the elements by it, squares and sums them,
+    so that no square overflows and no square that matters underflows.
     """
     wide = dtype if dtype is torch.float64 else torch.float32
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)

@@ -1,4 +1,4 @@
-"""The loss scale: none, static or dynamic, with the same methods; all state is tensors on the device."""
+"""The kinds of loss scale (none, static and dynamic), with the same methods; their state is tensors on the device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class DynamicScale:
         adapt_(self.value, self._clean, self._left, found, self._schedule, count=count)
 
     def limit(self, maximum: float) -> None:
-        """Lowers the ceiling to the largest power of two at or below `maximum`, which the format of a loss requires.
+        """Lowers the ceiling of the scale to the largest power of two at or below `maximum`.
 
         Raises:
             SessionError: the plan's floor is above that power of two.
@@ -191,9 +191,9 @@ def adapt_(
 ) -> None:
     """Adapts a dynamic scale to one step in place, without a host sync; all tensors are 0-dim, on one device.
 
-    `value` (fp32) is the scale, `clean` (int32) the clean steps in a row since it last grew, `left` (int32) the
-    overflows left until it backs off, counting the one that does; `found` (bool) says that this step overflowed.
-    The new scale is clamped to the range of the schedule.
+    `value` (fp32) is the scale, `clean` (int32) the number of clean steps in a row since it last grew, and `found`
+    (bool) whether this step overflowed. `left` (int32) tells at which overflow the scale backs off: at the next one if
+    1, at the one after that if 2. The new scale is clamped to the range of the schedule.
     """
     if schedule.hysteresis == 1 and count and value.device.type in _ONE_KERNEL:
         numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)

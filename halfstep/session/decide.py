@@ -133,7 +133,7 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
 
 @functools.cache
 def _say_that_it_steps_itself(name: str) -> None:
-    """Warns, once per process and `name`, about the cost of the own step of an optimizer class."""
+    """Warns, once per process and `name`, that halfstep has no update for this optimizer class, and what that costs."""
     _LOG.warning(
         "halfstep has no update of its own for %s, so the optimizer's own step runs, on fp32 copies of the weights "
         "that are stored low (2 bytes per parameter more than split masters take), and waits for the device at each "

@@ -39,7 +39,8 @@ class Part:
 class LastStep:
     """The last step that used gradients of one loss, that is of one `loss_id`.
 
-    `skipped`: whether the step was skipped; `scale`: the scale of that loss; `parts`: those with gradients of it.
+    `skipped` says whether the step was skipped, and `scale` is the scale of that loss. `parts` are the parts of the
+    session that had gradients of that loss in this step.
     """
 
     skipped: Tensor

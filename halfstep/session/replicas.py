@@ -77,13 +77,13 @@ class SharedState:
                 optimizer.load_state_dict(saved)
 
     def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Returns the options (learning rate and the like) of each parameter group with some of these parameters."""
+        """Returns the options of each param group (such as the learning rate) that has any of these parameters."""
         return [
             {name: value for name, value in group.items() if name != "params"} for group in self._groups(parameters)
         ]
 
     def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Writes another process's options into the parameter groups with some of these parameters."""
+        """Writes another process's `options` into the param groups here that have any of these parameters."""
         for group, theirs in zip(self._groups(parameters), options, strict=False):
             for name, value in theirs.items():
                 own = group.get(name)
@@ -104,7 +104,7 @@ class SharedState:
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
         """Loads the loss scales of another process, after its weights and masters were written into these parameters.
 
-        `sent_again`: the same weights will be written a second time, which is no change of them.
+        With `sent_again`, the same weights will be written once more; that write will not count as a change of them.
         """
         self.store.note(parameters, writes_to_come=int(sent_again))
         if state != self.scales.state_dict():
@@ -114,12 +114,13 @@ class SharedState:
 
 @dataclass(eq=False)
 class Agreed:
-    """What decides on a step: the same in all processes that train together.
+    """What a session needs to know to make a step; it is the same in all processes that train together.
 
-    `flags` has the parameters of each part, and for each parameter whether its gradient is not finite. `processes`,
-    `stops` and `apart` have an entry for each process, and are None if this process trains alone. `processes`: whether
-    one of its losses overflowed; `stops`: whether it requested all to stop; `apart` (2 x processes): whether its
-    gradients carry another loss scale than those of process 0, and whether its weights differ from those there.
+    `flags` has the parameters of each part, and tells for each parameter whether its gradient is not finite. The last
+    three fields have one entry per process, or are None if this process trains alone. `processes` tells whether a loss
+    of that process overflowed, and `stops` whether it requested all processes to stop. `apart` has two rows (2 x
+    processes): whether the loss scale of that process's gradients differs from that in process 0, and whether its
+    weights differ from those in process 0.
     """
 
     collected: list[Collected]
@@ -131,7 +132,7 @@ class Agreed:
     apart: Tensor | None = None
 
     def rest(self, count: int) -> Agreed:
-        """Returns what decides on the parts after the first `count`, without the reports `stops` and `apart`."""
+        """Returns a copy without the first `count` parts, which have stepped; its `stops` and `apart` are None."""
         collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
         return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
 
@@ -174,9 +175,10 @@ def agree(
 
 
 def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Returns the reading of this process's gradients of sharded parameters, and a list of (number of shards, norm).
+    """Returns the reading of this process's gradients, and their norms by the number of shards of their parameters.
 
-    Each norm is that of the gradients whose parameters are cut into this number of different shards.
+    The norms are a list of (number of different shards, norm). Each norm is taken over all gradients whose parameters
+    are cut into that number of shards.
     """
     numbers = [shards(p) for p in held.params]
     kinds = sorted(set(numbers)) or [1]
@@ -207,9 +209,10 @@ def share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
 
 
 class Hearing:
-    """Reads on the host what the processes reported in the sums of steps; all processes read a report at the same step.
+    """Reads on the host what the processes reported with their steps: requests to stop, and differences between them.
 
-    `stopping` are the processes whose request to stop was read at this step, after which all processes stop.
+    On a GPU, reports are read some steps later, so that the host need not wait. All processes read a report at the same
+    step. `stopping` are the processes whose request to stop was read at this step; all processes then stop.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -219,9 +222,10 @@ class Hearing:
         self.stopping: list[int] = []
 
     def hear(self, agreed: Agreed) -> SessionError | None:
-        """Takes the reports of a step, and reads those that are due; returns an error if loss scales differ in them.
+        """Takes the reports of a step and reads those that are due now, on a GPU those of some steps ago.
 
-        If weights differ between processes, warns once, with the names of the parameters and the processes.
+        Returns an error if loss scales differ between processes. If weights differ, warns once, with the names of the
+        parameters and the processes.
         """
         self.stopping = []
         if agreed.stops is None or agreed.apart is None:

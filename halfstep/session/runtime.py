@@ -55,6 +55,6 @@ class Runtime:
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
         """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them.
 
-        The context may be entered again inside itself.
+        The context is reentrant.
         """
         return self.casting.over_emulation(lambda emulation: Recorded(emulation, mode))

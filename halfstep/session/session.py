@@ -194,7 +194,7 @@ class Session:
         )
 
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
-        """Yields every module once, also one that several models share, with its formats in the assignment."""
+        """Yields every module with its formats in the assignment, and a module that several models share only once."""
         seen: set[int] = set()
         modules = [module for root in self._roots for module in root.modules()]
         for module, formats in zip(modules, self.assignment.modules, strict=True):
@@ -230,7 +230,7 @@ class Session:
 
     @property
     def _has_dtypes(self) -> bool:
-        """Whether the session keeps the dtypes of parameters, so that DistributedDataParallel may be made before it."""
+        """Whether parameters keep their dtypes, so that DistributedDataParallel may wrap a model before the session."""
         return self.plan.param == "full" or bool(self._decision.already_low)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
@@ -327,8 +327,9 @@ class Session:
 
         For loops that call `backward` themselves: `with session.scaling(loss) as scale: (loss * scale).backward()`.
         `losses` are the unscaled losses of that pass; if one is not finite, the next step is skipped.
-        With `stepping="optimizer"` the gradients are unscaled at the end of the block; `unscale=False` leaves them
-        scaled, for when more passes follow before the step.
+
+        With `stepping="optimizer"` the gradients are unscaled at the end of the block. Pass `unscale=False` to keep
+        them scaled if more backward passes follow before the step.
 
         Raises:
             SessionError: the session is closed or for inference.
@@ -366,8 +367,8 @@ class Session:
         """Returns gradients as `torch.autograd.grad` does, computed with the loss scale and then divided by it.
 
         The gradients are true ones in fp32 (float64 and complex keep their dtype), so that a penalty on them can be
-        added to the loss (`create_graph=True`). The scale is that of `loss_id`, and it backs off if these gradients
-        overflow. `kwargs` are those of `torch.autograd.grad`.
+        added to the loss (`create_graph=True`). The scale is that of `loss_id`; if these gradients overflow, it backs
+        off once that loss is passed to `backward` with the same `loss_id`. `kwargs` are those of `torch.autograd.grad`.
 
         Raises:
             SessionError: the session is closed, an output is not a tensor, or a non-scalar has no `grad_outputs`.
@@ -400,9 +401,9 @@ class Session:
         `max_norm` clips the global L2 norm of all their true gradients, as `clip_grad_norm_` does. `step` does not wait
         for the device.
 
-        An error that a step hook or a sink raises after the update is raised at the end: the step is made and counted
-        once. An error in a pre-hook leaves its optimizer as it was: call `step` again. If other optimizers had already
-        stepped, that counts as a step, and the next call steps the remaining ones.
+        If a step hook or a sink raises an error after the update, `step` raises it at its end; the step is made and
+        counted all the same. If a pre-hook raises an error, its optimizer has not stepped: call `step` again. If other
+        optimizers had stepped before the error, that counts as a step, and the next call steps only the remaining ones.
 
         Raises:
             SessionError: the session is closed or for inference, `backward` was not called before, or `optimizer` is
@@ -596,6 +597,7 @@ class Session:
 
         `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"); a pattern selects the modules that
         match it and all modules inside them.
+
         `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as stored in `p.grad` at the step),
         "activation" (what a module's forward returns, in passes with gradients on), "activation_grad" (the gradient of
         the activation), and "update" (what the step adds to each weight, in units of the weight's last place, from
@@ -605,10 +607,10 @@ class Session:
         is left out, and so is a module whose forward is never called (`out_proj` of MultiheadAttention: its weights are
         measured).
 
-        With `absorbed`, such a step is also searched, in all its training forwards and the losses after them, for
-        overflows that a later operation makes finite again: an observation of kind "absorbed" says where one occurred
-        and with what values (`absorbed`). This waits for the device at each result in low precision, and takes some 20
-        microseconds of Python for each operation.
+        With `absorbed=True`, the probe also looks for overflows that a later operation makes finite again, in all
+        training forwards of a measured step and in the losses after them. It reports each as an observation of kind
+        "absorbed", whose field `absorbed` tells where the overflow occurred and with what values. This waits for the
+        device at each result in low precision, and takes some 20 microseconds of Python for each operation.
 
         Compiled models run uncompiled at measured steps. `probe.flush()` returns the observations; `log` and the
         session's sinks that are Recorders get each observation as it arrives.
@@ -676,7 +678,7 @@ class Session:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; the states of model, optimizer and session load in any order.
+        """Restores what `state_dict` returned; model, optimizer and session states may be loaded in any order.
 
         Raises:
             StateError: entries are missing or unknown, or the state belongs to another plan; nothing was changed.
@@ -718,7 +720,8 @@ class Session:
 class Trial(Session):
     """A session over copies of another session's models, under another plan.
 
-    `of` is the other session. Its last step, optimizers and sinks are also those of the trial.
+    `of` is the other session. The trial reports the last step and the optimizers of `of`, and passes records to its
+    sinks.
     """
 
     def __init__(self, decision: Decision, of: Session) -> None:
@@ -741,7 +744,10 @@ class Trial(Session):
 
 
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
-    """Calls `tell`; returns the error that it raises, with the earlier error `failed` as context, or else `failed`."""
+    """Calls `tell` with `args`; returns the error that it raises, or the earlier error `failed` if it raises none.
+
+    `failed` becomes the context of a new error that has none.
+    """
     try:
         tell(*args)
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Backward and step of a session: under its plan, or, if the plan casts and scales nothing, as in a plain loop.
+"""What `backward`, `unscale_` and `step` do in a session: under its plan, or as in a plain loop.
 
-A session has an object of one of these classes, which decides what `backward`, `unscale_` and `step` do; the session
-itself does not look at the plan for this.
+A session has an object of one of the classes here. It is a `PlainTraining` if the plan casts and scales nothing. So the
+session itself does not look at the plan in these methods.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from halfstep.stack import begin_pass
 
 @dataclass(eq=False)
 class Stepped:
-    """What a step did.
+    """The outcome of a step.
 
     `record` is the record of the step, `parts` are those that made it, and `failed` is an error that a hook raised
-    afterwards, else None. `last` has the `LastStep` of each loss, by loss id. `flags` tell which gradients overflowed,
-    `spoiled` in which processes a loss overflowed (None if this process trains alone), and `stopping` lists the
-    processes that requested all to stop.
+    afterwards, else None. `last` has the `LastStep` of each loss, by loss id. `flags` has the parameters of each part,
+    and tells for each parameter whether its gradient was not finite. `spoiled` tells for each process whether a loss
+    overflowed there; it is None if this process trains alone. `stopping` lists the processes that requested all to
+    stop.
     """
 
     record: StepRecord
@@ -143,7 +144,7 @@ class MixedTraining:
     def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
         """Yields the loss scale (0-dim fp32) for a backward pass that the caller runs inside the context.
 
-        `unscale=False` leaves the gradients scaled, also in `TrueGradients`, which unscales them otherwise.
+        The gradients stay scaled. Only `TrueGradients` unscales them at the end, unless `unscale` is False.
         """
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
@@ -158,10 +159,10 @@ class MixedTraining:
         self._after(loss_id, scale, found, unscale)
 
     def _sent(self, scale: Tensor, not_finite: Tensor | None) -> Tensor:
-        """Returns the scale to multiply losses by.
+        """Returns the scale to multiply losses by: `scale`, or NaN within `join()` if a loss is not finite.
 
-        It is NaN if a loss is not finite within DistributedDataParallel's `join()`, where no sum of the step tells the
-        other processes of this, but NaN gradients do.
+        Within DistributedDataParallel's `join()`, processes exchange only gradients. So NaN gradients have to tell the
+        other processes that a loss was not finite.
         """
         if not_finite is None or not self.replicas.joining:
             return scale
